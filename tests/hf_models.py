@@ -32,7 +32,7 @@ _ROTARY = {
     "max_position_embeddings": N_CTX,
     **_TOKENS,
 }
-_GROUPED = {**_ROTARY, "num_key_value_heads": N_KEY_VALUE_HEADS}
+GROUPED = {**_ROTARY, "num_key_value_heads": N_KEY_VALUE_HEADS}
 _GPT = {"n_embd": D_MODEL, "n_layer": N_LAYERS, "n_head": N_HEADS, "vocab_size": D_VOCAB}
 _GPT |= {"n_positions": N_CTX, **_TOKENS}
 
@@ -46,7 +46,7 @@ def _phi() -> PretrainedConfig:
 def _gemma3() -> PretrainedConfig:
     kinds = ["sliding_attention", "full_attention"]
     return transformers.Gemma3TextConfig(
-        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
+        **GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
         layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ _HEADS = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_s
 
 
 def _nemotron_h() -> PretrainedConfig:
-    sizes = {name: value for name, value in _GROUPED.items() if name != "num_hidden_layers"}
+    sizes = {name: value for name, value in GROUPED.items() if name != "num_hidden_layers"}
     return transformers.NemotronHConfig(
         **sizes, layers_block_type=["mamba", "attention", "mlp", "mamba", "moe"], head_dim=4,
         mamba_num_heads=4, mamba_head_dim=8, n_groups=1, ssm_state_size=4, chunk_size=4,
@@ -69,7 +69,7 @@ def _nemotron_h() -> PretrainedConfig:
 def _olmo_hybrid() -> PretrainedConfig:
     kinds = ["linear_attention", "full_attention"]
     return transformers.OlmoHybridConfig(
-        **_GROUPED, layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
+        **GROUPED, layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=4,
         linear_value_head_dim=8,
     )  # fmt: skip
@@ -77,14 +77,14 @@ def _olmo_hybrid() -> PretrainedConfig:
 
 HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": lambda: transformers.GPT2Config(**_GPT, n_ctx=N_CTX),
-    "llama": lambda: transformers.LlamaConfig(**_GROUPED),
-    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED),
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
     "pythia": lambda: transformers.GPTNeoXConfig(**_ROTARY, rotary_pct=0.5),
     "gemma-2": lambda: transformers.Gemma2Config(
-        **_GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4
+        **GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4
     ),
     "mixtral": lambda: transformers.MixtralConfig(
-        **_GROUPED, num_local_experts=3, num_experts_per_tok=2
+        **GROUPED, num_local_experts=3, num_experts_per_tok=2
     ),
     "bloom": lambda: transformers.BloomConfig(
         hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, **_TOKENS
@@ -102,17 +102,17 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_TOKENS,
     ),
     "gpt-j": lambda: transformers.GPTJConfig(**_GPT, n_inner=4 * D_MODEL, rotary_dim=4),
-    "mistral": lambda: transformers.MistralConfig(**_GROUPED, sliding_window=4),
-    "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=4),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
     "phi-3": lambda: transformers.Phi3Config(**_ROTARY),
-    "gemma": lambda: transformers.GemmaConfig(**_GROUPED, head_dim=8),
+    "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
     "gemma-3": _gemma3,
     "olmo": lambda: transformers.OlmoConfig(**_ROTARY),
     "olmo-2": lambda: transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6),
     "olmoe": lambda: transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2),
-    "apertus": lambda: transformers.ApertusConfig(**_GROUPED),
+    "apertus": lambda: transformers.ApertusConfig(**GROUPED),
     "gpt-oss": lambda: transformers.GptOssConfig(
-        **_GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
+        **GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
     ),
     "mamba": lambda: transformers.MambaConfig(**_RECURRENT, time_step_rank=2),
     "falcon-mamba": lambda: transformers.FalconMambaConfig(**_RECURRENT, time_step_rank=2),
@@ -120,7 +120,7 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_RECURRENT, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
     ),
     "bamba": lambda: transformers.BambaConfig(
-        **_GROUPED, **_HEADS, attn_layer_indices=[1, 3], mamba_chunk_size=4
+        **GROUPED, **_HEADS, attn_layer_indices=[1, 3], mamba_chunk_size=4
     ),
     "nemotron-h": _nemotron_h,
     "olmo-hybrid": _olmo_hybrid,

@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from tl_devicefix.misspelt import did_you_mean
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command.
@@ -25,7 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well.
     """
-    chosen = _parser().parse_args(arguments)
+    parser = _parser()
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = [f"--{name.replace('_', '-')}" for name in vars(chosen)]
+        meant = did_you_mean(unknown[0].partition("=")[0], options)
+        parser.error(f"{chosen.command} has no argument {unknown[0]!r}{meant}")
     run, expected = _COMMANDS[chosen.command]
     if chosen.command != "activations":
         _set_up()
@@ -47,8 +54,15 @@ def _set_up() -> None:
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that takes options by their whole names, as others may come that begin so too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m tl_devicefix", description="TransformerLens models over several devices."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -232,7 +246,7 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
     "activations": (_run_activations, (OSError, ValueError)),
-    "demo": (_run_demo, ()),
+    "demo": (_run_demo, (ValueError,)),
     "estimate": (_run_estimate, (TypeError, ValueError)),
     "selfcheck": (_run_selfcheck, (ValueError,)),
 }

@@ -43,7 +43,7 @@ def note(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def noting_mixed_devices() -> Iterator[None]:
-    """Within it, an error about tensors of several devices gets a note that says what to write."""
+    """Within it, an error about tensors of several devices says what to write."""
     try:
         yield
     except RuntimeError as error:
@@ -52,11 +52,12 @@ def noting_mixed_devices() -> Iterator[None]:
 
 
 def note_mixed_devices(error: RuntimeError) -> None:
-    """Add the note to an error, if it is about several devices and has not got it yet.
+    """End an error's message with the remedy, if it is about several devices and has not got it.
 
-    One about a tensor on the CPU gets none: there, `mix_devices` would not help.
+    A note would be lost where `str(error)` is logged. One about a tensor on the CPU is left as it
+    is: there, `mix_devices` would not help.
     """
     about_devices = "same device" in str(error) or "expected device" in str(error)
-    is_noted = ON_MIXED_DEVICES in "\n".join((str(error), *getattr(error, "__notes__", ())))
+    is_noted = ON_MIXED_DEVICES in str(error)
     if about_devices and not is_noted and not re.search(r"\bcpu\b", str(error)):
-        note(error, ON_MIXED_DEVICES)
+        error.args = (f"{error}\n{ON_MIXED_DEVICES}",)

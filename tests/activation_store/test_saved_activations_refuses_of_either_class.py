@@ -32,6 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer=2",
     ),
     ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
+    ({"stop_at_layers": 5}, "no argument 'stop_at_layers'; did you mean 'stop_at_layer'"),
     ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
     ({"transform": {RESID: "mean"}}, "'str' object is not callable"),
@@ -56,10 +57,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": "w4 w5"}, r"but is a str: give a list of them"),
     ({"data": ["w4 w5"]}, "item 0 of batches is a str: give .* a list of texts"),
     ({"data": [3]}, "item 0 of batches is a int"),
+    ({"data": [IDS[None] / 2]}, r"must be one or more tokens .* of torch\.float32"),
     ({"data": [torch.zeros(0, 9).long()]}, r"must be one or more tokens .* but is \[0, 9\]"),
     ({"data": [{"content": "w4"}]}, r"with \['content'\]"),
     ({"data": [[torch.ones(2, 9).long()] * 2]}, "item 0 of batches is a list: give"),  # or a mask
-    ({"data": [IDS]}, r"is \[9\]: make batches of examples"),
+    ({"data": [IDS]}, r"is \[9\] of torch\.int64: make batches"),
     ({"data": [{"tokens": IDS[None], "attention_mask": IDS}]}, r"is \[9\], but .* \[1, 9\]"),
     ({"model": 3}, "the model must be a"),
 ]
@@ -107,7 +109,7 @@ def test_a_directory_without_shards_is_used_again(
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
-    (lambda h: h.cache(0)["embed"], "hook_embed"),
+    (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),
     (lambda h: h[3], "3 was not saved"),
     (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved; did you mean"),
     (lambda h: h[WRITTEN][11], "no example 11 among 11"),

@@ -82,6 +82,11 @@ def test_others_go_on_where_some_were(n_batches: int, written: SavedActivations)
     expected = numbers(written.activations(RESID, **options))
     assert numbers([*seen, *others]) == expected
     assert numbers([*seen, *first]) == expected
+    first = written.activations(RESID, **options)
+    state = first.state_dict()
+    list(itertools.islice(first, n_batches))
+    first.load_state_dict(state)
+    assert numbers(first) == expected
     with pytest.raises(ValueError, match="has seed=1, but these batches have 2"):
         written.activations(RESID, **{**options, "seed": 2}).load_state_dict(first.state_dict())
 

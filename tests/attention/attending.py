@@ -8,8 +8,10 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+import transformers
 from comparison import assert_agrees
 from hf_models import HF_CONFIGS
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,10 +22,16 @@ from tl_devicefix.monkeypatch.versions import installed as version
 NAMES = list(takewhile(lambda name: name != "mamba", HF_CONFIGS))
 """The architectures that attend."""
 HOOKED = has_hooked_transformer()
+# Until transformers 5.24, GPT-J's too.
+_OWN_WAY = [
+    "bloom",
+    "gpt-neo",
+    *(["gpt-j"] if Version(transformers.__version__).release < (5, 24) else []),
+]
 AS_INSTALLED = {
     "gemma-2": "soft cap",
     **({} if version().major == 2 else {"gpt-oss": "attention sinks"}),  # which it overlooks
-    **dict.fromkeys(() if HOOKED else ("bloom", "gpt-neo", "gpt-j"), "in its own way"),
+    **dict.fromkeys([] if HOOKED else _OWN_WAY, "in its own way"),
 }
 """Architecture -> why its blocks take the installed path."""
 

@@ -23,11 +23,6 @@ def on_meta(model: Any) -> None:
     linear.weight = nn.Parameter(linear.weight.detach().to("meta"))
 
 
-def not_finite(model: Any) -> None:
-    values = model.blocks[2].attn.q._original_component.weight.data
-    values[0, :3], values[1, 3] = float("nan"), -float("inf")
-
-
 def tied(model: Any) -> None:
     model.unembed._original_component.weight.data = model.embed._original_component.weight.data
 
@@ -50,10 +45,6 @@ FAULTS = {
     "a weight on meta": Fault(
         on_meta, "meta", "blocks.2.attn.q.weight", ("[16, 16]", "no values"),
         'model.load_state_dict({"blocks.2.attn.q.weight": values}, strict=False, assign=True)',
-    ),
-    "values that are not finite": Fault(
-        not_finite, "values", "blocks.2.attn.q.weight", ("3 NaN and 1 infinite of 256 values",),
-        'model.load_state_dict({"blocks.2.attn.q.weight": values}, strict=False)',
     ),
     "embeddings tied after folding": Fault(
         tied, "storage", "unembed.weight", ("shares its memory with embed.weight",), None

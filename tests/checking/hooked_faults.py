@@ -29,11 +29,6 @@ def on_meta(model: Any) -> None:
     model.blocks[2].mlp.W_in = nn.Parameter(model.blocks[2].mlp.W_in.detach().to("meta"))
 
 
-def not_finite(model: Any) -> None:
-    values = model.blocks[2].attn.W_Q.data
-    values[0, 0, :3], values[1, 2, 3] = float("nan"), -float("inf")
-
-
 def tied(model: Any) -> None:
     model.unembed.W_U.data = model.embed.W_E.data.T
 
@@ -67,10 +62,6 @@ FAULTS = {
     "a weight on meta": Fault(
         on_meta, "meta", "blocks.2.mlp.W_in", ("[16, 24]", "no values"),
         'model.load_state_dict({"blocks.2.mlp.W_in": values}, strict=False, assign=True)',
-    ),
-    "values that are not finite": Fault(
-        not_finite, "values", "blocks.2.attn.W_Q", ("3 NaN and 1 infinite of 256 values",),
-        'model.load_state_dict({"blocks.2.attn.W_Q": values}, strict=False)',
     ),
     "tied embeddings": Fault(
         tied, "storage", "unembed.W_U", ("shares its memory with embed.W_E",),

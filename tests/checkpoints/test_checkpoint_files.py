@@ -203,6 +203,16 @@ def test_transformer_lens_s_own_models(
     assert_same_model(model, reference, tokens)
 
 
+def test_transformer_lens_s_own_models_are_rounded_once(own_models: OwnModels) -> None:
+    name = "NeelNanda/GELU_3L512W_C4_Code"
+    exact = HookedTransformer.from_pretrained(name, device="cpu")
+
+    model = HookedTransformer.from_pretrained(name, device="cpu", dtype=torch.bfloat16)
+
+    for (parameter_name, parameter), folded in zip(model.named_parameters(), exact.parameters()):
+        assert torch.equal(parameter, folded.bfloat16()), parameter_name
+
+
 @pytest.mark.fails_unpatched
 def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_repository(
     own_models: OwnModels,

@@ -42,6 +42,13 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys: Any) -> None:
     assert "L5H1 attends to the answer most" in output
 
 
+@pytest.mark.parametrize("n_devices", ["0", "100"])
+def test_the_demo_of_too_few_or_too_many_devices_is_refused(n_devices: str, capsys: Any) -> None:
+    assert main(["demo", "--n-devices", n_devices]) == 1
+    error = capsys.readouterr().err
+    assert error.endswith(f"n_devices must be from 1 to 64, but is {n_devices}\n")
+
+
 def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) -> None:
     right = demo.hf_logits
     monkeypatch.setattr(demo, "hf_logits", lambda tokens: right(tokens) * 1.01)
@@ -124,6 +131,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
         (["estimate", "--help"], 0, "--max-memory", []),
         (["estimate"], 2, "the following arguments are required: model", []),
         (["nonsense"], 2, "invalid choice: 'nonsense'", []),
+        (["estimate", "gpt2", "--n-device=4"], 2, "did you mean '--n-devices'?", []),
         (["estimate", "--n-devices", "x"], 2, "invalid int value: 'x'", []),
         (["activations", "info", "none"], 1, "no saved activations in none", ["torch"]),
     ],

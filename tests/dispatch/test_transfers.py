@@ -10,6 +10,8 @@ import pytest
 import torch
 from kinds import GREEDY, KINDS, every_kind, home_of
 
+from tl_devicefix.attention.one_forward import one_forward
+from tl_devicefix.dispatch.carrying import CarryTo
 from tl_devicefix.simulation import Transfer
 
 every_number = pytest.mark.parametrize("spread", [1, 2, 3, 4])
@@ -35,6 +37,17 @@ def test_a_forward_copies_the_residual_stream_once_where_it_must(
     of_stream = first[:-1] if device_of["unembed"] != home else first  # without the logits
     assert all(t.shape == residual and t.bytes == 4 * residual.numel() for t in of_stream)
     assert second == first
+
+
+def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine: Any) -> None:
+    bias = torch.ones(2, device="sim:0", requires_grad=True)
+    carry_to, block = CarryTo(torch.device("sim:1")), torch.nn.Identity()
+    with one_forward():
+        with torch.no_grad():  # as a hook may run a block
+            carry_to(block, (), {"shortformer_pos_embed": bias})
+        _, carried = carry_to(block, (), {"shortformer_pos_embed": bias})
+    carried["shortformer_pos_embed"].sum().backward()
+    assert bias.grad is not None
 
 
 @every_number

@@ -118,6 +118,22 @@ def test_no_weight_is_copied(model: Any, view_of: Any, machine: Any) -> None:
         assert getattr(view, name) is getattr(model, name)
 
 
+@pytest.mark.parametrize("where", ["with offloaded blocks"])
+def test_one_that_is_made_while_an_offloaded_block_runs_has_the_model_s_weights(
+    model: Any, view_of: Any, tokens: torch.Tensor
+) -> None:
+    views: list[Any] = []
+
+    def make(activation: torch.Tensor, hook: Any) -> None:
+        views.append(view_of(model))
+
+    tokens = tokens.to(model.cfg.device)
+    model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_mid", make)])
+
+    own = dict(model.named_parameters())
+    assert all(own[name] is parameter for name, parameter in views[0].named_parameters())
+
+
 def reached_from(value: Any) -> Iterator[Any]:
     """All objects that this one leads to, but for what modules and classes define."""
     seen: set[int] = set()

@@ -97,6 +97,16 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(
         assert model.W_in.device == CPU
 
 
+def test_weights_of_grouped_heads_need_room_for_each_head_s_copy_too(
+    model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = sum(block.attn._W_K.nbytes for block in model.blocks)
+    monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + stored] * 4)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.W_K is .*, but sim:0"):
+        _ = model.W_K
+
+
 def test_what_cannot_fit_into_host_memory_is_refused_too(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +157,18 @@ def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
         assert first["resid_post", 4].device == CPU
 
     assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
+
+
+def test_a_slice_s_activations_stay_where_they_were_computed(
+    model: Any, tokens: torch.Tensor
+) -> None:
+    _, cache = model.run_with_cache(tokens)
+
+    of_slice = cache.apply_slice_to_batch_dim(0).cache_dict
+
+    assert of_slice[LAST].device == home_of(model)
+    for name, activation in cache.cache_dict.stored().items():
+        assert of_slice.stored()[name].device == activation.device
 
 
 def test_reading_a_cache_leaves_nothing_behind_at_home(

@@ -115,6 +115,17 @@ def test_a_cache_that_was_moved_is_read_where_it_is(
     assert of_one_block["resid_post", 4].device == read_on
 
 
+def test_a_cache_goes_from_device_to_device_and_not_by_way_of_home(
+    model: Any, machine: Any, tokens: torch.Tensor
+) -> None:
+    _, cache = model.run_with_cache(tokens.to(model.cfg.device))
+    machine.reset_transfers()
+
+    cache.to("sim:1")
+
+    assert {transfer.target for transfer in machine.transfers} == {torch.device("sim:1")}
+
+
 def test_methods_that_change_a_plain_dict_leave_it_where_it_is(
     model: Any, machine: Any, tokens: torch.Tensor
 ) -> None:

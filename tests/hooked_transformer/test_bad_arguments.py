@@ -53,6 +53,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         for misspelt, meant in (
             *(("ndevices", "n_devices"), ("num_devices", "n_devices"), ("devicemap", "device_map")),
             *(("max_memmory", "max_memory"), ("center_unembeds", "center_unembed")),
+            ("attn_implementaton", "attn_implementation"),
         )
     },
 }

@@ -324,14 +324,10 @@ def test_blocks_of_an_unknown_transformer_lens_run_as_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known_blocks, "KNOWN", {})
-    known_blocks._why_functions_unknown.cache_clear()
-    try:
-        model = make("RMS, grouped")
-        with mock.patch("tl_devicefix.hooked_transformer.block.run_block") as run_block:
-            assert_as_installed(lambda: run(model))
-        blocks = tl_devicefix.set_attn_implementation(model, "sdpa").blocks
-    finally:
-        known_blocks._why_functions_unknown.cache_clear()
+    model = make("RMS, grouped")
+    with mock.patch("tl_devicefix.hooked_transformer.block.run_block") as run_block:
+        assert_as_installed(lambda: run(model))
+    blocks = tl_devicefix.set_attn_implementation(model, "sdpa").blocks
 
     assert not run_block.called
     assert all("does not know the blocks of" in reason for reason in blocks.values())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pkgutil
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,16 +19,19 @@ from block_variants import (
     assert_all_as_installed,
     assert_as_installed,
     make,
+    padded,
     points,
     run,
     shared,
     tokens,
 )
 from torch.nn.utils import parametrize
-from transformer_lens.components import Attention, LayerNorm
+from transformer_lens.components import MLP, Attention, LayerNorm, TransformerBlock
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.dispatch import stand_ins
 from tl_devicefix.hooked_transformer import known_blocks
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
 either_grad = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 
@@ -250,11 +256,336 @@ class OwnAttention(Attention):
         return super().calculate_z_scores(v, pattern) * 1.5
 
 
-def test_a_subclass_of_attention() -> None:
-    model = make("LN")
-    before = run(model)["logits"]
-    model.blocks[0].attn.__class__ = OwnAttention
+class OwnMLP(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 1.5
 
-    changed = assert_as_installed(lambda: run(model))
+
+class OwnBlock(TransformerBlock):
+    def apply_mlp(self, normalized_resid: torch.Tensor) -> torch.Tensor:
+        return super().apply_mlp(normalized_resid) * 1.5
+
+
+class OwnHookPoint(HookPoint):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.5
+
+
+@pytest.mark.parametrize(
+    ("path", "cls"),
+    [("", OwnBlock), (".attn", OwnAttention), (".mlp", OwnMLP), (".attn.hook_z", OwnHookPoint)],
+)
+@pytest.mark.parametrize("hooked", [False, True], ids=["unhooked", "hooked"])
+def test_a_class_that_is_exchanged_after_a_forward(path: str, cls: type, hooked: bool) -> None:
+    model = make("LN")
+    module = model.get_submodule(f"blocks.0{path}")
+    own = type(module)
+    hooks = [("blocks.0.attn.hook_q", lambda activation, hook: activation * 0.5)] * hooked
+
+    def exchanged() -> Seen:
+        module.__class__ = own
+        before = run(model, hooks)["logits"]
+        module.__class__ = cls
+        return {**run(model, hooks), "before": before}
+
+    changed = assert_as_installed(exchanged)
+
+    assert not torch.equal(changed["logits"], changed["before"])
+
+
+def test_an_attention_that_becomes_one_of_another_class() -> None:
+    model = make("RMS, grouped")
+    run(model, [("blocks.0.attn.hook_q", lambda activation, hook: None)])
+    model.blocks[0].attn.__class__ = Attention
+
+    with pytest.raises(AttributeError, match="has no attribute 'W_K'"):  # as installed
+        run(model)
+
+
+def exchange_dicts_of_hooks(module: torch.nn.Module) -> None:
+    """The common idiom to remove all hooks."""
+    module._forward_hooks = OrderedDict()
+    module._forward_pre_hooks = OrderedDict()
+
+
+def test_hooks_in_dicts_that_were_exchanged_after_a_forward() -> None:
+    model = make("RMS, grouped")
+    run(model)
+    model.apply(exchange_dicts_of_hooks)
+
+    def cached_and_ablated() -> Seen:
+        _, cache = model.run_with_cache(tokens(5))
+        ablated = run(model, [("blocks.0.hook_mlp_out", lambda activation, hook: activation * 0)])
+        return {**cache, **ablated}
+
+    seen = assert_as_installed(cached_and_ablated)
+
+    assert len(points(model)) < len(seen)
+
+
+def own_direction(attn: Any) -> None:
+    attn.cfg = copy.copy(attn.cfg)
+    attn.cfg.attention_dir = "bidirectional"
+
+
+def own_direction_by_override(attn: Any) -> None:
+    attn._attention_dir_override = "bidirectional"
+
+
+def own_window(attn: Any) -> None:
+    attn.cfg = copy.copy(attn.cfg)
+    attn.cfg.window_size = 2
+
+
+def own_sines(attn: Any) -> None:
+    attn.rotary_sin = attn.rotary_sin * 0.5
+
+
+def own_pairs(attn: Any) -> None:
+    attn.cfg = copy.copy(attn.cfg)
+    attn.cfg.rotary_adjacent_pairs = True
+
+
+OWN = [own_direction, own_sines, own_pairs]
+if not IS_2:  # which keeps a mask in each block
+    OWN += [own_direction_by_override, own_window]
+
+
+@pytest.mark.parametrize("change", OWN)
+@pytest.mark.parametrize("by_hook", [False, True], ids=["before", "by a hook"])
+def test_a_block_with_a_mask_or_positions_of_its_own(
+    change: Callable[[Any], None], by_hook: bool
+) -> None:
+    model = make("local rotary" if change is own_window else "RMS, grouped")
+    attn = model.blocks[1].attn
+    attn.attn_type = model.blocks[0].attn.attn_type
+    attn._buffers.update(model.blocks[0].attn._buffers)  # as in a model that was loaded
+
+    def changed() -> Seen:
+        with mock.patch.dict(vars(attn)), mock.patch.dict(attn._buffers):
+            if not by_hook:
+                change(attn)
+            hooks = [("blocks.0.hook_resid_pre", lambda activation, hook: change(attn))] * by_hook
+            return run(model, hooks, grad=False)
+
+    before = run(model, grad=False)["logits"]
+    assert not torch.equal(assert_as_installed(changed)["logits"], before)
+
+
+def test_a_block_that_was_grafted_from_another_model() -> None:
+    model, other = make("LN"), make("bidirectional")
+
+    def grafted() -> Seen:
+        with mock.patch.dict(model.blocks._modules, {"1": other.blocks[1]}):
+            return run(model)
+
+    before = run(model)["logits"]
+    assert not torch.equal(assert_as_installed(grafted)["logits"], before)
+
+
+class PassesCodeOn:
+    """A descriptor around a function that looks like it, as wrapt's."""
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+        self.__code__ = function.__code__
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.__wrapped__ == other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if instance is None:
+            return self
+        return lambda *args, **kwargs: self.__wrapped__(instance, *args, **kwargs) * 1.5
+
+
+def by_mock(function: Any) -> Any:
+    return property(
+        lambda self: mock.Mock(side_effect=lambda *a, **k: function(self, *a, **k) * 1.5)
+    )
+
+
+def by_partial(function: Any) -> Any:
+    method = partial(lambda self, *args, **kwargs: function(self, *args, **kwargs) * 1.5)
+    return property(lambda self: partial(method, self))
+
+
+@pytest.mark.parametrize("wrap", [PassesCodeOn, by_mock, by_partial])
+@pytest.mark.parametrize("known", [False, True], ids=["before any forward", "after one"])
+def test_a_method_of_a_class_in_another_form(
+    wrap: Callable[[Any], Any], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared("LN")
+    before = run(model)["logits"]
+    if not known:
+        monkeypatch.setattr(stand_ins, "_known", {})
+
+    with mock.patch.object(MLP, "forward", wrap(MLP.forward)):
+        changed = assert_as_installed(lambda: run(model))
 
     assert not torch.equal(changed["logits"], before)
+    assert_as_installed(lambda: run(model))
+    assert known_blocks.why_as_installed(model.blocks[0]) is None
+
+
+def doubled_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_method_that_is_given_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As IPython's autoreload does with edited files."""
+    model = shared("LN")
+    run(model)
+
+    with monkeypatch.context() as context:
+        context.setattr(MLP.forward, "__code__", doubled_mlp.__code__)
+        changed = assert_as_installed(lambda: run(model))
+
+    again = assert_as_installed(lambda: run(model))
+    assert not torch.equal(changed["logits"], again["logits"])
+
+
+def times(factor: float, function: Any) -> Any:
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * factor
+
+    return scaled
+
+
+FUNCTIONS = ["abstract_attention.simple_attn_linear", "mlps.mlp.batch_addmm"]
+if not IS_2:
+    FUNCTIONS += [
+        "abstract_attention.apply_softcap",
+        "abstract_attention.get_offset_position_ids",
+        "abstract_attention.einops.rearrange",
+    ]
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_a_function_of_a_module_that_is_replaced(path: str) -> None:
+    model = shared("adjacent pairs" if "position" in path else "LN")
+    options = {"attention_mask": padded(5, left=2)}
+    before = run(model, **options)["logits"]
+    module, _, name = f"transformer_lens.components.{path}".rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    factor = 2 if "position" in path else 1.5
+
+    with mock.patch.object(owner, name, times(factor, getattr(owner, name))):
+        changed = assert_as_installed(lambda: run(model, **options))
+
+    assert not torch.equal(changed["logits"], before)
+
+
+def test_a_call_of_a_class_that_is_replaced() -> None:
+    model = shared("LN")
+    before = run(model)["logits"]
+
+    with mock.patch.object(MLP, "__call__", times(1.5, MLP.__call__), create=True):
+        changed = assert_as_installed(lambda: run(model))
+
+    assert not torch.equal(changed["logits"], before)
+
+
+def by_setting(model: Any, stack: contextlib.ExitStack) -> None:
+    model.cfg.use_attn_result = True
+
+
+def by_class(model: Any, stack: contextlib.ExitStack) -> None:
+    stack.enter_context(mock.patch.object(MLP, "forward", times(1.5, MLP.forward)))
+
+
+def by_global_hook(model: Any, stack: contextlib.ExitStack) -> None:
+    def scale(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.5 if isinstance(module, MLP) else None
+
+    stack.enter_context(torch.nn.modules.module.register_module_forward_hook(scale))
+
+
+@pytest.mark.parametrize("change", [by_setting, by_class, by_global_hook])
+@pytest.mark.parametrize("name", ["hook_embed", "blocks.0.hook_resid_post"])
+def test_a_hook_that_changes_how_later_blocks_compute(
+    change: Callable[[Any, contextlib.ExitStack], None], name: str
+) -> None:
+    model = make("LN")
+
+    def changed() -> Seen:
+        log: dict[str, Any] = {}
+        record = Recorder(log)
+        with contextlib.ExitStack() as stack:
+            hooks = [
+                (name, lambda activation, hook: change(model, stack)),
+                ("blocks.1.attn.hook_result", record.read),
+            ]
+            seen = run(model, hooks, log=log)
+        model.cfg.use_attn_result = False
+        return seen
+
+    before = run(model)
+    after = assert_as_installed(changed)
+    assert len(after) > len(before) or not torch.equal(after["logits"], before["logits"])
+
+
+def test_an_attribute_that_makes_room_for_a_method_between_two_forwards() -> None:
+    model = make("LN")
+    attn = model.blocks[0].attn
+
+    def changed() -> Seen:
+        attn.extra = 1
+        vars(attn).pop("calculate_z_scores", None)
+        run(model)
+        del attn.extra
+        attn.calculate_z_scores = times(1.5, attn.calculate_z_scores)
+        return run(model)
+
+    before = run(model)["logits"]
+    assert not torch.equal(assert_as_installed(changed)["logits"], before)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("components.abstract_attention", "simple_attn_linear"),
+        ("components.mlps.mlp", "batch_addmm"),
+    ],
+)
+def test_a_function_that_is_replaced_before_any_forward(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared("LN")
+    before = run(model)["logits"]
+    owner = pkgutil.resolve_name(f"transformer_lens.{module}")
+    monkeypatch.setattr(stand_ins, "_known", {})
+
+    with mock.patch.object(owner, name, times(1.5, getattr(owner, name))):
+        changed = assert_as_installed(lambda: run(model))
+
+    assert not torch.equal(changed["logits"], before)
+
+
+def test_a_method_in_a_decorator_of_torch_before_any_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = shared("LN")
+    monkeypatch.setattr(stand_ins, "_known", {})
+
+    with mock.patch.object(MLP, "forward", torch.no_grad()(MLP.forward)):
+        seen = assert_as_installed(lambda: run(model))
+
+    assert "grad blocks.0.mlp.W_in" not in seen
+
+
+@pytest.mark.parametrize("path", ["attn", "attn.hook_z", "mlp", "hook_resid_post"])
+@pytest.mark.parametrize(
+    "register",
+    ["register_full_backward_pre_hook", "register_full_backward_hook", "register_forward_pre_hook"],
+)
+def test_each_kind_of_torch_s_hooks(path: str, register: str) -> None:
+    model = make("LN")
+    module, called = model.get_submodule(f"blocks.0.{path}"), list[str]()
+    getattr(module, register)(lambda *_: called.append(path))
+
+    assert_as_installed(lambda: run(model))
+
+    assert len(called) >= 2  # with the package, and without

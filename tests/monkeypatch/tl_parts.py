@@ -22,11 +22,16 @@ Parts = dict[str, Any]
 def parts_of_transformer_lens() -> Parts:
     """Every attribute of every TransformerLens module and class that is imported, by its path.
 
+    So are those of a module of transformers in which a function has a patch.
+
     Of a module's functions, the code, which a patch exchanges.
     """
     parts: Parts = {}
     for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] != "transformer_lens":
+        is_patched = module_name == "transformers.masking_utils"
+        if module is None or not (
+            is_patched or module_name.partition(".")[0] == "transformer_lens"
+        ):
             continue
         for name, value in list(vars(module).items()):
             parts[f"{module_name}:{name}"] = getattr(value, "__code__", value)

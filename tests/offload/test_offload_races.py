@@ -190,3 +190,23 @@ def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(
 
     assert_agrees(results, [reference(tokens.roll(i, 1)) for i in range(len(results))])
     assert_at_rest(model)
+
+
+def test_a_block_that_a_hook_runs_on_a_stream_of_its_own_shares_no_mask_with_the_forward(
+    model: Any, reference: Any, tokens: torch.Tensor
+) -> None:
+    sim = torch.get_device_module("sim")
+
+    def run_the_next(activation: torch.Tensor, hook: Any) -> None:
+        side = sim.Stream(DEVICE)
+        side.wait_stream(sim.current_stream(DEVICE))
+        activation.record_stream(side)
+        with sim.stream(side):
+            model.blocks[1](activation)
+
+    hooks = [("blocks.0.hook_resid_pre", run_the_next)]
+    with torch.no_grad():
+        logits = model.run_with_hooks(tokens.to(DEVICE), fwd_hooks=hooks)
+    sim.synchronize(DEVICE)
+
+    assert_agrees(logits, reference(tokens))

@@ -259,6 +259,21 @@ def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
         model.load_and_process_state_dict(unprocessed("gpt2").state_dict())
 
 
+def test_weights_of_another_shape_are_refused_and_the_model_is_as_it_was(
+    unprocessed: Any, without_weights: Any, machine: Any, tokens: Any
+) -> None:
+    weights = unprocessed("gpt2").state_dict()
+    model = without_weights("gpt2", n_devices=2)
+    model.load_and_process_state_dict(weights)
+    expected = model(tokens)
+    weights = {**weights, "unembed.W_U": weights["unembed.W_U"][:, :-1]}
+
+    with pytest.raises(ValueError, match=r"unembed\.W_U has shape .* config asks for"):
+        model.load_and_process_state_dict(weights)
+
+    assert torch.equal(model(tokens), expected)
+
+
 def test_a_model_whose_processing_is_refused_is_as_it_was(
     checkpoints: Any, machine: Any, tokens: Any
 ) -> None:

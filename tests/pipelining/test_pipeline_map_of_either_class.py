@@ -358,11 +358,30 @@ def test_no_more_runs_than_asked_for_hold_activations(model: Any, batches: Any) 
     assert max(most) <= 3
 
 
-@pytest.mark.parametrize("changed_by", ["a run", "the caller"])
-def test_a_weight_that_is_changed_is_refused(model: Any, batches: Any, changed_by: str) -> None:
-    @torch.no_grad()
+CHANGES: dict[str, Callable[[Any, str], Any]] = {
+    "in place": lambda module, name: module._parameters[name].detach().mul_(1),
+    "requires_grad": lambda module, name: module._parameters[name].requires_grad_(False),
+    "replaced": lambda module, name: setattr(
+        module, name, torch.nn.Parameter(module._parameters[name].detach())
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed_by", "how"),
+    [
+        ("a run", "in place"),
+        ("a run", "requires_grad"),
+        *(("the caller", how) for how in CHANGES),
+    ],
+)
+def test_a_weight_that_is_changed_is_refused(
+    model: Any, batches: Any, changed_by: str, how: str
+) -> None:
     def change(model: Any) -> None:
-        next(iter(model.blocks[2].parameters())).mul_(1)
+        (full_name, _), *_ = model.blocks[2].named_parameters()
+        path, _, name = full_name.rpartition(".")
+        CHANGES[how](model.blocks[2].get_submodule(path), name)
 
     def run(view: Any, batch: torch.Tensor) -> None:
         view(batch)
@@ -373,12 +392,63 @@ def test_a_weight_that_is_changed_is_refused(model: Any, batches: Any, changed_b
         [change(model) for _ in pipeline_map(model, run, batches)]
 
 
+def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    return activation * 2
+
+
+USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "forward": logits,
+    "run_with_hooks": lambda model, batch: model.run_with_hooks(batch, fwd_hooks=[(LAST, double)]),
+    "run_with_cache": lambda model, batch: model.run_with_cache(batch),
+    "hooks": lambda model, batch: model.hooks(fwd_hooks=[(LAST, double)]).__enter__(),
+    "add_hook": lambda model, batch: model.add_hook(LAST, double),
+    "a hook point's add_hook": lambda model, batch: model.hook_dict[LAST].add_hook(double),
+    "generate": samples_tokens,
+    "pipeline_map": lambda model, batch: list(pipeline_map(model, logits, [batch])),
+}
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+@pytest.mark.parametrize("use", USES)
+def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(
+    model: Any, batches: Any, use: str, max_in_flight: int
+) -> None:
+    def run(view: Any, batch: torch.Tensor) -> Any:
+        with view.hooks(fwd_hooks=[(LAST, double)]):
+            return model.cfg.d_model, model.blocks[0].attn.W_Q, USES[use](model, batch)
+
+    tokenizer = model.tokenizer
+    with pytest.raises(RuntimeError, match=r"the model itself: use the first argument of `run`"):
+        list(pipeline_map(model, run, batches, max_in_flight))
+
+    assert_nothing_is_left(model)
+    assert model.tokenizer is tokenizer
+    run_with_views = lambda view, batch: USES[use](view, batch)  # noqa: E731
+    list(pipeline_map(model, run_with_views, batches[:2], max_in_flight))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_a_loop_may_run_and_hook_the_model_itself_between_results(
+    model: Any, batches: Any, max_in_flight: int
+) -> None:
+    hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
+    expected = [(logits(model, batch), hooked()) for batch in batches]
+    actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, max_in_flight)]
+    assert_bit_equal(actual, expected)
+
+    with pytest.raises(RuntimeError, match=r"hooks on blocks\.4\..* were added or removed"):
+        [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, max_in_flight)]
+    model.reset_hooks()
+
+
 @pytest.mark.parametrize("max_in_flight", [0, 1.5, True, "2"])
 def test_what_makes_no_sense_is_refused_at_once(on_one: Any, max_in_flight: Any) -> None:
     with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
         pipeline_map(on_one("llama"), logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
+        pipeline_map(on_one("llama"), [], logits)  # type: ignore[arg-type, misc]
 
 
 def test_progress_and_report(model: Any, batches: Any, capsys: pytest.CaptureFixture[str]) -> None:

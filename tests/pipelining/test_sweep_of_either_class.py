@@ -10,6 +10,7 @@ from unittest import mock
 import pandas
 import pytest
 import torch
+import transformers.utils.logging as hf_logging
 from comparison import assert_agrees
 from either_class import BRIDGE
 from hf_models import N_LAYERS, padded
@@ -291,12 +292,61 @@ def test_an_error_in_a_hook_leaves_nothing_behind(model: Any, tokens: torch.Tens
     assert_same(model(tokens), before)
 
 
+@pytest.mark.parametrize("changed_by", ["a run", "the caller"])
+def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_refused(
+    changed_by: str, model: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
+) -> None:
+    weight = next(model.blocks[0].parameters())
+    as_loaded = weight.detach().clone()
+    request.addfinalizer(lambda: weight.data.copy_(as_loaded))  # other tests have this model too
+
+    def change(*args: Any, **kwargs: Any) -> None:
+        weight.mul_(2)
+
+    runs = [[("blocks.3.hook_mlp_out", change)], at(4)] if changed_by == "a run" else [at(3), at(4)]
+    results = tl_devicefix.sweep(model, tokens, runs)
+    next(results)
+    if changed_by == "the caller":
+        change()
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.0\..* was changed between two runs of a sweep"
+    ):
+        next(results)
+
+    runs = [at(0), at(4)]  # of which the second alone has a stream
+    results = tl_devicefix.sweep(model, tokens, runs)
+    next(results)
+    change()
+    assert_same(next(results), sequential(model, tokens, runs)[1])
+
+
 @pytest.mark.parametrize("name", ["fwd_hooks", "bwd_hooks", "reset_hooks_end"])
 def test_what_would_leave_hooks_behind_is_refused(
     name: str, model: Any, tokens: torch.Tensor
 ) -> None:
     with pytest.raises(TypeError, match=f"sweep\\(\\) takes no {name}"):
         tl_devicefix.sweep(model, tokens, [], **{name: []})
+
+
+def test_an_argument_that_does_not_exist_is_refused_at_the_call(
+    cls: str, model: Any, tokens: torch.Tensor
+) -> None:
+    with pytest.raises(TypeError, match=r"sweep\(\) has no argument 'progres'.* mean 'progress'"):
+        tl_devicefix.sweep(model, tokens, [], progres=True)
+    if cls != BRIDGE:  # which passes others on to transformers
+        with pytest.raises(TypeError, match="no argument 'stop_at'; did you mean 'stop_at_layer'"):
+            tl_devicefix.sweep(model, tokens, [], stop_at=3)
+
+
+def test_a_bar_shows_how_many_runs_there_are(
+    model: Any, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shows = hf_logging.is_progress_bar_enabled()
+    hf_logging.enable_progress_bar()
+    list(tl_devicefix.sweep(model, tokens, [at(4), at(4)], progress=True))
+    if not shows:
+        hf_logging.disable_progress_bar()
+    assert "2/2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -309,6 +359,10 @@ def test_what_would_leave_hooks_behind_is_refused(
         (
             ("blocks.3.hook_mlp_out", print),
             r"a list of \(name, hook\), but has 'blocks.3.hook_mlp_out'",
+        ),
+        (
+            [(print, "blocks.3.hook_mlp_out")],
+            r"'blocks.3.hook_mlp_out' for the hook: give the name",
         ),
     ],
 )
@@ -395,6 +449,25 @@ def test_half_of_the_blocks_are_run(model: Any, few: torch.Tensor) -> None:
     runs_per_layer = few.shape[1]
     assert count.blocks == runs_per_layer * N_LAYERS * (N_LAYERS + 1) / 2 + N_LAYERS - 1
     assert traces(model) == []
+
+
+@pytest.mark.skipif(
+    "n_key_value_heads" not in patching.generic_activation_patch.__wrapped__.__code__.co_names,
+    reason="TransformerLens 2.16 counts as many heads of values as of queries",
+)
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_each_of_grouped_heads_is_patched(name: str, model: Any, few: torch.Tensor) -> None:
+    function = f"get_act_patch_attn_head_{name}_all_pos"
+    assert model.cfg.n_key_value_heads < model.cfg.n_heads
+    assert torch.equal(patch(function, model, few), unpatched(function, model, few))
+
+
+def test_a_metric_may_run_and_hook_the_model(model: Any, few: torch.Tensor) -> None:
+    def to_unpatched(logits: torch.Tensor) -> torch.Tensor:
+        return metric(logits - model.run_with_hooks(few, fwd_hooks=at(2)))
+
+    arguments = "get_act_patch_resid_pre", model, few, to_unpatched
+    assert torch.equal(patch(*arguments), unpatched(*arguments))
 
 
 def test_a_metric_with_a_state_sees_the_runs_in_order(model: Any, few: torch.Tensor) -> None:

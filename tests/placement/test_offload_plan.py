@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tl_devicefix import Placement, plan
+from tl_devicefix.placement.placement import PlacedComponent
 
 HOST = torch.device("cpu")
 
@@ -73,6 +74,15 @@ def test_what_does_not_fit_is_offloaded_and_no_more(config: Any, machine: Any, r
     assert placement.devices == (sim(0),)
     assert placement.bytes_on(0) == room(blocks=5)
     assert placement.bytes_on("cpu") == 3 * placement.components[2].weights
+
+
+def test_room_is_for_the_two_largest_visitors() -> None:
+    sizes = {"embed": 1, "blocks.0": 100, "blocks.1": 10, "blocks.2": 1000}
+    components = tuple(
+        PlacedComponent(name, weights, device=sim(0), offloaded=name != "embed")
+        for name, weights in sizes.items()
+    )
+    assert Placement(components).bytes_on(sim(0)) == 1 + 1000 + 100
 
 
 def test_nothing_is_offloaded_unless_the_host_is_named(

@@ -23,14 +23,27 @@ HAS = "which has embed, pos_embed, blocks.0-5, ln_final, unembed"
 @pytest.mark.parametrize("ask", ["device_of", "stored_on"])
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("blocks.99", ""), ("blocks.6.attn.W_Q", ""), ("unembd.W_U", "; did you mean 'unembed'?")],
+    [
+        ("blocks.99", ""),
+        ("blocks.6.attn.W_Q", ""),
+        ("blocks", ""),
+        (4, ""),
+        ("unembd.W_U", "; did you mean 'unembed'?"),
+    ],
 )
-def test_a_name_of_no_component(ask: str, name: str, meant: str, placement: Placement) -> None:
+def test_a_name_of_no_component(ask: str, name: Any, meant: str, placement: Placement) -> None:
     with pytest.raises(KeyError) as caught:
         getattr(placement, ask)(name)
-    assert caught.value.args[0].startswith(
-        f"{name!r} is in no component of this model, {HAS}{meant}"
-    )
+    assert caught.value.args[0] == f"{name!r} is in no component of this model, {HAS}{meant}"
+
+
+@pytest.mark.parametrize(("n_devices", "is_told"), [(6, False), (8, True)])
+def test_more_devices_than_blocks_are_told(
+    n_devices: int, is_told: bool, config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tl_devicefix.simulate(8):
+        assert len(plan(config(), n_devices=n_devices).devices) == 6
+    assert ("n_devices is 8, but the model has 6 blocks" in caplog.text) == is_told
 
 
 def test_hooks_are_where_what_they_see_is(config: Any, machine: Any) -> None:
@@ -85,3 +98,17 @@ def test_a_device_map_that_says_no_device(
 ) -> None:
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         plan(config(), device_map=device_map)
+
+
+@pytest.mark.parametrize("device_map", [{"": 0, "blocks.3": 1}, 1])
+def test_a_device_map_that_does_not_fit_is_told_to_map_blocks_elsewhere(
+    device_map: Any, config: Any, machine: Any
+) -> None:
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        plan(config(), device_map=device_map, max_memory={0: "1KiB", 1: "1KiB"})
+    message = str(caught.value)
+    assert "put less there in device_map" in message
+    assert "map them to 'cpu'" in message
+    assert "more devices" not in message
+    assert "first_n_layers" not in message  # which a Bridge has not
+    assert "in max_memory" not in message  # which does nothing beside a map

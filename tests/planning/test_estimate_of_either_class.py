@@ -113,6 +113,9 @@ def test_gradients_take_those_of_the_weights_and_more() -> None:
     plain, with_gradients = estimate("gpt2"), estimate("gpt2", gradients=True)
     weights = plain.devices[0].weights
     assert plain.devices[0].working < weights < with_gradients.devices[0].working
+    job: dict[str, Any] = {"gradients": True, "seq_len": 64}
+    alone, generating = estimate("gpt2", **job), estimate("gpt2", **job, max_new_tokens=2)
+    assert generating.devices[0].total >= alone.devices[0].total
 
 
 @pytest.mark.parametrize("where", ["cpu", 1])

@@ -210,7 +210,7 @@ def test_another_machine_takes_a_copy(kept):
     x, _ = kept
     with simulate(2):
         other = torch.ones(4, device="sim:1")
-        with pytest.raises(RuntimeError, match="has been left"):
+        with pytest.raises(RuntimeError, match=r"has been left.*or load the model again"):
             other + x
         assert (other + x.detach().cpu().to("sim:1")).tolist() == [1, 3, 5, 7]
     with pytest.raises(RuntimeError, match="no sim device here"):
@@ -262,7 +262,8 @@ def test_mixed_devices_raise_the_error_of_torch(
     x, y = torch.ones(2, 2, device="sim:1"), torch.ones(2, 2, device=other)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as info:
         operation(x, y)
-    assert {"sim:1", other} == set(str(info.value).split("devices, ")[1][:-1].split(" and "))
+    named = str(info.value).partition("devices, ")[2].partition("!")[0]
+    assert {"sim:1", other} == set(named.split(" and "))
 
 
 def test_cpu_scalars_mix_elementwise_only(machine: Machine) -> None:
@@ -406,7 +407,7 @@ def without_room(x: torch.Tensor) -> None:
     ("differentiate", "error", "message"),
     [
         (hooked(raise_mine), ValueError, "mine"),
-        (hooked(interrupt), KeyboardInterrupt, ""),
+        (hooked(interrupt), KeyboardInterrupt, "^$"),
         (hooked(lambda gradient: gradient.cpu()), RuntimeError, "sim:0 but got cpu"),
         (hooked(lambda gradient: gradient.to("sim:1")), RuntimeError, "sim:0 but got sim:1"),
         (hooked(lambda gradient: gradient * torch.ones(3, device="sim:1")), RuntimeError, "same"),

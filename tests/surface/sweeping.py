@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Sweep:
         order: in which order the tests come.
         exact: whether to compare bit for bit. Unpatched TransformerLens folds weights in another
             order, and so rounds otherwise.
+        unpatched: the context in which the reference is called.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Sweep:
         reference: Callable[[str], Run],
         order: Iterable[Key],
         exact: bool = False,
+        unpatched: Callable[[], AbstractContextManager[None]] = tl_devicefix.disabled,
     ) -> None:
         self._calls = calls
         self._reference = reference
         self._order = list(dict.fromkeys(order))
         self._exact = exact
+        self._unpatched = unpatched
         self._known: dict[Key, Any] = {}
 
     def check(self, name: str, case: str, kind: str, run: Run) -> None:
@@ -81,7 +85,7 @@ class Sweep:
             kind = key[2]
             of_kind = [item for item in self._order if item[2] == kind]
             start, reference = of_kind.index(key), self._reference(kind)
-            with tl_devicefix.disabled():
+            with self._unpatched():
                 for asked_next in of_kind[start : start + AT_ONCE]:
                     self._known[asked_next] = self._outcome(*asked_next[:2], reference)
         return self._known[key]

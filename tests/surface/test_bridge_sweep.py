@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from public import RESULTS, public_names
 from registry import Run
 from sweeping import Sweep, keys_of
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components import AttentionBridge
 from transformer_lens.tools.analysis import JacobianLens
 
 import tl_devicefix
@@ -88,7 +90,20 @@ def runs(
 @pytest.fixture(scope="module")
 def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
     exact = bool(request.config.getoption("--hosts"))
-    return Sweep(CALLS, runs, keys_of(request.session.items), exact)
+    return Sweep(CALLS, runs, keys_of(request.session.items), exact, unpatched)
+
+
+@contextlib.contextmanager
+def unpatched() -> Iterator[None]:
+    """TransformerLens as installed, but that it reads transformers 5.24's name of a KV cache."""
+    with tl_devicefix.disabled():
+        update = AttentionBridge._update_kv_cache
+
+        def knowing(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+            return update(self, *args, **{"past_key_values": cache, **kwargs})
+
+        with mock.patch.object(AttentionBridge, "_update_kv_cache", knowing):
+            yield
 
 
 NOT_IN_3 = (

@@ -100,6 +100,36 @@ def test_a_map_of_hugging_face_modules_is_honoured(
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
 
 
+@pytest.mark.parametrize("as_index", [True, False])
+def test_a_map_of_hugging_face_modules_may_have_indices_but_none_within_another(
+    as_index: bool, machine: Any, boot: Any
+) -> None:
+    spread = {name: torch.device(on) for name, on in balanced_map("llama", machine.devices).items()}
+    named = {name: on.index if as_index else str(on) for name, on in spread.items()}
+    modules = dict(boot("llama", device_map=named).original_model.named_modules())
+    for path, device in spread.items():
+        assert {p.device for p in modules[path].parameters()} <= {device}
+
+    outer = {"": spread["model.norm"], "model.layers.3": named["model.layers.3"]}
+    with pytest.raises(ValueError, match=r"'model.layers.3', and '' that contains it"):
+        boot("llama", device_map=outer)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_devices": 2}], ids=str)
+def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(
+    options: Any, machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name, says in (
+        ("gpt22", r"neither a model .*lists nor a local directory.*did you mean 'gpt2'\?$"),
+        ("./my_model", r"'./my_model' is neither a model .*lists nor a local directory"),
+        ("empty", "the directory 'empty' has no config.json"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            TransformerBridge.boot_transformers(name, **options)
+
+
 def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
     machine: Any, boot: Any, hf_models: Any, checkpoints: Any, references: Any, tokens: torch.Tensor
 ) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import pkgutil
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.transformer_bridge import unwrapping
 from tl_devicefix.transformer_bridge.block import why_installed
 
 pytestmark = [
@@ -59,6 +64,21 @@ def test_loss_and_gradients_are_the_bridge_s(
 
     assert_as_unpatched(bridge, run, tolerance=1e-6)
     assert ways(bridge) == [None] * N_LAYERS
+
+
+@pytest.mark.parametrize("name", ["pythia", "bloom"])
+def test_gradients_after_a_first_forward_in_inference_mode(
+    name: str, boot: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unwrapping, "_orders", {})
+    bridge = boot(name, device="cpu")
+    with torch.inference_mode():
+        expected = bridge(tokens)
+
+    actual = bridge(tokens)
+    actual.sum().backward()
+
+    assert_agrees(actual, expected, tolerance=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -195,6 +215,115 @@ def test_what_is_changed_is_seen(name: str, change: Any, boot: Any, tokens: torc
     assert_as_unpatched(bridge, of_tokens(tokens))
 
 
+def exchange_dicts_of_hooks(bridge: Any) -> None:
+    """The common idiom to remove all hooks."""
+    for module in bridge.modules():
+        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+
+
+def test_hooks_in_dicts_that_were_exchanged_after_a_forward(
+    boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("gpt2", device="cpu", compatible=True)
+    before = bridge(tokens)
+    exchange_dicts_of_hooks(bridge)
+
+    def cached_and_ablated(bridge: Any) -> Any:
+        _, cache = bridge.run_with_cache(tokens)
+        hooks = [("blocks.0.hook_mlp_out", lambda value, hook: value * 0)]
+        return [len(cache), bridge.run_with_hooks(tokens, fwd_hooks=hooks)]
+
+    assert_as_unpatched(bridge, cached_and_ablated)
+    assert not torch.equal(cached_and_ablated(bridge)[1], before)
+
+
+def by_forward_of_hook_point(bridge: Any) -> None:
+    bridge.blocks[1].hook_out.forward = lambda value: value * 2
+
+
+def by_class_of_wrapper(bridge: Any) -> None:
+    class Doubled(type(bridge.blocks[1].mlp)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 2
+
+    bridge.blocks[1].mlp.__class__ = Doubled
+
+
+def by_class_of_hook_point(bridge: Any) -> None:
+    class Doubled(HookPoint):
+        def forward(self, value: Any) -> Any:
+            return value * 2
+
+    bridge.blocks[1].mlp.hook_out.__class__ = Doubled
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize(
+    "change", [by_forward_of_hook_point, by_class_of_wrapper, by_class_of_hook_point]
+)
+def test_parts_that_are_exchanged_after_a_forward(
+    change: Callable[[Any], None], compatible: bool, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", device="cpu", compatible=compatible)
+    before = bridge(tokens)
+    change(bridge)
+
+    assert not torch.equal(bridge(tokens), before)
+    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6 if compatible else 0)
+
+
+def times(factor: float, function: Any) -> Any:
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        is_tuple = isinstance(output, tuple)
+        return (output[0] * factor, *output[1:]) if is_tuple else output * factor
+
+    return scaled
+
+
+OF_BRIDGE = "transformer_lens.model_bridge.generalized_components:"
+OF_LLAMA = "transformers.models.llama.modeling_llama:"
+REPLACED = {
+    f"{OF_BRIDGE}GatedMLPBridge.forward": True,
+    f"{OF_BRIDGE}LinearBridge.forward": True,
+    f"{OF_BRIDGE}RMSNormalizationBridge.forward": True,
+    f"{OF_BRIDGE}PositionEmbeddingsAttentionBridge.forward": True,
+    "transformer_lens.hook_points:HookPoint.forward": True,
+    f"{OF_LLAMA}LlamaAttention.forward": False,
+    f"{OF_LLAMA}eager_attention_forward": False,
+}
+"""Functions, and whether a Bridge as installed calls them."""
+
+
+@pytest.mark.parametrize("path", REPLACED)
+@pytest.mark.parametrize("by_hook", [False, True], ids=["before", "by a hook"])
+def test_a_function_that_is_replaced_after_a_forward(
+    path: str, by_hook: bool, boot: Any, tokens: torch.Tensor
+) -> None:
+    bridge = boot("llama", device="cpu")
+    before = bridge(tokens)
+    owner, _, name = path.replace(":", ".").rpartition(".")
+    owner = pkgutil.resolve_name(
+        path.rpartition(".")[0] if "." in path.partition(":")[2] else owner
+    )
+
+    def replaced(bridge: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+
+            def replace(*_: Any, **__: Any) -> None:
+                patch = mock.patch.object(owner, name, times(2, getattr(owner, name)))
+                stack.enter_context(patch)
+
+            if not by_hook:
+                replace()
+            hooks = [("blocks.0.hook_out", replace)] * by_hook
+            return bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+
+    assert torch.equal(replaced(bridge), before) != REPLACED[path]
+    assert_as_unpatched(bridge, replaced)
+    assert_as_unpatched(bridge, of_tokens(tokens))
+
+
 @pytest.fixture
 def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the Bridge's wrappers that run."""
@@ -207,6 +336,8 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", noting)
+    # As this by itself has all of them run.
+    monkeypatch.setattr("tl_devicefix.transformer_bridge.block.why_not_now", lambda *_: None)
     return ran
 
 
@@ -240,9 +371,7 @@ def test_no_wrapper_runs_in_which_nobody_listens(
 @torch.no_grad()
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
-def test_a_kv_cache_padding_and_masks(
-    name: str, compatible: bool, boot: Any, tokens: torch.Tensor
-) -> None:
+def test_padding_and_masks(name: str, compatible: bool, boot: Any, tokens: torch.Tensor) -> None:
     """In compatibility mode, a query that sees no key gets nothing, and else a mean."""
     bridge = boot(name, device="cpu", compatible=compatible)
     n_tokens = tokens.shape[1]
@@ -250,12 +379,32 @@ def test_a_kv_cache_padding_and_masks(
     of_pairs[0, :, :, 0] = False
 
     def run(bridge: Any) -> Any:
-        first, cache = bridge(tokens, return_type="logits_and_cache")
-        later = bridge(tokens[:, :3], past_key_values=cache)
-        masked = [bridge(tokens, attention_mask=mask) for mask in (padded(tokens), of_pairs)]
-        return [first, later, *(masked if name != "mistral" else masked[:1])]
+        return [
+            bridge(tokens, attention_mask=mask)
+            for mask in (padded(tokens), *([of_pairs] if name != "mistral" else []))
+        ]
 
     assert_as_unpatched(bridge, run)
+
+
+@torch.no_grad()
+@pytest.mark.cover
+@pytest.mark.parametrize("listens", ["", "blocks.1.hook_out", "attn.hook_pattern"])
+@pytest.mark.parametrize("compatible", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "phi-3"])
+def test_tokens_behind_a_kv_cache_are_as_without(
+    name: str, compatible: bool, listens: str, boot: Any, tokens: torch.Tensor
+) -> None:
+    """transformers 5.24 gives it by another name than a Bridge of TransformerLens 4.3 reads."""
+    bridge = boot(name, device="cpu", compatible=compatible)
+    hooks = [(lambda point: bool(listens) and point.endswith(listens), lambda value, hook: None)]
+
+    with bridge.hooks(fwd_hooks=hooks):
+        _, cache = bridge(tokens, return_type="logits_and_cache")
+        actual = bridge(tokens[:, :3], past_key_values=cache)
+
+    expected = bridge(torch.cat([tokens, tokens[:, :3]], dim=1))[:, -3:]
+    assert_agrees(actual, expected)
 
 
 @torch.no_grad()

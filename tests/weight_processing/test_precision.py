@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING
+from hf_models import GROUPED, make_hf_model, save_checkpoint
 from hub_cache import HubCache
 from transformer_lens import HookedTransformer
+from transformers import GemmaConfig
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 
@@ -128,6 +131,19 @@ def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
     model = HookedTransformer.from_pretrained(official_name, dtype=dtype, n_devices=3)
 
     assert_rounded_once(model, exact)
+
+
+def test_a_gemma_s_embedding_is_scaled_in_the_dtype_asked_for(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    config = GemmaConfig(**{**GROUPED, "hidden_size": 24}, head_dim=8)  # no square, as 16 is
+    hf_model = make_hf_model(config, torch.bfloat16)
+    save_checkpoint(hf_model, tokenizer, tmp_path)
+
+    model = HookedTransformer.from_pretrained(tmp_path, device="cpu", **NO_PROCESSING)
+
+    expected = hf_model.get_input_embeddings().weight.float() * 24**0.5
+    torch.testing.assert_close(model.W_E, expected, rtol=1e-6, atol=0)
 
 
 # --------------------------------------------------------------------------------------------

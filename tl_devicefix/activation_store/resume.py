@@ -108,9 +108,13 @@ class Saved(SavedActivations):
         before, now = _fields(self.index), _fields(index)
         for field in {**before, **now}:
             if before.get(field) != now.get(field):
+                remedy = "repeat the arguments of the first"
+                if field.startswith("the "):
+                    version = field.startswith("the version")
+                    remedy = "install that version" if version else "load the first call's model"
                 raise self._other(
                     f"{field} is {before.get(field, 'not saved')} on disk, but "
-                    f"{now.get(field, 'not saved')} in this call; repeat the arguments of the first"
+                    f"{now.get(field, 'not saved')} in this call; {remedy}"
                 )
 
     def compare_activations(self, activations: Mapping[str, torch.Tensor]) -> None:

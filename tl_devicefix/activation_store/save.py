@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from inspect import signature
 from itertools import chain
 from operator import length_hint
 from pathlib import Path
@@ -30,9 +29,8 @@ from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
-from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.versions import versions
-from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map
+from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import bytes_of, gib
 
 
@@ -101,8 +99,7 @@ def save_activations(
     n_runs = n_in_flight(model, max_in_flight)
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
-    parameters = [*signature(save_activations).parameters, *signature(model.forward).parameters]
-    refuse_unknown("save_activations()", arguments, parameters, passes_on=True)
+    refuse_arguments(save_activations, model, arguments)
     directory = Path(directory)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)

@@ -210,9 +210,10 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
             bos = model.cfg.default_prepend_bos
             mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
             mask = None if mask.all() else mask
-        if inputs.dim() != 2 or not inputs.numel():
+        if inputs.dim() != 2 or not inputs.numel() or inputs.is_floating_point():
             raise ValueError(
-                f"a batch must be one or more tokens [batch, pos], but is {list(inputs.shape)}: "
+                "a batch must be one or more tokens [batch, pos], but is "
+                f"{list(inputs.shape)} of {inputs.dtype}: "
                 "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may put its next batch into the same memory

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.placement.devices import has_values
 from tl_devicefix.placement.in_use import setting
 
@@ -33,17 +34,30 @@ def kept_in_forward() -> dict[Any, Any]:
 
 
 def made_once(
-    of: tuple[torch.Tensor | None, ...], what: Hashable, make: Callable[[], Made]
+    of: tuple[torch.Tensor | None, ...],
+    what: Hashable,
+    device: torch.device,
+    make: Callable[[], Made],
 ) -> Made:
-    """Make something of some tensors, once in a forward, and again if one of them is changed.
+    """Make something of some tensors on a device, once in a forward.
 
-    `what` is all else that it depends on. The tensors are kept, so that no others get their ids.
+    It is made again if one of them is changed, and for another stream of the device, which does not
+    wait for this one, as where a hook runs a block on a stream of its own. `what` is all else that
+    it depends on. The tensors are kept, so that no others get their ids.
     """
-    kept, key = kept_in_forward(), (what, *map(state_of, of))
+    kept, key = kept_in_forward(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in kept:
         kept[key] = of, make()
     made: Made = kept[key][1]
     return made
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The stream on which this thread computes; None of a device without streams."""
+    if device.type == "cpu":
+        return None
+    streams = module_with_streams(device)
+    return None if streams is None else streams.current_stream(device)
 
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:

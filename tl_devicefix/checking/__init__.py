@@ -22,7 +22,7 @@ from tl_devicefix.checking.places import (
     setup_findings,
 )
 from tl_devicefix.checking.report import Finding, Report
-from tl_devicefix.checking.values import hook_findings, hook_notes, storage_findings, value_findings
+from tl_devicefix.checking.values import hook_findings, hook_notes, meta_findings, storage_findings
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
 
 __all__ = ["Finding", "Report", "check"]
@@ -32,9 +32,9 @@ def check(model: Any, repair: bool = False) -> Report:
     """Look through a live model for what work on it may have left wrong.
 
     Every parameter and buffer is compared with `model.placement` (without one, with `cfg.device`);
-    then come values that are missing, NaN or infinite, parameters that share storage, norms that
-    are not folded as the config says, processing that was interrupted, and hooks left behind.
-    Nothing is copied between devices, and nothing is changed unless `repair` is set.
+    then come values that are missing, parameters that share storage, a HookedTransformer's norms
+    that are not folded as the config says, processing that was interrupted, and hooks left behind.
+    No value is read, and nothing is changed unless `repair` is set.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
@@ -73,7 +73,7 @@ def check(model: Any, repair: bool = False) -> Report:
             *interrupted,
             *findings,
             *host_findings(model),
-            *value_findings(model),
+            *meta_findings(model),
             *storage_findings(model, attached, adapter.are_tied),
             *(hooked.norm_findings(model) if hooked else ()),
             *hook_findings(model),

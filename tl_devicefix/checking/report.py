@@ -18,7 +18,6 @@ Kind = Literal[
     "device",  # a tensor is not where the placement says
     "setup",  # a module was put in, and the model not told
     "meta",  # a tensor without values
-    "values",  # NaN, or infinite
     "storage",  # two parameters in one memory
     "norms",  # folded, or not folded, against the config
     "hooks",  # left behind

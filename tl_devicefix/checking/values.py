@@ -1,4 +1,4 @@
-"""What a model's tensors hold (no values, NaN, another's memory), and hooks that are left."""
+"""Tensors that have no values or another's memory, and hooks that are left."""
 
 from __future__ import annotations
 
@@ -14,51 +14,21 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.checking.places import tensors
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import expression, named_modules
+from tl_devicefix.dispatch.user_modules import PlacedTensor
 from tl_devicefix.monkeypatch.patch import package_of
 
-_INFINITE_BY_DESIGN = "IGNORE"
-"""The buffer that attention scores are masked with."""
 
-
-def value_findings(model: Any) -> Iterator[Finding]:
-    """Tensors without values, and with NaN or infinite ones."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
+def meta_findings(model: Any) -> Iterator[Finding]:
+    """Tensors without values."""
+    on_meta: dict[int, PlacedTensor] = {}
     for tensor in tensors(model):
-        named.setdefault(id(tensor.value), (tensor.full_name, tensor.value.detach()))
-    finite = {}
-    for name, value in named.values():
-        leaf = name.rpartition(".")[2]
-        # TransformerLens neither sets nor reads an ALiBi model's W_pos.
-        is_unread = leaf == "W_pos" and model.cfg.positional_embedding_type == "alibi"
-        if value.is_meta:
-            message = f"{name} {list(value.shape)} is on the meta device, so it has no values"
-            yield Finding("meta", name, message, _load(name, assign=True))
-        elif not value.is_floating_point() or value.itemsize == 1 or not value.numel():
-            continue  # float8 has no extremes in torch
-        elif leaf != _INFINITE_BY_DESIGN and not is_unread:
-            finite[name] = value
-    for name in _not_finite(finite):
-        value = finite[name]
-        counts = {"NaN": int(value.isnan().sum()), "infinite": int(value.isinf().sum())}
-        bad = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-        message = f"{name} {list(value.shape)} has {bad} of {value.numel()} values"
-        yield Finding("values", name, message, _load(name))
-
-
-def _not_finite(named: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Names of tensors with NaN or infinite values; each device answers once for its own."""
-    answers: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-    for name, tensor in named.items():
-        # The extremes of a tensor with NaN are NaN.
-        answers[tensor.device][name] = torch.stack(tensor.aminmax()).isfinite().all()
-    for on_device in answers.values():
-        are_finite = torch.stack(list(on_device.values())).tolist()
-        yield from (name for name, is_finite in zip(on_device, are_finite) if not is_finite)
-
-
-def _load(name: str, assign: bool = False) -> str:
-    assigned = ", assign=True" if assign else ""
-    return f'model.load_state_dict({{"{name}": values}}, strict=False{assigned})'
+        if tensor.value.is_meta:
+            on_meta.setdefault(id(tensor.value), tensor)
+    for tensor in on_meta.values():
+        name, shape = tensor.full_name, list(tensor.value.shape)
+        message = f"{name} {shape} is on the meta device, so it has no values"
+        fix = f'model.load_state_dict({{"{name}": values}}, strict=False, assign=True)'
+        yield Finding("meta", name, message, fix)
 
 
 def storage_findings(

@@ -49,6 +49,23 @@ def is_checkpoint_directory(model_name: str) -> bool:
     return (Path(model_name) / "config.json").is_file()
 
 
+def refuse_directory(model_name: str) -> None:
+    """Refuse a local directory in which there is no checkpoint."""
+    directory = Path(model_name)
+    if not directory.is_dir() or is_checkpoint_directory(model_name):
+        return
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(
+            f"the directory {model_name!r} has a PEFT adapter and no model: load both with "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(...), and pass that as hf_model "
+            "beside the base model's name"
+        )
+    raise ValueError(
+        f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
+        "checkpoint; save one there with hf_model.save_pretrained(...)"
+    )
+
+
 def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
     """The folder in which a checkpoint's config.json is, once that is fetched.
 

@@ -100,8 +100,8 @@ class CarryTo:
         return mapped(value, self._on_device)
 
     def _copied_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        what = self, torch.is_grad_enabled()
-        return made_once((tensor,), what, lambda: move(tensor, self.device))
+        what = type(self), torch.is_grad_enabled()
+        return made_once((tensor,), what, self.device, lambda: move(tensor, self.device))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
 from tl_devicefix.dispatch.hooking import let_hooks_be, let_hooks_mix
-from tl_devicefix.dispatch.scheduler import current_run, going_to
+from tl_devicefix.dispatch.scheduler import current_run, going_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
 from tl_devicefix.offload.visiting import let_stay, let_visit, touring
 from tl_devicefix.placement.devices import HOST
@@ -67,6 +67,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     It runs within `one_forward`.
     """
     refuse_unfinished(self)
+    refuse_in_run(self)
     if not is_aligned(self):
         return original(self, *args, **kwargs)
     placement: Placement = self.placement

@@ -15,6 +15,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.mixing import JoinedAt
+from tl_devicefix.dispatch.scheduler import refuse_in_run
 from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import printed
 from tl_devicefix.placement.in_use import chosen_device
@@ -42,7 +43,12 @@ def let_hooks_be(model: Any) -> None:
     why="a hook may use tensors of all the model's devices",
 )
 def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookPoint.add_hook`; on a model on several devices, the hook may mix them."""
+    """`HookPoint.add_hook`; on a model on several devices, the hook may mix them.
+
+    Raises:
+        RuntimeError: in a run that was given a view of the hook point's model.
+    """
+    refuse_in_run(self)
     across = HookAcrossDevices(hook)
     before = set(self._forward_hooks)
     added = original(self, across, *args, **kwargs)

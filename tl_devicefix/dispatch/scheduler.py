@@ -13,7 +13,7 @@ import contextlib
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.copying import module_with_streams
@@ -287,6 +288,33 @@ def running(run: Run) -> Iterator[None]:
                 yield
         finally:
             run.rest()
+
+
+_has_views_of: ContextVar[frozenset[nn.Module]] = ContextVar("has_views_of", default=frozenset())
+"""The models of which this thread's run was given a view, and their hook points."""
+
+
+def with_view_of(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A run as it is called with a view of a model: within it, the model itself is refused."""
+    refuse_in_run(model)
+    points = (module for module in model.modules() if isinstance(module, HookPoint))
+    refused = _has_views_of.get().union((model,), points)
+
+    def refusing(view: Any, item: Any) -> Any:
+        with setting(_has_views_of, refused):
+            return run(view, item)
+
+    return refusing
+
+
+def refuse_in_run(module: nn.Module) -> None:
+    """Refuse a model, or a hook point, where a run has a view of it, whose hooks are others."""
+    if module in _has_views_of.get():
+        raise RuntimeError(
+            "a run was given a view of this model, with hooks of its own, and may not run or hook "
+            "the model itself: use the first argument of `run` (a hook of a sweep has none: "
+            "compute what it needs before)"
+        )
 
 
 _STAYS = contextlib.nullcontext()

@@ -53,7 +53,6 @@ def restore(view: Any) -> None:
     Values of weights, the config and what else it shares with the model are left as they are.
     """
     vars(view)[_AS_MADE].restore(view)
-    RemovableHandle.next_id += 1  # as if the hooks that are back had been registered
 
 
 class _AsMade:

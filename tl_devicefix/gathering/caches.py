@@ -43,6 +43,9 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._at_home(super().__getitem__(name))
 
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise KeyError(f"{name} is not in this cache: see cache.keys()")
+
     def _at_home(self, value: Any) -> Any:
         return move(_read(value), self.home)
 

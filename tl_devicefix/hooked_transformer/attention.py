@@ -191,7 +191,9 @@ def _why_always_eager(attn: Any) -> str | None:
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         return f"attn_scale is {scale}"
     ignore = attn._buffers["IGNORE"]
-    if not made_once((ignore,), "minus infinity", lambda: _is_minus_infinity(ignore)):
+    if not made_once(
+        (ignore,), "minus infinity", ignore.device, lambda: _is_minus_infinity(ignore)
+    ):
         return "its IGNORE is not minus infinity"
     return None
 
@@ -225,9 +227,13 @@ def _tables(
     attn: Any, n: int, offset: int, padding: Padding | None, device: torch.device, by_sdpa: bool
 ) -> Tables:
     """The tables of a block's attention, made once in a forward for all blocks that share them."""
-    cos, mask = attn._buffers.get("rotary_cos"), attn._buffers["mask"] if IS_2 else None
+    cfg, buffers = attn.cfg, attn._buffers
+    cos, sin = buffers.get("rotary_cos"), buffers.get("rotary_sin")
+    mask = buffers["mask"] if IS_2 else None
     has_gradients = torch.is_grad_enabled()
-    what = n, offset, attn.attn_type, device, has_gradients, by_sdpa
+    direction = (not IS_2 and attn._attention_dir_override) or cfg.attention_dir
+    window = cfg.window_size if attn.attn_type == "local" else None
+    what = n, offset, direction, window, has_gradients, by_sdpa, cfg.rotary_adjacent_pairs
 
     def make_tables() -> Tables:
         seen, pads = None, padding
@@ -235,20 +241,20 @@ def _tables(
         of_keys = of_queries
         names: tuple[Any, ...] = ()
         if by_sdpa and pads is not None:
-            pads = made_once((pads,), "padding", lambda: _padding(padding))
-        override = None if IS_2 else attn._attention_dir_override
-        if (override or attn.cfg.attention_dir) == "causal":
+            pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
+        if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen
             where = ("seen", *what)
-            seen = made_once((pads, mask), where, lambda: make(attn, n, offset, pads, device))
+            seen = made_once(
+                (pads, mask), where, device, lambda: make(attn, n, offset, pads, device)
+            )
         if cos is not None and not has_gradients:
-            sin = attn._buffers["rotary_sin"]
             of_queries = _positions(attn, offset, offset + n, pads)
             of_keys = _positions(attn, 0, offset + n, pads) if offset else of_queries
             names = state_of(cos), state_of(sin), object() if pads is not None else None
         return Tables(of_queries, of_keys, seen, names)
 
-    return made_once((padding, cos, mask), what, make_tables)
+    return made_once((padding, cos, sin, mask), what, device, make_tables)
 
 
 def _padding(padding: Padding | None) -> Padding | None:

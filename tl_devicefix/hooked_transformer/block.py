@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformer_lens.components import AbstractAttention, TransformerBlock
 
+from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
@@ -50,13 +51,18 @@ def block_forward(
     attention_mask: Padding | None = None,
 ) -> Residual:
     """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
-    look = look_at(self)
     inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
-    if not as_known or why_as_installed(self, look) is not None:
+    if not as_known or why_as_installed(self) is not None:
+        look_again()
         return original(self, *inputs)  # type: ignore[no-any-return]
-    return run_block(self, *inputs, look)
+    look = look_at(self)
+    heard = look.is_heard()
+    output = run_block(self, *inputs, heard)
+    if heard or any(hooks_of(self.__dict__)):
+        look_again()
+    return output
 
 
 @patches(
@@ -101,12 +107,10 @@ def run_block(
     shortformer_pos_embed: Residual | None = None,
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
-    look: Look | None = None,
+    heard: bool = True,
 ) -> Residual:
-    """What a block makes of the residual stream."""
+    """What a block makes of the residual stream; if it is not `heard`, nobody listens in it."""
     modules, cfg = block._modules, block.cfg
-    look = look_at(block) if look is None else look
-    heard = look.is_heard()
     post_norm = not IS_2 and cfg.original_architecture in POST_NORM
     if heard:
         resid_pre = at(modules, "hook_resid_pre", resid_pre)
@@ -124,7 +128,7 @@ def run_block(
     inputs = q_input, k_input, v_input
     if (
         (heard and is_heard(attn))
-        or why_attention_as_installed(attn, look) is not None
+        or why_attention_as_installed(attn) is not None
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
         if shortformer_pos_embed is None and not post_norm and sees(attn):

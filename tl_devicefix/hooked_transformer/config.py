@@ -29,6 +29,7 @@ from tl_devicefix.checkpoints.hub import (
     known_config,
     read_config,
     reading_config,
+    refuse_directory,
     snapshot,
 )
 from tl_devicefix.hooked_transformer.components import component_sizes
@@ -84,17 +85,7 @@ def official_name(model_name: str) -> str:
     official = tl_loading.make_model_alias_map().get(model_name.lower())
     if official is not None:
         return official
-    if Path(model_name).is_dir():
-        if (Path(model_name) / "adapter_config.json").is_file():
-            raise ValueError(
-                f"the directory {model_name!r} has a PEFT adapter and no model: load both with "
-                "peft.AutoPeftModelForCausalLM.from_pretrained(...), and pass that as hf_model "
-                "beside the base model's name"
-            )
-        raise ValueError(
-            f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
-            "checkpoint; save one there with hf_model.save_pretrained(...)"
-        )
+    refuse_directory(model_name)
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
     close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)

@@ -13,15 +13,15 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformer_lens.components as components
 from packaging.version import Version
-from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.components import (
     MLP,
+    AbstractAttention,
     Attention,
     GatedMLP,
     GroupedQueryAttention,
@@ -36,7 +36,8 @@ from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
 from tl_devicefix.attention.implementation import HOOKS, looks_away
-from tl_devicefix.attention.one_forward import kept_in_forward, made_once
+from tl_devicefix.attention.one_forward import made_once
+from tl_devicefix.dispatch.stand_ins import Definitions, Modules, why_not_now
 from tl_devicefix.dispatch.views import LOOK
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.versions import installed
@@ -126,77 +127,54 @@ _STOOD_FOR = {
 """Class -> its methods that `block.py` stands for."""
 
 
-_METHODS = [
-    method
-    for cls in ("TransformerBlock", "AbstractAttention", "GroupedQueryAttention")
-    for method in _STOOD_FOR[cls]
-    if method != "forward"
-] + ["_make_causal_mask"]
+_OWN_METHODS = frozenset(
+    (
+        "_make_causal_mask",
+        *_STOOD_FOR["TransformerBlock"],
+        *_STOOD_FOR["AbstractAttention"],
+        *_STOOD_FOR["GroupedQueryAttention"],
+    )
+) - {"forward"}
 """Methods of a block and its attention, which an instance may have in place of its class's."""
 
-_CALLED_PAST = (
-    (TransformerBlock, "apply_mlp"),
-    *((cls, name) for cls in (Attention, GroupedQueryAttention) for name in ("forward", *_METHODS)),
-    *((cls, "forward") for cls in (*NORMS, *MLPS, HookPoint)),
-)
-"""Methods that `block.py` does not call, whatever somebody has put in their place."""
-
-_FOLDERS = {Path(inspect.getfile(definition)).parent for definition in (HookPoint, original)}
-"""Where TransformerLens's methods are defined, and the wrappers that stand in their place here."""
+_OF_ATTENTION = ("forward", *(_OWN_METHODS - {"apply_mlp"}))
+_NOT_CALLED: dict[type, tuple[str, ...]] = {
+    torch.nn.Module: ("_call_impl",),
+    HookPoint: ("forward",),
+    TransformerBlock: ("apply_mlp", "forward"),
+    Attention: _OF_ATTENTION,
+    GroupedQueryAttention: (*_OF_ATTENTION, "W_K", "W_V", "b_K", "b_V"),
+    **dict.fromkeys((*NORMS, *MLPS), ("forward",)),
+}
+"""Attributes of classes that `block.py` does not use, whatever somebody has put in their place."""
 
 
 class Look:
-    """Facts about a block or its attention, and a snapshot by which a change is noticed.
+    """The modules of a block, or of its attention, and which of them hide what happens in them."""
 
-    Attributes:
-        why: why it runs the installed forward, whatever its config says.
-        why_attention: of a block, the same of its attention.
-    """
-
-    def __init__(self) -> None:
-        self._sized: list[dict[str, Any]] = []
+    _modules: Modules | None = None
 
     def look(self, module: Any) -> None:
-        """Inspect a module and record the facts."""
-        submodules = [submodule for submodule in module.modules() if submodule is not module]
-        namespaces = [vars(owner) for owner in (module, *submodules)]
-        self._sized = namespaces + [
-            namespace["_parameters"] for namespace in namespaces if namespace["_parameters"]
-        ]
-        self._sizes = list(map(len, self._sized))
-        self._components = [
-            submodule for submodule in submodules if type(submodule) is not HookPoint
-        ]
-        self._classes = list(map(type, self._components))
-        self._children = [
-            namespace["_modules"] for namespace in namespaces if namespace["_modules"]
-        ]
-        self._children_seen = list(map(dict, self._children))
-        self._hooks = [namespace[name] for namespace in namespaces[1:] for name in HOOKS]
-        self._has_others = any(
-            type(submodule) not in OWN or "forward" in vars(submodule) for submodule in submodules
-        )
-        self.why = _why_as_built(module)
-        self.why_attention = (
-            _why_as_built(module._modules["attn"]) if "attn" in module._modules else None
-        )
+        """Look through a module."""
+        self._modules = Modules(module)
+        self._has_others = not OWN.issuperset(self._modules.classes[1:])
 
     def may_be_of(self, namespace: dict[str, Any]) -> bool:
         """Whether this look is not of another module, as of the one that a view copies."""
-        return not self._sized or self._sized[0] is namespace
+        return self._modules is None or self._modules.namespaces[0] is namespace
 
     def holds(self) -> bool:
-        """Whether the module still has the same submodules, with as many attributes."""
-        return bool(
-            self._sized
-            and self._sizes == list(map(len, self._sized))
-            and self._children == self._children_seen
-            and self._classes == list(map(type, self._components))
-        )
+        """Whether the module has the same modules in it."""
+        return self._modules is not None and self._modules.are_same()
 
     def is_heard(self) -> bool:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
-        return self._has_others or any(self._hooks)
+        assert self._modules is not None
+        return (
+            self._has_others
+            or any(self._modules.hooks())
+            or any(self._modules.have_own_forward()[1:])
+        )
 
     # A copy is looked at anew. As there is a `__deepcopy__`, a view's is not emptied between runs.
 
@@ -218,49 +196,56 @@ def look_at(module: Any) -> Look:
     return look
 
 
-def why_as_installed(block: Any, look: Look | None = None) -> str | None:
+def why_as_installed(block: Any) -> str | None:
     """Why a block runs the installed forward; None if it does not."""
-    look = look_at(block) if look is None else look
-    return look.why or _why_by_config(block.cfg, of_attention=False)
+    return _why_module(block) or _why_by_config(block.cfg) or _why_now()
 
 
-def why_attention_as_installed(attn: Any, look: Look | None = None) -> str | None:
+def why_attention_as_installed(attn: Any) -> str | None:
     """Why a block's attention runs the installed forward; None if it does not."""
-    why = look_at(attn).why if look is None else look.why_attention
-    if why is None and attn._parameters["b_O"].device.type == "mps":
-        return "it is on an Apple GPU, where TransformerLens multiplies differently"
-    return why or _why_by_config(attn.cfg, of_attention=True)
+    return (
+        _why_module(attn)
+        or _why_weights(attn)
+        or _why_by_config(attn.cfg)
+        or _why_attention_by_config(attn.cfg)
+        or _why_now()
+    )
 
 
-def _why_as_built(module: Any) -> str | None:
+def _why_module(module: Any) -> str | None:
     cls: Any = type(module)
-    if cls not in (TransformerBlock, Attention, GroupedQueryAttention):
+    if cls is not TransformerBlock and cls not in _WEIGHTS:
         return f"its class {cls.__name__} is not TransformerLens's"
-    own = [name for name in _METHODS if name in module.__dict__]
-    if own:
-        return f"its {own[0]} is not TransformerLens's"
-    if cls is TransformerBlock:
-        return None
-    shared = "" if cls is Attention else "_"
-    weights = "W_Q", "W_O", "b_Q", "b_O", *(shared + name for name in ("W_K", "W_V", "b_K", "b_V"))
-    missing = [name for name in weights if name not in module._parameters]
-    return f"its {missing[0]} is not a parameter of its own" if missing else None
+    attributes = module.__dict__.keys()
+    if not attributes.isdisjoint(_OWN_METHODS):
+        return f"its {min(attributes & _OWN_METHODS)} is not TransformerLens's"
+    return None
 
 
-def _why_by_config(cfg: Any, of_attention: bool) -> str | None:
-    """Why all blocks with a config run the installed forward, or their attentions; None if not."""
-    kept, key = kept_in_forward(), ("by config", id(cfg), of_attention)
-    if key not in kept:
-        kept[key] = _why_now() or _why_of(cfg, of_attention)
-    why: str | None = kept[key]
-    return why
+_SHARED = "W_Q", "W_O", "b_Q", "b_O"
+_WEIGHTS = {
+    Attention: frozenset((*_SHARED, "W_K", "W_V", "b_K", "b_V")),
+    GroupedQueryAttention: frozenset((*_SHARED, "_W_K", "_W_V", "_b_K", "_b_V")),
+}
 
 
-def _why_of(cfg: Any, of_attention: bool) -> str | None:
+def _why_weights(attn: Any) -> str | None:
+    weights = attn._parameters
+    if not _WEIGHTS[type(attn)] <= weights.keys():
+        missing = min(_WEIGHTS[type(attn)] - weights.keys())
+        return f"its {missing} is not a parameter of its own"
+    if weights["b_O"].device.type == "mps":
+        return "it is on an Apple GPU, where TransformerLens multiplies differently"
+    return None
+
+
+def _why_by_config(cfg: Any) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
-    if not of_attention:
-        return None
+    return None
+
+
+def _why_attention_by_config(cfg: Any) -> str | None:
     if cfg.use_attn_result:
         return "use_attn_result is set"
     if cfg.load_in_4bit:
@@ -270,6 +255,19 @@ def _why_of(cfg: Any, of_attention: bool) -> str | None:
     if cfg.positional_embedding_type == "relative_positional_bias":
         return "it has relative position biases"
     return None
+
+
+def _why_now() -> str | None:
+    """Why all blocks run the installed forward now; None if some need not."""
+    why = why_not_now("HookedTransformer", _define)
+    if why is None and digest() not in KNOWN:
+        return f"tl_devicefix does not know the blocks of transformer_lens {installed()}"
+    return why
+
+
+def _define() -> Iterator[Definitions]:
+    installed_forwards = (original(cls, "forward") for cls in (TransformerBlock, AbstractAttention))
+    yield Definitions(_NOT_CALLED, installed_forwards)
 
 
 def fits(attn: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], entry: Any) -> bool:
@@ -312,29 +310,10 @@ def _extend_rotary(attn: Any, n_keys: int) -> None:
         attn._extend_rotary_embeddings(n_positions)
         return attn.rotary_sin, attn.rotary_cos
 
-    attn.rotary_sin, attn.rotary_cos = made_once((table,), n_positions, extended)
+    attn.rotary_sin, attn.rotary_cos = made_once((table,), n_positions, table.device, extended)
 
 
-def _why_now() -> str | None:
-    """Why all blocks run the installed forward now; None if some need not."""
-    if _has_any_global_hook():
-        return "torch has hooks for every module"
-    if torch.compiler.is_compiling():
-        return "it is compiled"
-    return _why_functions_unknown(tuple(getattr(cls, name, None) for cls, name in _CALLED_PAST))
-
-
-@functools.lru_cache(maxsize=4)
-def _why_functions_unknown(now: tuple[Any, ...]) -> str | None:
-    for (cls, name), function in zip(_CALLED_PAST, now):
-        code = getattr(function, "__code__", None)
-        if code is not None and _FOLDERS.isdisjoint(Path(code.co_filename).parents):
-            return f"{cls.__name__}.{name} is not TransformerLens's"
-    if digest() not in KNOWN:
-        return f"tl_devicefix does not know the blocks of transformer_lens {installed()}"
-    return None
-
-
+@functools.cache
 def digest() -> str | None:
     """A digest of the source of all that `block.py` stands for; None where some of it is not."""
     functions = [attention_utilities.simple_attn_linear, batch_addmm]

@@ -119,11 +119,12 @@ _OF_BRIDGE = (
     *("transformer_lens.model_bridge", _COMPONENTS, f"{_COMPONENTS}.base"),
     "transformer_lens.tools.analysis.direct_path_patching",
     "transformer_lens.tools.analysis.attribution_patching",
+    "transformers.masking_utils",
 )
 
 
 def named(name: str) -> Any:
-    """The class or module-level function, wherever it is in TransformerLens; None if nowhere."""
+    """The class or module-level function, wherever TransformerLens has or calls it; or None."""
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.

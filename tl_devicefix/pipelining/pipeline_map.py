@@ -9,6 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
+from inspect import signature
 from operator import length_hint
 from typing import Any, TypeVar
 
@@ -16,8 +17,9 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running
+from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, with_view_of
 from tl_devicefix.dispatch.views import restore
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.offload.copying import module_with_streams, values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.placement.placement import Placement
@@ -44,7 +46,9 @@ def pipeline_map(
     device, the next one is on the first. Each run is a thread, and is given a view of the model:
     the same class, parameters, config and placement, and hooks of its own. So hooks that a run
     adds are seen by no other, and are gone with it; attributes that a run sets on modules are gone
-    too, but not those of the config, which is the model's.
+    too, but not those of the config, which is the model's. `model` itself has not these hooks: a
+    run may read it, but neither run nor hook it. Between results you may; hooks that you leave on
+    it are refused, as runs keep those of the start.
 
     Results are those of ``[run(model, item) for item in items]``, bit for bit. Operations on shared
     state run in the order of your items: a run that draws torch's random numbers (or seeds them),
@@ -73,9 +77,10 @@ def pipeline_map(
         What `run` returned, in the items' order. The next run begins when a result is fetched.
 
     Raises:
-        TypeError: if `model` is of neither class.
+        TypeError: if `model` is of neither class, or `run` is no function.
         ValueError: if `max_in_flight` is less than 1.
-        RuntimeError: if a run changed a parameter of the model, when its turn comes.
+        RuntimeError: if a run changed a parameter of the model, when its turn comes; if a run runs
+            or hooks `model` itself; if the model's hooks changed between two results.
         Exception: an error of a run, when its turn comes, with a note that names the item's index;
             a RuntimeError for StopIteration, which would end the results. Then, on
             KeyboardInterrupt, and when the generator is closed, runs that are under way end at the
@@ -85,7 +90,13 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
+    if not callable(run):
+        raise TypeError(
+            f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
+            "pipeline_map(model, run, items)"
+        )
     make_view = functools.partial(adapter_of(model).view_of, model)
+    run = with_view_of(model, run)
     max_in_flight = n_in_flight(model, max_in_flight)
     hint = length_hint(items, -1)
     count = None if hint < 0 else hint
@@ -93,9 +104,21 @@ def pipeline_map(
         hf_logging.tqdm, total=count, desc="Pipelined runs", disable=not progress
     )
     if max_in_flight == 1 and not report:
-        return _in_a_loop(make_view, run, items, bar)
+        return _in_a_loop(model, make_view, run, items, bar)
     n_views = max_in_flight if count is None else min(max_in_flight, count)
     return _pipelined(model, make_view, run, items, max_in_flight, n_views, report, bar)
+
+
+def refuse_arguments(function: Callable[..., Any], model: Any, arguments: Iterable[str]) -> None:
+    """Refuse arguments that neither this function nor the model's forward has.
+
+    Of a Bridge, which passes them on to transformers, near misses only.
+    """
+    runs = model.run_with_hooks, model.run_with_cache, model.forward
+    parameters = [signature(one).parameters for one in (function, *runs)]
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
+    names = itertools.chain(*parameters)
+    refuse_unknown(f"{function.__name__}()", arguments, names, passes_on=passes_on)
 
 
 def n_in_flight(model: Any, max_in_flight: int | None) -> int:
@@ -109,15 +132,22 @@ def n_in_flight(model: Any, max_in_flight: int | None) -> int:
 
 
 def _in_a_loop(
+    model: Any,
     make_view: Callable[[], Any],
     run: Callable[[Any, Any], Result],
     items: Iterable[Any],
     make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
     """Each run when it is fetched, in the caller's thread."""
-    view = make_view()
+    view, weights, hooks = make_view(), Weights(model), _Hooks(model)
     with make_bar() as bar:
         for number, item in enumerate(items):
+            hooks.check()
+            if (name := weights.replaced()) is not None:
+                raise RuntimeError(
+                    f"{name} was replaced between two results, but the runs keep the parameters of "
+                    "the start: change its values in place, or call pipeline_map again"
+                )
             yield _run_on(view, run, number, item)
             bar.update()
 
@@ -157,10 +187,7 @@ def _pipelined(
         within.callback(turns.end)  # before the threads are waited for
         # Made before the first run begins, so that runs have visits of offloaded blocks in common.
         views = [(make_view(), Streams()) for _ in range(n_views)]
-        # `W.data.mul_(2)` is not seen, as torch does not count it.
-        named = model.named_parameters() if max_in_flight > 1 else ()
-        own = ((name, weight) for name, weight in named if type(weight) is not RemoteTensor)
-        weights = [(name, weight, _state(weight)) for name, weight in own]
+        weights, hooks = Weights(model), _Hooks(model)
         bar = within.enter_context(make_bar())
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
@@ -168,7 +195,12 @@ def _pipelined(
         while runs:
             turns.want(number)
             if runs[0].exception() is None:  # which waits for the run
-                _check_weights(weights, number)
+                if max_in_flight > 1 and (name := weights.changed()) is not None:
+                    raise RuntimeError(
+                        f"{name} was changed while the run of item {number} and others used it: "
+                        f"change a copy of it in a hook, or {ONE_AT_A_TIME}"
+                    )
+                hooks.check()
                 runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
             yield runs.popleft().result()  # by no name, which would hold it for the next run's time
             bar.update()
@@ -201,14 +233,67 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
         restore(view)
 
 
-def _check_weights(weights: Iterable[tuple[str, torch.Tensor, Any]], number: int) -> None:
-    """Check that no run has changed a weight that others use at the same time."""
-    for name, weight, state in weights:
-        if _state(weight) != state:
-            raise RuntimeError(
-                f"{name} was changed while the run of item {number} and others used it: change "
-                "a copy of it in a hook, or pass max_in_flight=1"
+ONE_AT_A_TIME = "run one at a time (max_in_flight=1; for sweeps tl_devicefix.sequential())"
+
+
+_WRAPPED = "_original_component."
+"""In the names of a Bridge's parameters, before what a wrapper stands for."""
+
+
+class Weights:
+    """A model's parameters, and their values when this was made.
+
+    `W.data.mul_(2)` is not seen, as torch does not count it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._states = [
+            (
+                f"{path}.{name}".replace(_WRAPPED, ""),
+                module._parameters,
+                name,
+                weight,
+                _state(weight),
             )
+            for path, module in model.named_modules()
+            for name, weight in module._parameters.items()
+            if weight is not None and type(weight) is not RemoteTensor
+        ]
+
+    def replaced(self) -> str | None:
+        """The first one in whose place there is another parameter, if any."""
+        for full_name, parameters, name, weight, _ in self._states:
+            if parameters.get(name) is not weight:
+                return full_name
+        return None
+
+    def changed(self) -> str | None:
+        """The first one that has been changed since, or replaced, if any."""
+        for full_name, _, _, weight, state in self._states:
+            if _state(weight) != state:
+                return full_name
+        return self.replaced()
+
+
+class _Hooks:
+    """The hooks on a model when its views are made, which have these and no later ones."""
+
+    def __init__(self, model: Any) -> None:
+        points = model.hook_dict.items()
+        self._of_points = [(name, point, _hooks_of(point)) for name, point in points]
+
+    def check(self) -> None:
+        """Check that hooks which were put on the model since then are gone again."""
+        for name, point, hooks in self._of_points:
+            if _hooks_of(point) != hooks:
+                raise RuntimeError(
+                    f"hooks on {name} were added or removed between two results, but the runs keep "
+                    "those of the start: change them before, or in `run` on its first argument"
+                )
+
+
+def _hooks_of(point: Any) -> list[Any]:
+    return [*point.fwd_hooks, *point.bwd_hooks]
 
 
 def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:

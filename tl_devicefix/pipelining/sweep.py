@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import transformers.utils.logging as hf_logging
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
@@ -22,7 +23,12 @@ from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
 from tl_devicefix.misspelt import which_hook_point
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.pipelining.pipeline_map import pipeline_map
+from tl_devicefix.pipelining.pipeline_map import (
+    ONE_AT_A_TIME,
+    Weights,
+    pipeline_map,
+    refuse_arguments,
+)
 from tl_devicefix.placement.in_use import setting
 
 Hooks = Sequence[tuple[Any, Any]]
@@ -50,7 +56,9 @@ def is_sequential() -> bool:
     return _is_sequential.get() or os.environ.get("TL_DEVICEFIX_SEQUENTIAL", "0") not in ("", "0")
 
 
-def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> Iterator[Any]:
+def sweep(
+    model: Any, tokens: Any, runs: Iterable[Hooks], *, progress: bool = False, **arguments: Any
+) -> Iterator[Any]:
     """Yield `model.run_with_hooks(tokens, fwd_hooks=run, **arguments)` for each run, in order.
 
         runs = ([(f"blocks.{layer}.hook_resid_pre", ablate)] for layer in range(80))
@@ -74,15 +82,19 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. They, the weights and the hooks on the model may
             not change until the last run has ended.
-        runs: lists of (name, hook), read no further than needed.
+        runs: lists of (name, hook), read no further than needed. Hooks may read the model, but
+            neither run nor hook it.
+        progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
 
     Yields:
         What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
 
     Raises:
-        TypeError: for an argument that would leave hooks behind.
+        TypeError: for an argument that would leave hooks behind, or that does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
+        RuntimeError: if weights or the model's hooks were changed between two runs; if a hook runs
+            or hooks the model.
     """
     for name in ("fwd_hooks", "bwd_hooks", "reset_hooks_end"):
         if name in arguments:
@@ -90,7 +102,8 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
-    runs = _checked(runs, model)
+    refuse_arguments(sweep, model, arguments)
+    runs = _checked(runs, model, progress)
     if is_sequential():
         return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
 
@@ -111,14 +124,19 @@ def sweep(model: Any, tokens: Any, runs: Iterable[Hooks], **arguments: Any) -> I
     return pipeline_map(model, run_from, starts())
 
 
-def _checked(runs: Iterable[Any], model: Any) -> Iterator[Hooks]:
+def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]:
     """The hooks of each run; some Bridges ignore hooks of names that they do not have."""
     points = model.hook_dict  # a Bridge makes it at each look
-    for run in runs:
+    for run in hf_logging.tqdm(runs, desc="Sweep", disable=not progress):
         hooks = list(run)
         for item in hooks:
             if isinstance(item, str) or len(item) != 2:
                 raise ValueError(f"a run must be a list of (name, hook), but has {item!r} in it")
+            if not callable(item[1]):
+                raise ValueError(
+                    f"a run must be a list of (name, hook), but {item!r} has {item[1]!r} for the "
+                    "hook: give the name first, and then a function"
+                )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(
                     f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
@@ -278,9 +296,17 @@ class _ResidualStreams:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._kept: dict[int, Any] = {}
+        self._weights: Weights | None = None
 
     def before(self, layer: int) -> Any:
         """What the block before `layer` (which is 1 or more) returns, in whatever form it does."""
+        if self._weights is None:
+            self._weights = Weights(self._model)
+        elif (name := self._weights.changed()) is not None:
+            raise RuntimeError(
+                f"{name} was changed between two runs of a sweep, which share what the blocks "
+                f"before their hooks return: change a copy of it in a hook, or {ONE_AT_A_TIME}"
+            )
         every = math.isqrt(len(self._model.blocks))
         start = max((kept for kept in self._kept if kept <= layer), default=0)
         for stop in range(start + 1, layer + 1):

@@ -60,7 +60,8 @@ def decide_fitting(
 ) -> Placement:
     """As `plan`, for components of these sizes."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
-    check_fit(placement, max_memory)
+    is_given = device_map is not None and device_map not in STRATEGIES
+    check_fit(placement, max_memory, is_given)
     return placement
 
 
@@ -87,6 +88,14 @@ def decide(
         return placement
     limits = by_device(max_memory, default_device() if device is None else resolve(device))
     devices = _devices_to_use(device, n_devices, device_map, limits)
+    n_blocks = sum(is_block(size.name) for size in sizes)
+    if n_devices is not None and n_devices > max(n_blocks, 1):
+        _log.warning(
+            "n_devices is %d, but the model has %d blocks, so that at most as many devices are "
+            "used: lower n_devices",
+            n_devices,
+            n_blocks,
+        )
     home = devices[0]
     may_offload = home != HOST and HOST in (limits or {})
     _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)

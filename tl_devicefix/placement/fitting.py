@@ -15,6 +15,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
 
 _OFFLOAD = ", or offload blocks: name 'cpu' in max_memory"
+_OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
@@ -23,8 +24,11 @@ def working_room(placement: Placement, dtype: torch.dtype) -> int:
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
 
-def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
-    """Check that each device has room for its share, and the host for offloaded blocks."""
+def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool) -> None:
+    """Check that each device has room for its share, and the host for offloaded blocks.
+
+    The placement `is_given` if a user's map says where each component is.
+    """
     limits = by_device(max_memory, placement.home)
     over = [
         f"{printed(memory)} would hold {gib(needed)} but has {gib(room)} to use"
@@ -33,10 +37,12 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
         and (needed := placement.bytes_on(memory)) > room
     ]
     if over:
+        remedy, offload = "use more devices,", "" if HOST in (limits or {}) else _OFFLOAD
+        if is_given:
+            remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(
-            f"the weights do not fit: {', '.join(over)}; use more devices, a larger max_memory, a "
-            f"smaller dtype or first_n_layers{'' if HOST in (limits or {}) else _OFFLOAD}. "
-            "tl_devicefix.estimate names what would fit"
+            f"the weights do not fit: {', '.join(over)}; {remedy} a larger max_memory or a "
+            f"smaller dtype{offload}. tl_devicefix.estimate names what would fit"
         )
 
 

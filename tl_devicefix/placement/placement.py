@@ -174,11 +174,15 @@ class Placement:
         """The component that has something, by name; the first, which is at home, of its hooks."""
         if name in _HOOKS_AT_HOME:
             return self.components[0]
-        component = component_of(name)
+        component = component_of(str(name))
         if component not in self._by_name:
+            # Of "blocks" and "blocks.99" the list says all.
+            kinds = {name.partition(".")[0] for name in self._by_name}
+            is_listed = component.partition(".")[0] in kinds
+            meant = "" if is_listed else did_you_mean(component, self._by_name)
             raise UnknownComponent(
                 f"{name!r} is in no component of this model, which has "
-                f"{in_short(list(self._by_name))}{did_you_mean(component, self._by_name)}"
+                f"{in_short(list(self._by_name))}{meant}"
             )
         return self._by_name[component]
 

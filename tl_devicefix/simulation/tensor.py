@@ -402,5 +402,6 @@ def left_error(device: torch.device) -> RuntimeError:
     """The error for computing with a tensor after its machine was left."""
     return RuntimeError(
         f"this tensor was on {device} of a simulated machine that has been left, so it can be read"
-        " but not computed with: compute with its .cpu(), or inside `with simulate(...)`"
+        " but not computed with: compute with its .cpu(), or load the model again within the"
+        " `with simulate(...)` that you are in"
     )

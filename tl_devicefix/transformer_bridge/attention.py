@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import masking_utils
 
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, made_once
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import has_values
 
 
@@ -73,20 +75,38 @@ def config_of_sdpa(block: Any) -> Any:
     return None
 
 
-def let_masks_be_for_sdpa() -> bool:
-    """Have transformers make masks by the forward they are for; False if a user's makes them."""
-    functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-    if functions["eager"] is masking_utils.eager_mask:
-        functions["eager"] = _mask_by_forward
-    return functions["eager"] is _mask_by_forward
+def makes_masks() -> bool:
+    """Whether transformers makes masks for "eager" by its own function, and not by a user's."""
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
 
 
-def _mask_by_forward(*args: Any, **kwargs: Any) -> Any:
+@patches(
+    None,
+    takes="batch_size q_length kv_length attention_mask kwargs",
+    why="transformers' masks: in a Bridge's forward by SDPA, those for SDPA",
+    since="4.0",
+)
+def eager_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' mask for "eager"; in a forward by SDPA, for SDPA: none where none is needed."""
     config = this_forward().config_of_sdpa
     if config is not None and kwargs.get("config") is config:
         return masking_utils.sdpa_mask(*args, **kwargs)
-    return masking_utils.eager_mask(*args, **kwargs)
+    return original(*args, **kwargs)
+
+
+_patches_kv_cache = functools.partial(
+    patches, why="the KV cache, by its name in transformers 5.24", since="3.9"
+)
+
+
+@_patches_kv_cache("AttentionBridge", "_update_kv_cache", takes="self k v")
+@_patches_kv_cache("MLAAttentionBridge", "forward", takes="self")
+@_patches_kv_cache("GlmMoeDsaAttentionBridge", "forward", takes="self")
+def with_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention that reads `past_key_values`, where transformers' layer gives `cache`."""
+    if "cache" in kwargs:
+        kwargs["past_key_values"] = kwargs.pop("cache")
+    return original(self, *args, **kwargs)
 
 
 def place_of_mask(layer: Any) -> int:
@@ -97,7 +117,7 @@ def place_of_mask(layer: Any) -> int:
 
 def _once(make: Callable[..., Any], mask: torch.Tensor, *args: Any) -> Any:
     """Call `make` on a mask, once for all blocks of a forward."""
-    return made_once((mask,), (make, args), lambda: make(mask, *args))
+    return made_once((mask,), (make, args), mask.device, lambda: make(mask, *args))
 
 
 def built(mask: Any, residual: torch.Tensor) -> Any:

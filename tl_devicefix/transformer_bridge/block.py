@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     EmbeddingBridge,
@@ -29,15 +28,21 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from tl_devicefix.attention.implementation import (
-    HOOKS,
     WHY_NOT,
     by_shortest_name,
     is_sdpa,
     looks_away,
 )
 from tl_devicefix.attention.sdpa import why_not_here
+from tl_devicefix.dispatch.stand_ins import (
+    Definitions,
+    Modules,
+    hooks_of,
+    look_again,
+    why_not_now,
+)
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     ThisForward,
@@ -84,6 +89,9 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         now = this_forward()
         if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
             return plain(*args, **kwargs)
+        output = original(self, *args, **kwargs)
+        look_again()
+        return output
     return original(self, *args, **kwargs)
 
 
@@ -164,7 +172,8 @@ def _goes_its_own_way(kind: type) -> bool:
         run = vars(base).get("forward")
         if hasattr(run, "__wrapped__"):
             return False
-        if run is not None and "__class__" not in run.__code__.co_freevars:  # it has no `super`
+        code = getattr(run, "__code__", None)
+        if run is not None and (code is None or "__class__" not in code.co_freevars):  # no `super`
             return True
     return True
 
@@ -178,6 +187,7 @@ class PlainUnit:
         self._seen: _Seen | None = None
         self._why: str | None = None
         self._layer: Any = None
+        self._classes = frozenset[type]()
         self._is_all = False  # whether the layer may be called instead of the block
         self._forward: Any = None  # the one of its class, then
         self._is_causal_itself, self._mask_at = False, -1
@@ -219,8 +229,7 @@ class PlainUnit:
         return (
             self._why is None
             and not seen.heard()
-            and not _has_any_global_hook()
-            and not torch.compiler.is_compiling()
+            and self._why_replaced() is None
             and not (self.attends_by_sdpa and why_not_here())
         )
 
@@ -234,10 +243,13 @@ class PlainUnit:
             names = [
                 name
                 for name, module in wrapper.named_modules(remove_duplicate=False)
-                if any(hooks is heard for hooks in _hooks_of(vars(module)))
+                if any(hooks is heard for hooks in hooks_of(vars(module)))
             ]
             return f"{min(names, key=lambda name: ('_original' in name, len(name)))} has hooks"
-        return "torch has hooks for every module, or is tracing"
+        return self._why_replaced() or "SDPA is not in place"
+
+    def _why_replaced(self) -> str | None:
+        return why_not_now(self._classes, functools.partial(_define, self._classes))
 
     def minds_padding(self, block: Any) -> bool:
         """Whether the Bridge may treat padding in another way."""
@@ -246,6 +258,9 @@ class PlainUnit:
     def _look_through(self, wrapper: Any) -> _Seen:
         """Make the layer, or know why not."""
         self._seen = seen = _Seen(wrapper)
+        modules = list(wrapper.modules())
+        originals = (module.original_component for module in modules if is_wrapper(module))
+        self._classes = frozenset(map(type, (*modules, *originals)))
         self._forward = type(wrapper).forward
         self.attends_by_sdpa, self._layer, self._is_all = False, None, False
         try:
@@ -317,6 +332,23 @@ class PlainUnit:
         return is_plain, (*args[: self._mask_at], mask, *args[self._mask_at + 1 :]), kwargs
 
 
+def _define(classes: frozenset[type]) -> Iterator[Definitions]:
+    """What the plain layer does not call of the Bridge, and the Bridge not of the layer."""
+    for package in ("transformer_lens", "transformers"):
+        attributes = {cls: tuple(_methods(cls, package)) for cls in classes}
+        attributes = {cls: names for cls, names in attributes.items() if names}
+        yield Definitions({**attributes, nn.Module: ("_call_impl",)}, package=package)
+
+
+def _methods(cls: type, package: str) -> Iterator[str]:
+    """Names of all that a class has of functions, or of what is in their place, of a package."""
+    for base in cls.__mro__:
+        if package_of(base) == package:
+            for name, value in vars(base).items():
+                if callable(value) and not isinstance(value, (type, staticmethod)):
+                    yield name
+
+
 _PARTS = (
     *(EmbeddingBridge, RotaryEmbeddingBridge, UnembeddingBridge),
     *(NormalizationBridge, RMSNormalizationBridge),
@@ -341,35 +373,22 @@ def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
     return accepted
 
 
-_hooks_of = itemgetter(*HOOKS)
-
-
 class _Seen:
-    """What a unit's modules were like when it was looked through, and who listens in them.
-
-    torch counts the hooks that are registered, anywhere: where none was, none is looked for.
-    """
+    """What a unit's modules were like when it was looked through, and who listens in them."""
 
     def __init__(self, unit: Any) -> None:
+        self._modules = Modules(unit)
+        self._have_forward = self._modules.have_own_forward()
         around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
         inside = [module for module in unit.modules() if module not in around]
-        self._around = [
-            hooks for module in around if module is not None for hooks in _hooks_of(vars(module))
-        ]
-        self._inside = [hooks for module in inside for hooks in _hooks_of(vars(module))]
-        self._unheard_around_since = self._unheard_since = -1
+        self._around = [vars(module) for module in around if module is not None]
+        self._inside = list(map(vars, inside))
         # A list that grows when the block's own forward runs first.
         self._wired = vars(unit).get("_capture_hook_handles", ())
         self._harmless = {number for module in inside for number in _relays(module)}
-        # Of others, the plain layer has no copy.
+        # Of transformers' modules that hold others, the plain layer may have copies.
         parents = [module for module in inside if module._modules or "_hf_hook" in vars(module)]
-        # Of which any may get a forward of its own.
-        self._attributes_of_parents = list(map(vars, parents))
-        self._lengths = list(map(len, self._attributes_of_parents))
-        self._children_now = [module._modules for module in (unit, *parents)]
-        self._children = list(map(dict, self._children_now))
         self._attributes = [(itemgetter("training"), vars(unit))]
-        # Those of transformers', of which the plain layer may have copies.
         self._attributes += [_getter(module) for module in parents if not is_wrapper(module)]
         self._values = [get(attributes) for get, attributes in self._attributes]
 
@@ -377,8 +396,8 @@ class _Seen:
         """Whether modules, and attributes of transformers', are the same."""
         try:
             return (
-                self._lengths == list(map(len, self._attributes_of_parents))
-                and self._children == self._children_now
+                self._modules.are_same()
+                and self._have_forward == self._modules.have_own_forward()
                 and self._values == [get(attributes) for get, attributes in self._attributes]
             )
         except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
@@ -386,25 +405,17 @@ class _Seen:
 
     def heard(self) -> Any:
         """Hooks that listen, of the first module that has any."""
-        now = RemovableHandle.next_id
-        if self._unheard_since != now:
-            for hooks in filter(None, self._inside):
+        for hooks in filter(None, chain.from_iterable(map(hooks_of, self._inside))):
+            if not hooks.keys() <= self._harmless:
+                self._harmless |= {key for key, hook in hooks.items() if _is_harmless(hook)}
+                self._harmless |= {handle.id for handle in self._wired}
                 if not hooks.keys() <= self._harmless:
-                    self._harmless |= {key for key, hook in hooks.items() if _is_harmless(hook)}
-                    self._harmless |= {handle.id for handle in self._wired}
-                    if not hooks.keys() <= self._harmless:
-                        return hooks
-            self._unheard_since = now
+                    return hooks
         return None
 
     def is_heard_around(self) -> bool:
         """Whether there are hooks on a block, its first or its last hook point."""
-        now = RemovableHandle.next_id
-        if self._unheard_around_since != now:
-            if any(self._around):
-                return True
-            self._unheard_around_since = now
-        return False
+        return any(chain.from_iterable(map(hooks_of, self._around)))
 
 
 def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:

@@ -175,10 +175,9 @@ class BridgeGeneration:
         self._kv_cache = DynamicCache(config=bridge.original_model.config)
         self._length = seq_len
         takes = inspect.signature(bridge.original_model.forward).parameters
-        # Without attention there are no keys that a mask could leave out, nor positions.
-        self._attends = "cache_params" not in takes
-        name = "past_key_values" if self._attends else "cache_params"
-        self._cached = {name: self._kv_cache, "use_cache": True}
+        # transformers 5.24 calls all of them `cache`.
+        names = (name for name in ("cache", "cache_params") if name in takes)
+        self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
 
     def prompt(self) -> None:
         """Run the prompt, which fills the KV cache."""
@@ -207,5 +206,8 @@ class BridgeGeneration:
             "attention_mask": token.new_ones(token.shape[0], self._length + 1),
             "position_ids": torch.full_like(token, self._length),
         }
-        self._bridge(token, **self._cached, **(where if self._attends else {}))
+        # Without attention there are no keys that a mask could leave out, nor positions.
+        layers: Any = self._kv_cache.layers
+        attends = any(getattr(layer, "keys", None) is not None for layer in layers)
+        self._bridge(token, **self._cached, **(where if attends else {}))
         del self._tokens  # so that only the KV cache is still held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.scheduler import take_own_tokenizer
+from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.placement.devices import has_values
-from tl_devicefix.transformer_bridge.attention import ThisForward, let_masks_be_for_sdpa
+from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
 from tl_devicefix.transformer_bridge.block import prepare
 
 
@@ -25,6 +26,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
+    if "past_key_values" in kwargs and _takes_cache(self):
+        kwargs["cache"] = kwargs.pop("past_key_values")
     now = ThisForward()
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
@@ -33,11 +36,19 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = args[0] if args else kwargs.get("input")
         may_pad = len(args) > 2 or isinstance(tokens, list) or any(map(_leaves_out, masks))
         config = prepare(self)
-        by_sdpa = config is not None and is_sdpa(self) and let_masks_be_for_sdpa()
+        by_sdpa = config is not None and is_sdpa(self) and makes_masks()
         now = ThisForward(True, may_pad, config if by_sdpa else None)
     with one_forward(now), together():
         kept_in_forward()[FACTS] = [now.is_of_bridge, now.may_pad, now.config_of_sdpa is not None]
         return running.forward(original, self, *args, **kwargs)
+
+
+def _takes_cache(bridge: Any) -> bool:
+    """Whether a state has transformers 5.24's name, where `generate` knows two earlier ones."""
+    is_stateful = getattr(bridge.cfg, "is_stateful", False)
+    return (
+        bool(is_stateful) and "cache" in inspect.signature(bridge.original_model.forward).parameters
+    )
 
 
 def _is_of_tokens(mask: Any) -> bool:
@@ -62,5 +73,6 @@ def _leaves_out(mask: Any) -> bool:
 )
 def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method of a Bridge that changes the tokenizer's padding side while it runs."""
+    refuse_in_run(self)
     take_own_tokenizer(self)
     return original(self, *args, **kwargs)

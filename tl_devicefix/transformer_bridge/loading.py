@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,15 +14,22 @@ from unittest import mock
 import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
-from tl_devicefix.checkpoints.hub import is_checkpoint_directory, read_config, torch_dtype
+from tl_devicefix.checkpoints.hub import (
+    is_checkpoint_directory,
+    read_config,
+    refuse_directory,
+    snapshot,
+    torch_dtype,
+)
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, simulated_device
+from tl_devicefix.placement.devices import is_elsewhere, resolve, simulated_device
 from tl_devicefix.placement.hosts import joined
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
@@ -81,6 +89,21 @@ def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
     bound = takes.bind(*args, **kwargs)
+    options = bound.arguments
+    if options.get("hf_model") is None:
+        refuse_directory(str(options["model_name"]))
+    try:
+        return _boot_by(boot, bound)
+    except OSError:
+        if (name := str(options["model_name"])) not in _LISTED:
+            snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
+        raise
+
+
+_LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
+
+
+def _boot_by(boot: Any, bound: inspect.BoundArguments) -> Any:
     options = bound.arguments
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
         options["dtype"] = torch_dtype(options["dtype"])
@@ -205,7 +228,7 @@ class _PlannedClass:
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
         if _is_for_transformers(device_map, empty):
-            return device_map, None
+            return _with_names_of_devices(device_map), None
         layout = layout_of(empty, self._adapter)
         placement = decide_fitting(
             layout.sizes(empty),
@@ -254,6 +277,27 @@ def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
     if not isinstance(device_map, Mapping):
         return isinstance(device_map, str) and device_map.startswith("balanced_")
     return any(name in device_map for name, _ in hf_model.named_modules() if name)
+
+
+def _with_names_of_devices(device_map: Any) -> Any:
+    """transformers' own map, an index in it as the name of the device.
+
+    TransformerLens takes an index for one of CUDA's.
+    """
+    if not isinstance(device_map, Mapping):
+        return device_map
+    for outer, inner in itertools.permutations(device_map, 2):
+        # The hashes of the devices' names would decide where the rest of the outer one goes.
+        if not outer or inner.startswith(f"{outer}."):
+            raise ValueError(
+                f"device_map names {inner!r}, and {outer!r} that contains it: by transformers' "
+                "names, give each module one device; or name the Bridge's components, as in "
+                "{'': 0, 'blocks.3': 1}"
+            )
+    return {
+        name: str(resolve(device)) if isinstance(device, int) else device
+        for name, device in device_map.items()
+    }
 
 
 def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:

@@ -49,6 +49,8 @@ class Unwrapped:
         for module in block.modules():
             if is_wrapper(module):
                 _check_wrapper(module, is_block=module is block)
+            elif isinstance(module, HookPoint) and "forward" in vars(module):
+                raise NotPlain("a hook point of it has a forward of its own")
             _check_dropout(module)
         self.layer = self._of(block)
         used = set(map(id, self.layer.parameters()))
@@ -211,8 +213,6 @@ class _Joined(nn.Module):
     def __init__(self, parts: list[nn.Module], order: torch.Tensor | None) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        if order is not None:
-            order = order.to(next(parts[0].parameters()).device)
         self.register_buffer("_order", order, persistent=False)
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
@@ -221,13 +221,15 @@ class _Joined(nn.Module):
         if self._order is None:
             return together
         if self._order.device != together.device:
-            self._order = self._order.to(together.device)
+            with torch.inference_mode(False):
+                self._order = self._order.to(together.device)
         return together.index_select(-1, self._order)
 
 
 _orders: dict[Any, torch.Tensor | None] = {}
 
 
+@torch.inference_mode(False)  # as later forwards may be with gradients
 def _order(split: Any, owner: Any, name: str, joint: Any) -> torch.Tensor | None:
     """`_Joined`'s order, as TransformerLens splits a projection whose outputs are numbered."""
     is_in_out = type(joint).__name__ == "Conv1D"

@@ -9,8 +9,10 @@ import torch
 from attending import ShapesMade, installed, with_gradients
 from comparison import assert_agrees
 from hf_models import N_LAYERS
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = [
@@ -106,3 +108,14 @@ def test_a_function_for_masks_of_a_user_s_own(sdpa: Any, tokens: torch.Tensor) -
 
     assert_agrees(actual, expected)
     assert not torch.allclose(actual, bridge(tokens))
+
+
+def test_disabled_leaves_the_masks_of_transformers_as_they_were(
+    sdpa: Any, tokens: torch.Tensor
+) -> None:
+    sdpa("llama", compatible=False)(tokens)
+
+    with tl_devicefix.disabled():
+        make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+        assert make_mask is masking_utils.eager_mask
+        assert make_mask.__code__.co_filename == masking_utils.__file__

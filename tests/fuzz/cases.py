@@ -1,0 +1,371 @@
+"""A case of the random trial: a model and operations on it, all from one seed.
+
+`outcome(case)` is what the case shows. It runs here with the package, and in a process of its own
+with the installed TransformerLens alone (`Installed`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import operator
+import os
+import pickle
+import random
+import sys
+import tempfile
+import typing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from operations import CHANGES, RUNS, Trial
+from pools import BETWEEN, BLOCKS, IS_2, IS_BRIDGE, POOLS, Module, OwnMethod, Point, Weight
+
+_ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 4}
+_LLAMA = {"normalization_type": "RMS", "gated_mlp": True, "n_key_value_heads": 2, **_ROTARY}
+_LOCAL = {"use_local_attn": True, "window_size": 3, "attn_types": ["local", "global", "local"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"act_fn": "gelu_new"},
+    "gpt2 folded": {"act_fn": "gelu_new", "normalization_type": "LNPre"},
+    "llama": _LLAMA,
+    "llama folded": {**_LLAMA, "normalization_type": "RMSPre"},
+    "qwen3": {**_LLAMA, "use_qk_norm": True},
+    "gemma-2": {
+        **_LLAMA,
+        **_LOCAL,
+        "use_normalization_before_and_after": True,
+        "attn_scores_soft_cap": 5.0,
+        "output_logits_soft_cap": 3.0,
+    },
+    "mistral": {**_LLAMA, **_LOCAL, "attn_types": ["local"] * 3},
+    "mixtral": {**_LLAMA, "num_experts": 3, "experts_per_token": 2},
+    "pythia": {**_ROTARY, "rotary_dim": 2, "parallel_attn_mlp": True, "act_fn": "gelu"},
+    "gpt-j": {
+        **_ROTARY,
+        "rotary_dim": 2,
+        "rotary_adjacent_pairs": True,
+        "parallel_attn_mlp": True,
+        "act_fn": "gelu_new",
+    },
+    "bloom": {"positional_embedding_type": "alibi", "act_fn": "gelu_fast"},
+    "gpt-neo": {**_LOCAL, "use_attn_scale": False, "act_fn": "gelu_new"},
+    "attention only": {"attn_only": True, "normalization_type": None},
+    "shortformer": {"positional_embedding_type": "shortformer"},
+    "bidirectional": {"attention_dir": "bidirectional", "act_fn": "relu"},
+    "solu": {"act_fn": "solu_ln"},
+}
+if not IS_2:
+    MODELS |= {
+        "olmo-2": {**_LLAMA, "original_architecture": "Olmo2ForCausalLM"},
+        "olmoe": {
+            **_LLAMA,
+            "original_architecture": "OlmoeForCausalLM",
+            "clip_qkv": 1.0,
+            "num_experts": 3,
+            "experts_per_token": 2,
+        },
+        "gpt-oss": {**_LLAMA, **_LOCAL, "use_attention_sinks": True},
+    }
+EXTRAS: dict[str, Any] = {
+    "use_attn_result": True,
+    "use_split_qkv_input": True,
+    "use_hook_mlp_in": True,
+    "ungroup_grouped_query_attention": True,
+    "scale_attn_by_inverse_layer_idx": True,
+    "dtype": torch.bfloat16,
+}
+BRIDGES = ("llama", "gpt2", "pythia", "gemma-2", "qwen3", "bloom", "gpt-j")
+
+
+class Case(NamedTuple):
+    """What `outcome` takes; its `repr` can be pasted."""
+
+    model: tuple[Any, ...]
+    """A HookedTransformer's options; a Bridge's architecture and mode."""
+    n_devices: int
+    """How many simulated devices it is spread over, with the package; 1 is the CPU."""
+    operations: list[tuple[Any, ...]]
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    random_ = random.Random(seed)
+    n_devices = random_.choice((*(1,) * 6, 2, 3, 4))
+    if IS_BRIDGE:
+        model: tuple[Any, ...] = (
+            random_.choice(BRIDGES),
+            random_.choice(("", "", "unprocessed", "compatible")),
+        )
+    else:
+        extras = list(EXTRAS)[: -1 if n_devices > 1 else None]  # float32 there, for its rounding
+        extra = random_.choice(extras) if random_.random() < 0.25 else None
+        model = random_.choice(list(MODELS)), random_.choice((2, 3)), extra
+    draw = Draw(random_, model, is_spread=n_devices > 1)
+    operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
+    return Case(model, n_devices, [*operations, draw.one_of(RUNS)])
+
+
+class Draw:
+    """Draws operations for a model, mostly such as it has the modules for."""
+
+    def __init__(self, random_: random.Random, model: tuple[Any, ...], is_spread: bool) -> None:
+        self._random = random_
+        self._paths = paths(model)
+        # Over devices, torch's error about devices follows where a grafted block's parts are
+        # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
+        # blocks share masks and rotary tables, so that one changed in place is so for all.
+        left_out = {"graft", "_forward_pre_hooks", "buffer"}
+        self._left_out = left_out if is_spread else set()
+
+    def any_operation(self) -> tuple[Any, ...]:
+        """A run, a change, or a change that a hook makes within a later run."""
+        kind = self._random.random()
+        if kind < 0.35:
+            return self.one_of(RUNS)
+        if kind < 0.85:
+            return self.one_of(CHANGES)
+        # From between two blocks all of them may change; from within a block, another one.
+        block, other = self._random.sample(BLOCKS, 2)
+        points = [point for point in self._pool(Point) if point.startswith(block)]
+        while True:
+            change = self.one_of(CHANGES)
+            if other in str(change) and block not in str(change) and "filter" not in change:
+                return "within", self._random.choice(points), change
+            if change[0] == "global_hook":
+                # Not from a block's last hook point: torch looks for hooks as a call begins, and
+                # may not call them as it ends.
+                return "within", BETWEEN[0], change
+            if "blocks" not in str(change):
+                return "within", self._random.choice(BETWEEN), change
+
+    def one_of(self, operations: list[Any]) -> tuple[Any, ...]:
+        """An operation, with arguments drawn by their types."""
+        function = self._random.choice(operations)
+        hints = typing.get_type_hints(function)
+        arguments = [
+            self._random.choice(self._pool(hint))
+            for name, hint in hints.items()
+            if name not in ("trial", "return")
+        ]
+        operation = function.__name__, *arguments
+        return operation if self._left_out.isdisjoint(operation) else self.one_of(operations)
+
+    def _pool(self, hint: Any) -> Sequence[Any]:
+        if hint in (Module, Point):
+            return [path for path in POOLS[hint] if path in self._paths]
+        if hint in (Weight, OwnMethod):
+            return [name for name in POOLS[hint] if f"blocks.0.{name}" in self._paths]
+        return POOLS.get(hint) or typing.get_args(hint)
+
+
+@functools.cache
+def paths(model: tuple[Any, ...]) -> set[str]:
+    """What can be drawn that a model has, by its paths."""
+    built = build(model, n_devices=1)
+    some = [*POOLS[Module], *POOLS[Point]]
+    some += [f"blocks.0.{name}" for name in (*POOLS[Weight], *POOLS[OwnMethod])]
+    known = set(built.hook_dict)
+    for path in some:
+        with contextlib.suppress(AttributeError):
+            operator.attrgetter(path)(built)
+            known.add(path)
+    return known
+
+
+class Outcome(NamedTuple):
+    """What a case shows."""
+
+    seen: list[tuple[str, Any]]
+    messages: list[str]
+    """Of errors: what is raised is compared, not what it says."""
+
+
+def outcome(case: Case, *, spread: bool = False) -> Outcome:
+    """Build a case's model, on one CPU or spread, and do the operations on it."""
+    with contextlib.ExitStack() as stack:
+        if spread and case.n_devices > 1:
+            import tl_devicefix
+
+            stack.enter_context(tl_devicefix.simulate(case.n_devices))
+        n_devices = case.n_devices if spread else 1
+        trial = Trial(build(case.model, n_devices), lambda: build(case.model, n_devices, seed=2))
+        with trial.undo:
+            for operation in case.operations:
+                trial.do(operation)
+    return Outcome(trial.seen, trial.messages)
+
+
+def build(model: tuple[Any, ...], n_devices: int, seed: int = 1) -> Any:
+    """A model with random weights, which depend on the seed alone."""
+    if IS_BRIDGE:
+        name, mode = model
+        return build_bridge(name, mode, n_devices, seed)
+    name, n_layers, extra = model
+    return build_hooked(name, n_layers, extra, n_devices, seed)
+
+
+def build_hooked(name: str, n_layers: int, extra: str | None, n_devices: int, seed: int) -> Any:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    sizes: dict[str, Any] = {
+        "n_layers": n_layers,
+        "d_model": 16,
+        "n_heads": 4,
+        "d_head": 4,
+        "d_mlp": 24,
+    }
+    sizes |= {"d_vocab": 40, "n_ctx": 24, "act_fn": "silu", "normalization_type": "LN"}
+    sizes |= {"window_size": 4}  # of blocks that are made local
+    options = {**sizes, "device": "cpu", "init_weights": False, **MODELS[name]}
+    if extra:
+        options[extra] = EXTRAS[extra]
+    if "attn_types" in options:
+        options["attn_types"] = options["attn_types"][:n_layers]
+    cfg = HookedTransformerConfig(**options)
+    if n_devices > 1:  # as an argument of the config, TransformerLens would count CUDA devices
+        cfg.device, cfg.n_devices = "sim:0", n_devices
+    model = HookedTransformer(cfg)
+    randomize(model, seed)
+    return model
+
+
+def randomize(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.4
+            parameter.copy_(values + 1 if name.endswith(("ln1.w", "ln2.w")) else values)
+
+
+def build_bridge(name: str, mode: str, n_devices: int, seed: int) -> Any:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    options = {"n_devices": n_devices} if n_devices > 1 else {"device": "cpu"}
+    bridge = TransformerBridge.boot_transformers(str(checkpoint(name, seed)), **options)
+    if mode:
+        bridge.enable_compatibility_mode(no_processing=mode == "unprocessed")
+    return bridge
+
+
+@functools.cache
+def checkpoint(name: str, seed: int) -> Path:
+    """A directory with a tiny model of an architecture, which goes when the process ends."""
+    from hf_models import HF_CONFIGS, make_tokenizer, save_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    directory = tempfile.TemporaryDirectory()
+    atexit.register(directory.cleanup)
+    model = AutoModelForCausalLM.from_config(HF_CONFIGS[name]())
+    randomize(model, seed)
+    return save_checkpoint(model, make_tokenizer(Path(directory.name)), Path(directory.name))
+
+
+# The installed TransformerLens.
+
+
+class Installed:
+    """A process that runs cases with the installed TransformerLens, without the package."""
+
+    def __init__(self) -> None:
+        self._ahead: dict[int, Future[bytes]] = {}
+        with mock.patch.dict(os.environ, TL_DEVICEFIX_DISABLE="1"):
+            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            self._pool.submit(os.getpid).result()  # which starts it
+
+    def run(self, case: Case) -> bytes:
+        """What a case shows there, pickled."""
+        return self._pool.submit(_installed_outcome, case).result()
+
+    def run_seed(self, seed: int) -> bytes:
+        """Likewise for the case of a seed; the next seed's begins meanwhile."""
+        ahead = self._ahead.pop(seed, None) or self._pool.submit(_installed_outcome, draw(seed))
+        self._ahead[seed + 1] = self._pool.submit(_installed_outcome, draw(seed + 1))
+        return ahead.result()
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _installed_outcome(case: Case) -> bytes:
+    torch.set_num_threads(1)
+    assert "tl_devicefix" not in sys.modules
+    return pickle.dumps(outcome(case))  # torch would share the memory of each tensor
+
+
+def difference(case: Case, expected: bytes) -> str | None:
+    """The first value of a case that is not the installed TransformerLens's; None if none is."""
+    installed: Outcome = pickle.loads(expected)
+    from tl_devicefix.dispatch import stand_ins
+
+    stand_ins._known.clear()  # as at a process's first forward
+    actual = outcome(case, spread=True)
+    # This package folds weights in an order of its own.
+    exact = case.n_devices == 1 and "compatible" not in case.model
+    for i, (this, that) in enumerate(itertools.zip_longest(actual.seen, installed.seen)):
+        if not _equal(this, that, exact):
+            messages = "\n".join(("errors:", *actual.messages, "installed:", *installed.messages))
+            return f"value {i}: {_shown(this)}\ninstalled: {_shown(that)}\n{messages}"
+    return None
+
+
+def _equal(this: Any, that: Any, exact: bool) -> bool:
+    if this is None or that is None or this[0] != that[0]:
+        return False
+    a, b = this[1], that[1]
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return bool(a == b)
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if exact or not a.is_floating_point():
+        return torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * _largest(b), equal_nan=True)
+
+
+def _largest(x: torch.Tensor) -> float:
+    finite = x[x.isfinite()]
+    return max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+
+
+def _shown(seen: Any) -> str:
+    if seen is None or not isinstance(seen[1], torch.Tensor):
+        return repr(seen)
+    label, value = seen
+    some = ", ".join(f"{number:.7g}" for number in value.flatten()[:4].tolist())
+    return f"{label}, {list(value.shape)} {value.dtype}: {some}, ... sum {value.double().sum():.9g}"
+
+
+def report(seed: int, installed: Installed) -> str | None:
+    """What differs in the case of a seed, made as short as can be; None if nothing does."""
+    case = draw(seed)
+    found = difference(case, installed.run_seed(seed))
+    if found is None:
+        return None
+    case, found = shrink(case, found, installed)
+    operations = "".join(f"    {operation!r},\n" for operation in case.operations)
+    return f"seed {seed}: Case({case.model!r}, {case.n_devices}, [\n{operations}])\n{found}"
+
+
+def shrink(case: Case, found: str, installed: Installed) -> tuple[Case, str]:
+    """A case that differs still, without the operations that it does not take."""
+    for shorter in _shorter(case):
+        still = difference(shorter, installed.run(shorter))
+        if still is not None:
+            return shrink(shorter, still, installed)
+    return case, found
+
+
+def _shorter(case: Case) -> Iterator[Case]:
+    if case.n_devices > 1:
+        yield case._replace(n_devices=1)
+    for i in range(len(case.operations)):
+        yield case._replace(operations=case.operations[:i] + case.operations[i + 1 :])

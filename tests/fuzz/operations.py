@@ -1,0 +1,582 @@
+"""What a case is made of: runs of a tiny model, and changes that users make between and within.
+
+An operation is a function of a trial and of a few arguments. The type of an argument says what it
+may be: a `Literal`, or a name of `pools.py`. `("hook", "blocks.0.hook_resid_pre", "scale", "fwd")`
+in a list of operations calls `hook(trial, "blocks.0.hook_resid_pre", "scale", "fwd")`.
+
+A hook's change to the attention, MLP or norm inside which it runs may act from the next component
+on, as docs/how_it_works.md says. `within` never makes one: it changes other blocks, or all of them
+from between two blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import operator
+from collections import OrderedDict
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from packaging.version import Version
+from pools import (
+    IS_BRIDGE,
+    Attribute,
+    Block,
+    Component,
+    Function,
+    Instead,
+    Method,
+    Module,
+    OwnMethod,
+    Point,
+    Setting,
+    Weight,
+    find_class,
+)
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+
+Grad = Literal["grad", "no_grad", "inference"]
+N = Literal[1, 2, 5, 9]
+Effect = Literal["read", "scale", "edit in place", "zero", "copy", "upcast", "raise"]
+
+
+class Trial:
+    """A model, what was seen of it so far, and how to undo what holds for the whole process."""
+
+    def __init__(self, model: Any, other: Callable[[], Any]) -> None:
+        self.model = model
+        self.other = other  # makes another model of the same shapes
+        self.seen: list[tuple[str, Any]] = []
+        self.messages: list[str] = []
+        self.undo = contextlib.ExitStack()
+        self.handles: list[Any] = []
+        self.generator = torch.Generator().manual_seed(1)
+
+    def at(self, path: str) -> Any:
+        """A submodule, or an attribute, by its path."""
+        return operator.attrgetter(path)(self.model)
+
+    def put(self, path: str, value: Any) -> None:
+        """Put something in the place of a submodule or an attribute."""
+        owner, _, name = path.rpartition(".")
+        setattr(self.at(owner) if owner else self.model, name, value)
+
+    def note(self, label: str, value: Any) -> None:
+        """Note a value; of a container, each part."""
+        if isinstance(value, torch.Tensor):
+            self.seen.append((label, value.detach().cpu().clone()))
+        elif isinstance(value, (tuple, list)):
+            for i, part in enumerate(value):
+                self.note(f"{label}[{i}]", part)
+        elif value is not None:
+            self.seen.append(
+                (label, value if isinstance(value, (int, str)) else type(value).__name__)
+            )
+
+    def do(self, operation: tuple[Any, ...]) -> None:
+        """Do an operation, and note the type of its error if it raises one."""
+        name, *arguments = operation
+        try:
+            OPERATIONS[name](self, *arguments)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
+            self.seen.append((f"{name} raises {type(error).__name__}", None))
+            self.messages.append(f"{operation}: {type(error).__name__}: {error}")
+
+    def randn_like(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape, generator=self.generator).to(x)
+
+
+OPERATIONS: dict[str, Callable[..., None]] = {}
+RUNS: list[Any] = []
+CHANGES: list[Any] = []
+
+
+def run(function: Any) -> Any:
+    """List an operation among those that run the model."""
+    RUNS.append(function)
+    return OPERATIONS.setdefault(function.__name__, function)
+
+
+def change(function: Any) -> Any:
+    """List an operation among those that change something, by hand or in a hook."""
+    CHANGES.append(function)
+    return OPERATIONS.setdefault(function.__name__, function)
+
+
+# Runs.
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.randint(3, 40, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def grad_mode(grad: str) -> Any:
+    modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
+    return modes.get(grad, torch.inference_mode)()
+
+
+def finish(trial: Trial, grad: str, logits: Any) -> None:
+    """Note logits, and with gradients those of every weight."""
+    trial.note("logits", logits)
+    if grad == "grad":
+        logits.float().pow(2).sum().backward()
+        for name, parameter in trial.model.named_parameters():
+            trial.note(f"grad {name}", parameter.grad)
+        trial.model.zero_grad()
+
+
+@run
+def forward(
+    trial: Trial,
+    n: N,
+    grad: Grad,
+    pads: Literal[0, 0, 0, 1, -1],
+    stop_at_layer: Literal[None, None, None, 1, -1],
+) -> None:
+    options: dict[str, Any] = {}
+    if pads:
+        options["attention_mask"] = mask = torch.ones(2, n, dtype=torch.long)
+        mask[0, slice(1) if pads > 0 else slice(-1, None)] = 0
+    if stop_at_layer is not None:
+        options["stop_at_layer"] = stop_at_layer
+    with grad_mode(grad):
+        finish(trial, grad, trial.model(tokens(n), **options))
+
+
+@run
+def run_with_cache(
+    trial: Trial,
+    n: N,
+    grad: Grad,
+    names: Literal["all", "all", "resid", "attn.hook", "mlp"],
+    incl_bwd: Literal[False, False, True],
+) -> None:
+    names_filter = None if names == "all" else lambda name: names in name
+    with grad_mode("grad" if incl_bwd else grad):
+        _, cache = trial.model.run_with_cache(
+            tokens(n),
+            names_filter=names_filter,
+            **({"incl_bwd": True, "return_type": "loss"} if incl_bwd else {}),
+        )
+    for name in cache.keys():  # noqa: SIM118 - a cache's iterator differs
+        trial.note(f"cache {name}", cache[name])
+
+
+@run
+def run_with_hooks(
+    trial: Trial, n: N, grad: Grad, point: Point, effect: Effect, backward: Literal[False, True]
+) -> None:
+    hooks = [(point, functools.partial(act, trial, effect))]
+    with (
+        grad_mode(grad),
+        trial.model.hooks(**{"bwd_hooks" if backward else "fwd_hooks": hooks}),
+    ):
+        finish(trial, grad, trial.model(tokens(n)))
+
+
+# A Bridge alone loses its KV cache there: transformers gives it by another name.
+_LOSES_CACHE = IS_BRIDGE and Version(version("transformers")) >= Version("5.24")
+
+
+@run
+def generate(
+    trial: Trial, n: N, use_past_kv_cache: Literal[True, False], do_sample: Literal[False, True]
+) -> None:
+    torch.manual_seed(0)
+    made = trial.model.generate(
+        tokens(n),
+        max_new_tokens=3,
+        use_past_kv_cache=use_past_kv_cache and not _LOSES_CACHE,
+        do_sample=do_sample,
+        stop_at_eos=False,
+        prepend_bos=False,
+        verbose=False,
+        return_type="tokens",
+    )
+    trial.note("generated", made)
+
+
+# Hooks.
+
+
+def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
+    """What a hook does with what it is given."""
+    trial.note(f"hook {getattr(hook, 'name', hook)}", x)
+    if effect == "read" or not isinstance(x, torch.Tensor):
+        return None
+    if effect == "raise":
+        raise ZeroDivisionError("a hook that fails")
+    if effect == "edit in place":
+        x[:, 0] *= 0.5
+        return None
+    made = {"scale": lambda: x * 1.25, "zero": lambda: torch.zeros_like(x), "copy": x.clone}
+    return made.get(effect, x.double)()
+
+
+@change
+def hook(
+    trial: Trial,
+    point: Point,
+    effect: Effect,
+    direction: Literal["fwd", "fwd", "bwd"],
+    how: Literal["name", "filter", "permanent", "on the point", "prepended"],
+) -> None:
+    function = functools.partial(act, trial, effect)
+    if how == "name":
+        trial.model.add_hook(point, function, direction)
+    elif how == "filter":
+        suffix = point.rpartition(".")[2]
+        trial.model.add_hook(lambda name: name.endswith(suffix), function, direction)
+    elif how == "permanent":
+        trial.model.add_perma_hook(point, function, direction)
+    else:
+        trial.model.hook_dict[point].add_hook(function, direction, prepend=how == "prepended")
+
+
+@change
+def torch_hook(
+    trial: Trial,
+    module: Module,
+    kind: Literal[
+        "forward",
+        "forward with_kwargs",
+        "forward always_call",
+        "forward prepend",
+        "forward_pre",
+        "forward_pre with_kwargs",
+        "full_backward",
+        "full_backward_pre",
+    ],
+    effect: Literal["read", "scale"],
+) -> None:
+    register, _, flag = kind.partition(" ")
+
+    def hook(_: Any, *given: Any) -> Any:
+        value = given[1] if register == "forward_pre" and flag and not given[0] else given[0]
+        if register == "forward":
+            value = given[-1]
+        trial.note(
+            f"torch's {kind} {module}", tuple(value.values()) if type(value) is dict else value
+        )
+        if effect == "read" or register == "full_backward_pre":
+            return None
+        if flag == "with_kwargs" and register == "forward_pre":
+            return scaled(given[0]), given[1]
+        return scaled(value)
+
+    options = {flag: True} if flag else {}
+    register_hook = getattr(trial.at(module), f"register_{register}_hook")
+    trial.handles.append(register_hook(hook, **options))
+
+
+def scaled(x: Any) -> Any:
+    """A tensor, or each tensor of a tuple, times 1.25."""
+    if isinstance(x, torch.Tensor):
+        return x * 1.25 if x.is_floating_point() else x
+    return tuple(map(scaled, x)) if type(x) is tuple else x
+
+
+@change
+def global_hook(trial: Trial, kind: Literal["forward", "forward_pre", "full_backward"]) -> None:
+    def hook(module: Any, *given: Any) -> None:
+        trial.note(f"global {kind} {type(module).__name__}", given[-1])
+
+    handle = getattr(torch_module, f"register_module_{kind}_hook")(hook)
+    trial.handles.append(handle)
+    trial.undo.callback(handle.remove)
+
+
+@change
+def remove_hooks(trial: Trial, which: Literal["reset", "permanent", "handles"]) -> None:
+    if which == "handles":
+        while trial.handles:
+            trial.handles.pop().remove()
+    else:
+        trial.model.reset_hooks(including_permanent=which == "permanent")
+
+
+@change
+def replace_hook_dicts(
+    trial: Trial,
+    module: Module,
+    which: Literal["_forward_hooks", "_forward_pre_hooks", "_backward_hooks"],
+    how: Literal["of all", "of one", "clear"],
+) -> None:
+    """The idiom by which people remove all hooks."""
+    for of in trial.model.modules() if how != "of one" else [trial.at(module)]:
+        if how == "clear":
+            getattr(of, which).clear()
+        else:
+            setattr(of, which, OrderedDict())
+
+
+# Configs and attributes.
+
+
+@change
+def set_config(trial: Trial, setting: Setting) -> None:
+    """Of the config that all components share."""
+    setattr(trial.model.cfg, *setting)
+
+
+@change
+def set_attribute(trial: Trial, block: Block, attribute: Attribute) -> None:
+    path, value = attribute
+    trial.at(f"{block}.{path}")  # which has to be there
+    trial.put(f"{block}.{path}", nn.Tanh() if value == "tanh" else value)
+
+
+@change
+def own_method(
+    trial: Trial, block: Block, method: OwnMethod, deleted: Literal["layer_id", None]
+) -> None:
+    """An instance's method in place of its class's, and perhaps an attribute fewer."""
+    component, _, name = f"{block}.{method}".rpartition(".")
+    module = trial.at(component)
+    original = getattr(module, name)
+    vars(module).pop(deleted, None)
+    setattr(module, name, lambda *args, **kwargs: scaled(original(*args, **kwargs)))
+
+
+@change
+def set_mode(trial: Trial, mode: Literal["train", "eval", "frozen", "float64", "bfloat16"]) -> None:
+    if mode == "frozen":
+        trial.model.requires_grad_(False)
+    elif mode in ("train", "eval"):
+        trial.model.train(mode == "train")
+    else:
+        trial.model.to(getattr(torch, mode))
+
+
+@change
+def weight(
+    trial: Trial,
+    block: Block,
+    name: Weight,
+    how: Literal["in place", "data", "new", "half", "frozen", "tensor", "parametrized", "deleted"],
+) -> None:
+    path, _, name = f"{block}.{name}".rpartition(".")  # type: ignore[assignment]
+    module = trial.at(path)
+    old = getattr(module, name)
+    new = trial.randn_like(old) * 0.3
+    if how == "in place":
+        with torch.no_grad():
+            old.mul_(0.5)
+    elif how == "data":
+        old.data = new
+    elif how == "new":
+        setattr(module, name, nn.Parameter(new))
+    elif how == "half":
+        old.data = old.data.bfloat16()
+    elif how == "frozen":
+        old.requires_grad_(False)
+    elif how == "parametrized":
+        parametrize.register_parametrization(module, name, nn.Tanh())
+    else:
+        delattr(module, name)
+        if how == "tensor":
+            setattr(module, name, new)
+
+
+# Of a HookedTransformer only.
+
+
+def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Literal[0, 0, 1]) -> None:
+    """Three forwards with a KV cache, of a HookedTransformer."""
+    cache_class = find_class("TransformerLensKeyValueCache", "HookedTransformerKeyValueCache")
+    cache = cache_class.init_cache(trial.model.cfg, trial.model.cfg.device, 2)
+    logits = []
+    with grad_mode(grad):
+        for length in (n, more, 1):
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[0, : pads if length == n else 0] = 0
+            options = {"past_kv_cache": cache, "attention_mask": mask}
+            logits.append(trial.model(tokens(length), **options))
+        for entry in cache.entries:
+            trial.note("past", (entry.past_keys, entry.past_values))
+        finish(trial, grad, torch.cat(logits, 1))
+
+
+def own_config(trial: Trial, block: Block, component: Component, setting: Setting) -> None:
+    module = trial.at(block + component)
+    module.cfg = copy.copy(module.cfg)
+    setattr(module.cfg, *setting)
+
+
+def buffer(
+    trial: Trial,
+    block: Block,
+    name: Literal["rotary_sin", "rotary_cos", "IGNORE", "mask"],
+    how: Literal["in place", "replaced", "data"],
+) -> None:
+    attn = trial.at(f"{block}.attn")
+    old = getattr(attn, name)
+    if name == "mask":
+        new = torch.ones_like(old)
+    elif name == "IGNORE":
+        new = torch.full_like(old, -2.0)
+    else:
+        new = old * 0.5
+    if how == "in place":
+        old.copy_(new)
+    elif how == "data":
+        old.data = new
+    else:
+        setattr(attn, name, new)
+
+
+if not IS_BRIDGE:
+    run(kv_cache)
+    change(own_config)
+    change(buffer)
+
+
+# Modules.
+
+
+class Doubling(nn.Module):
+    """Stands in the place of a module."""
+
+    def forward(self, x: Any = None, **kwargs: Any) -> Any:
+        return (next(iter(kwargs.values())) if x is None else x) * 2
+
+
+@change
+def exchange(
+    trial: Trial,
+    module: Module,
+    by: Literal["copy", "Doubling", "Identity", "Sequential", "another model's"],
+) -> None:
+    if by == "copy":
+        instead = copy.deepcopy(trial.at(module))
+    elif by == "another model's":
+        instead = operator.attrgetter(module)(trial.other())
+    elif by == "Sequential":
+        instead = nn.Sequential(trial.at(module), Doubling())
+    else:
+        instead = Doubling() if by == "Doubling" else nn.Identity()
+    trial.put(module, instead)
+
+
+@change
+def graft(trial: Trial, block: Block, of: Block) -> None:
+    """A block of another model in the place of one."""
+    trial.put(block, operator.attrgetter(of)(trial.other()))
+
+
+@change
+def sub_class(trial: Trial, module: Module, does: Literal["scale", "nothing"]) -> None:
+    instance = trial.at(module)
+    cls: Any = type(instance)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = cls.forward(self, *args, **kwargs)
+        return scaled(output) if does == "scale" else output
+
+    instance.__class__ = type("Sub", (cls,), {"forward": forward})
+
+
+@change
+def instance_forward(trial: Trial, module: Module, how: Literal["put in", "taken out"]) -> None:
+    instance = trial.at(module)
+    if how == "taken out":
+        vars(instance).pop("forward", None)
+        return
+    original = instance.forward
+    instance.forward = lambda *args, **kwargs: scaled(original(*args, **kwargs))
+
+
+# Classes and functions.
+
+
+class Descriptor:
+    """Stands for a function as wrapt's does: whatever is asked of it, it passes on."""
+
+    def __init__(self, wrapped: Any, bound: Any = None) -> None:
+        self.__wrapped__, self._bound = wrapped, bound
+        self.__code__, self.__name__ = getattr(wrapped, "__code__", None), wrapped.__name__
+        self.__module__ = wrapped.__module__
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else Descriptor(self.__wrapped__, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = () if self._bound is None else (self._bound,)
+        return scaled(self.__wrapped__(*bound, *args, **kwargs))
+
+
+@change
+def method(
+    trial: Trial,
+    name: Method,
+    how: Literal["function", "wraps", "descriptor", "partialmethod", "partial", "mock", "autospec"],
+) -> None:
+    owner, _, name = name.rpartition(".")  # type: ignore[assignment]
+    cls = find_class(owner)
+    original = getattr(cls, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return scaled(original(*args, **kwargs))
+
+    instead: Any = function
+    if how == "wraps":
+        instead = functools.wraps(original)(function)
+    elif how == "descriptor":
+        instead = Descriptor(original)
+    elif how == "partialmethod":
+        instead = functools.partialmethod(function)
+    elif how == "partial":  # which is not bound: `self` is not among what it is given
+        instead = functools.partial(lambda *args, **kwargs: scaled([*args, *kwargs.values()][0]))
+    elif how == "mock":
+        instead = mock.Mock(side_effect=lambda *args, **kwargs: [*args, *kwargs.values()][0])
+    elif how == "autospec":
+        instead = mock.create_autospec(original, side_effect=function)
+    trial.undo.enter_context(mock.patch.object(cls, name, instead))
+
+
+@change
+def code(trial: Trial, name: Instead) -> None:
+    """As IPython's autoreload does: a function of which only the code is another."""
+    owner, _, name = name.rpartition(".")  # type: ignore[assignment]
+    function = getattr(find_class(owner), name)
+    trial.undo.callback(setattr, function, "__code__", function.__code__)
+    function.__code__ = (lambda self, x: x * 1.5).__code__
+
+
+@change
+def module_function(trial: Trial, name: Function) -> None:
+    module, _, name = name.partition(":")  # type: ignore[assignment]
+    owner = importlib.import_module(module)
+    original = getattr(owner, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return scaled(original(*args, **kwargs))
+
+    trial.undo.enter_context(mock.patch.object(owner, name, function))
+
+
+# Within a forward.
+
+
+def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
+    """A change that a hook makes, once."""
+    todo = [operation]
+
+    def hook(x: Any, hook: Any) -> None:
+        if todo:
+            # As inference tensors, new weights could have no gradients later.
+            with torch.inference_mode(False):
+                trial.do(todo.pop())
+
+    trial.model.add_hook(point, hook)
+
+
+OPERATIONS["within"] = within

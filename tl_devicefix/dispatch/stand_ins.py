@@ -1,0 +1,235 @@
+"""Whether all that a stand-in stands for is still what was known, asked of both classes of models.
+
+A stand-in computes what installed code would, in fewer steps and without calling it: a block as one
+function of its weights, or transformers' own layer in place of a Bridge's wrappers. It would pass
+by whatever somebody puts in that code's place. So it runs only where every object that it stands
+for *is* the one that was known: `Definitions` tells that of functions, `Modules` of a module and
+those within it. Everything else runs as installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.attention.one_forward import kept_in_forward
+from tl_devicefix.monkeypatch.patch import package_of
+
+hooks_of = itemgetter(*HOOKS)
+"""The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
+_children_of = itemgetter("_modules")
+
+
+def why_not_now(key: Hashable, define: Callable[[], Iterable[Definitions]]) -> str | None:
+    """Why a stand-in may not run now: something that it stands for was replaced; None if it may.
+
+    Functions are looked at once in a forward, and after `look_again`.
+
+    Args:
+        key: of what it stands for.
+        define: finds what this is, where it is not known yet.
+    """
+    if _has_any_global_hook():
+        return "torch has hooks for every module"
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    replaced: dict[Hashable, str | None] = kept_in_forward().setdefault(_REPLACED, {})
+    if key not in replaced:
+        replaced[key] = _find_replaced(key, define)
+    return replaced[key]
+
+
+_REPLACED = "replaced"
+_known: dict[Hashable, list[Definitions]] = {}
+
+
+def _find_replaced(key: Hashable, define: Callable[[], Iterable[Definitions]]) -> str | None:
+    if key in _known and all(definitions.are_same() for definitions in _known[key]):
+        return None
+    now = list(define())
+    for definitions in now:
+        if (name := definitions.first_foreign()) is not None:
+            return f"{name} was replaced"
+    if key in _known:
+        return "a function that it uses was replaced"
+    _known[key] = now
+    return None
+
+
+def look_again() -> None:
+    """Look at functions again: hooks have run, which may have replaced some."""
+    kept_in_forward().pop(_REPLACED, None)
+
+
+class Modules:
+    """A module and those within it, as they were when they were looked through.
+
+    Attributes:
+        namespaces: their `__dict__`s, the module's own first.
+        classes: their classes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self.namespaces = list(map(vars, self._modules))
+        self._sizes = list(map(len, self.namespaces))
+        self.classes = list(map(type, self._modules))
+        self._parents = [namespace for namespace in self.namespaces if namespace["_modules"]]
+        self._children = [dict(namespace["_modules"]) for namespace in self._parents]
+
+    def are_same(self) -> bool:
+        """Whether they are the same modules, of the same classes, with as many attributes each."""
+        return (
+            self._sizes == list(map(len, self.namespaces))
+            and self.classes == list(map(type, self._modules))
+            and self._children == list(map(_children_of, self._parents))
+        )
+
+    def hooks(self) -> Iterator[dict[int, Any]]:
+        """Every dict of hooks of those within the module."""
+        return chain.from_iterable(map(hooks_of, self.namespaces[1:]))
+
+    def have_own_forward(self) -> list[bool]:
+        """Whether each has a `forward` in place of its class's."""
+        return list(map(contains, self.namespaces, repeat("forward")))
+
+
+class Definitions:
+    """Functions that a stand-in does not call, and what they read, as they are when this is made.
+
+    What they read are globals, attributes of modules, and what functions of their package read in
+    turn, wherever their code names these.
+
+    Args:
+        attributes: classes, and the names of their attributes; names that a class lacks are left
+            out.
+        installed: what is installed in place of attributes that this package has replaced.
+        package: the package that has to have written the attributes.
+    """
+
+    def __init__(
+        self,
+        attributes: Mapping[type, Iterable[str]],
+        installed: Iterable[FunctionType] = (),
+        package: str = "transformer_lens",
+    ) -> None:
+        self._owners: list[tuple[type, list[str]]] = []
+        for cls, names in attributes.items():
+            self._owners.append((cls, [name for name in names if hasattr(cls, name)]))
+        self._of_classes = [(attrgetter(*names, "__call__"), cls) for cls, names in self._owners]
+        self._package = package
+        attributes_now = list(self._attributes())
+        attributes_now += [value.fget for value in attributes_now if isinstance(value, property)]
+        functions = dict.fromkeys((*installed, *filter(_is_function, attributes_now)))
+        to_read, read = list(functions), dict[int, tuple[dict[str, Any], set[str]]]()
+        while to_read:
+            function = to_read.pop()
+            called = [getattr(function, "__wrapped__", None)]
+            for namespace, name in _reads(function) if _package(function) == package else ():
+                read.setdefault(id(namespace), (namespace, set()))[1].add(name)
+                called.append(namespace[name])
+            for value in called:
+                if _is_function(value) and _package(value) == package and value not in functions:
+                    functions[value] = None
+                    to_read.append(value)
+        self._of_namespaces = [
+            (itemgetter("__name__", *names), namespace) for namespace, names in read.values()
+        ]
+        self._functions = tuple(functions)
+        self._codes = self._code()
+        self._values = tuple(self._read())
+
+    def _attributes(self) -> Iterator[Any]:
+        return chain.from_iterable(get(cls) for get, cls in self._of_classes)
+
+    def _read(self) -> Iterator[Any]:
+        of_namespaces = (get(namespace) for get, namespace in self._of_namespaces)
+        return chain(self._attributes(), chain.from_iterable(of_namespaces))
+
+    def _code(self) -> list[CodeType]:
+        return [function.__code__ for function in self._functions]
+
+    def are_same(self) -> bool:
+        """Whether each is the very object that it was, with the code that it had."""
+        try:
+            return all(map(is_, self._read(), self._values)) and self._code() == self._codes
+        except (AttributeError, KeyError):  # one of them is gone
+            return False
+
+    def first_foreign(self) -> str | None:
+        """Name of the first one that neither the package nor a library it uses has written."""
+        named = [(f"{cls.__name__}.{name}", getattr(cls, name)) for cls, name in self._names()]
+        named += [(function.__qualname__, function) for function in self._functions]
+        for name, value in named:
+            is_of_torch = value is getattr(nn.Module, name.rpartition(".")[2], None)
+            if not is_of_torch and not self._is_written_by(value, ()):
+                return name
+        for get, namespace in self._of_namespaces:
+            for value in get(namespace)[1:]:
+                if not self._is_written_by(value, (*_LIBRARIES, _top_level(namespace))):
+                    return f"{namespace['__name__']}.{getattr(value, '__name__', value)}"
+        return None
+
+    def _is_written_by(self, value: Any, libraries: Iterable[str]) -> bool:
+        value = value.fget if isinstance(value, property) else value
+        if not _is_function(value):
+            return isinstance(value, type) or package_of(type(value)) in (*libraries, "builtins")
+        file, packages = Path(value.__code__.co_filename), {self._package, *libraries}
+        if _folder("torch") in file.parents:
+            # A decorator of torch's around somebody's function; transformers has some itself.
+            is_torch_s = str(value.__module__).startswith("torch.") and "torch" in packages
+            return is_torch_s or self._package == "transformers"
+        is_of_python = _folder("typing") in file.parents and "site-packages" not in file.parts
+        folders = map(_folder, packages | {"tl_devicefix"})
+        return is_of_python or not set(folders).isdisjoint(file.parents)
+
+    def _names(self) -> Iterator[tuple[type, str]]:
+        return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
+
+
+def _is_function(value: Any) -> TypeGuard[FunctionType]:
+    return isinstance(value, FunctionType)
+
+
+def _package(function: FunctionType) -> str:
+    return _top_level(function.__globals__)
+
+
+def _top_level(namespace: dict[str, Any]) -> str:
+    return str(namespace.get("__name__")).partition(".")[0]
+
+
+_LIBRARIES = ("torch", "einops", "typing")
+
+
+@cache
+def _folder(package: str) -> Path:
+    return Path(str(sys.modules[package].__file__)).parent
+
+
+def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Namespaces, and names of what a function calls in them: its module's, and modules' there."""
+    codes, names = [function.__code__], set[str]()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    namespaces = [function.__globals__]
+    for namespace in namespaces:
+        for name in names & namespace.keys():
+            value = namespace[name]
+            if isinstance(value, ModuleType):
+                if namespace is function.__globals__:
+                    namespaces.append(vars(value))
+            elif callable(value):
+                yield namespace, name
