@@ -17,7 +17,6 @@ from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_c
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
 from machines import machine, n_devices, simulated  # noqa: F401
-from packaging.version import Version
 from transformers import PreTrainedModel
 
 import tl_devicefix
@@ -51,7 +50,6 @@ OF_BRIDGE = [
     *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),
     "surface/test_bridge_sweep.py",
 ]
-OF_BRIDGE_4 = ["multihost/test_bridge_blocks.py"]  # before, its blocks run as installed
 OF_HOOKED_TRANSFORMER = [
     *("checkpoints", "weight_processing", "hooked_transformer", "parity", "placement"),
     *("libraries/test_sae_lens*.py", "libraries/test_circuit_tracer.py"),
@@ -62,13 +60,9 @@ OF_HOOKED_TRANSFORMER = [
         if path.stem not in OF_EITHER and not path.stem.endswith("_of_either_class")
     ),
     "surface/test_sweep.py",
-    *("multihost/test_traffic.py", "multihost/test_blocks.py", "multihost/test_block_gradients.py"),
-    # Processes that are lost or launched: it is no matter of which class their model is.
-    "multihost/test_lost_ranks.py",
 ]
 collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
-    *([] if installed() >= Version("4.0") else OF_BRIDGE_4),
     *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
     *real_devices.NOT_RUN,
 ]

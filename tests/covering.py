@@ -104,7 +104,6 @@ def fails_unpatched(test: pytest.Item) -> bool:
 
 OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_token_batches")
 """Saved activations, whichever model they are of."""
-OF_RANKS = ("test_errors_on_ranks", "test_lost_ranks", "test_devices_of_a_host", "test_signing")
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
 
@@ -113,8 +112,8 @@ def is_left_to_others(item: pytest.Item) -> bool:
     """Whether another version's default run has this test, of the same code."""
     if has_hooked_transformer() and _is_of_bridge(item):
         return item.path.stem not in BRIDGE_ON_3
-    # Simulated devices, how ranks fail, and files know nothing of TransformerLens.
-    is_of_torch = item.path.parent.name == "simulation" or item.path.stem in (*OF_RANKS, *OF_FILES)
+    # Simulated devices, Ray and files know nothing of TransformerLens.
+    is_of_torch = item.path.parent.name in ("simulation", "hosts") or item.path.stem in OF_FILES
     return installed().major != 3 and is_of_torch
 
 

@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from local_hosts import LocalConnection
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix import plan, simulate
-from tl_devicefix.placement.devices import Site, site_named
+from tl_devicefix.placement import devices
+from tl_devicefix.placement.devices import Site, elsewhere, site_named
+from tl_devicefix.placement.hosts import Host, join
 from tl_devicefix.simulation.machine import Machine
 
 JOINED = (
-    Site(torch.device("sim", 0), 0, "head", 0, "xpu:0"),
-    Site(torch.device("sim", 1), 0, "head", 1, "xpu:1"),
-    Site(torch.device("sim", 2), 1, "node-b", 0, "xpu:0"),
-    Site(torch.device("sim", 3), 1, "node-b", 1, "xpu:1"),
+    Site(torch.device("xpu", 0), 0, "head", 0, "xpu:0"),
+    Site(torch.device("xpu", 1), 0, "head", 1, "xpu:1"),
+    Site(elsewhere(0), 1, "node-b", 0, "xpu:0"),
+    Site(elsewhere(1), 1, "node-b", 1, "xpu:1"),
 )
 """As after `init_hosts`, of hosts with names of their own."""
 
@@ -35,6 +38,26 @@ def one_host() -> Iterator[Machine]:
         yield machine
 
 
+class _Connection(LocalConnection):
+    """A host that nobody asks for more than the memory of its devices, which all have as much."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        assert method == "free_memory"
+        return 1 << 30
+
+
+@pytest.fixture
+def joined_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """node-b and node-c, which have joined this process with two GPUs each; it has its CPU."""
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "node-a")
+    join([Host(_Connection(name), ("cuda:0", "cuda:1")) for name in ("node-b", "node-c")])
+    yield
+    join([])
+
+
 @pytest.mark.parametrize(
     ("name", "index"),
     [
@@ -43,7 +66,7 @@ def one_host() -> Iterator[Machine]:
     ],
 )
 def test_a_device_is_named_by_its_host_and_what_that_calls_it(name: str, index: int) -> None:
-    assert site_named(name, JOINED).torch_device.index == index
+    assert site_named(name, JOINED) is JOINED[index]
 
 
 @pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])
@@ -131,3 +154,44 @@ def test_each_boundary_counts_and_offloaded_weights_do(config: Any, two_hosts: M
         ("host0", "host1"): stream + weights,
         ("host1", "host0"): stream,
     }
+
+
+def test_joined_hosts_are_filled_after_this_one(config: Any, joined_hosts: None) -> None:
+    placement = plan(config(n_layers=6, d_model=16), n_devices=5)
+
+    labels = [line.split("  ")[0] for line in repr(placement).splitlines()]
+    assert labels[1] == "node-a/cpu (home)"
+    assert labels[2:6] == ["node-b/cuda:0", "node-b/cuda:1", "node-c/cuda:0", "node-c/cuda:1"]
+    names = (("node-a", "node-b"), ("node-b", "node-c"), ("node-c", "node-a"))
+    assert placement.between_hosts(pos=3) == dict.fromkeys(names, 3 * 16 * 4)
+
+
+def test_a_device_map_names_devices_of_joined_hosts(config: Any, joined_hosts: None) -> None:
+    blocks = {"blocks.1": "node-b/cuda:1", "blocks.2": "host2/0", "blocks.3": 4}
+    placement = plan(config(n_layers=4), device_map={"": "cpu", **blocks})
+
+    places = [placement.device_of(block) for block in ("blocks.0", *blocks)]
+    assert places == [torch.device("cpu"), elsewhere(1), elsewhere(2), elsewhere(3)]
+    assert placement.bytes_on("node-b/cuda:1") == placement.bytes_on("host1/1") > 0
+    assert placement.read_at("blocks.1") == placement.home
+
+
+def test_more_devices_than_joined_hosts_have(config: Any, joined_hosts: None) -> None:
+    of_hosts = r"node-a/cpu \(host0\), node-b/cuda:0 to cuda:1 \(host1\), node-c/cuda:0 to "
+    with pytest.raises(ValueError, match=f"the hosts have 5 \\({of_hosts}"):
+        plan(config(), n_devices=6)
+
+
+def test_the_memory_of_joined_hosts_is_asked(config: Any, joined_hosts: None) -> None:
+    with pytest.raises(ValueError, match=r"node-b/cuda:0 would hold \S+ GiB but has 1\.00 GiB"):
+        plan("Llama-2-7b", device_map={"": "node-b/cuda:0", "embed": "cpu"})
+
+
+def test_hosts_that_have_left_are_named_no_more(config: Any, joined_hosts: None) -> None:
+    before = plan(config(), n_devices=5)
+
+    join([])
+
+    assert repr(before).splitlines()[2].startswith("node-b/cuda:0")
+    with pytest.raises(ValueError, match="names a host, but no other host has joined"):
+        plan(config(), device_map={"": "cpu", "blocks.1": "node-b/cuda:0"})
