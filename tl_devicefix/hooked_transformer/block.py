@@ -19,7 +19,6 @@ from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_b
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
-    Look,
     at,
     fits,
     is_heard,

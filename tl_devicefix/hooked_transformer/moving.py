@@ -18,6 +18,7 @@ from tl_devicefix.dispatch.forward import is_aligned
 from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.offload.visiting import pin
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
@@ -83,6 +84,7 @@ def to(
         ValueError: if the device does not exist.
     """
     if isinstance(device_or_dtype, torch.dtype):
+        refuse_to_convert(self, lambda tensor: tensor.to(device_or_dtype))
         self.cfg.dtype = device_or_dtype
         if print_details:
             print("Changing model dtype to", device_or_dtype)
@@ -102,6 +104,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
 
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
+    refuse_to_convert(self, fn)
     before = _devices(self)
     nn.Module._apply(self, converted_once(self, fn), recurse)
     if _devices(self) != before:

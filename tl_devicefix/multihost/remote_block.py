@@ -139,6 +139,11 @@ class RemoteBlock(nn.Module):
         """Call it as a module, past the Bridge's own way to call a block."""
         return nn.Module.__call__(self, *args, **kwargs)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert what is at home, as an SAE in a hook point's place."""
+        refuse_to_convert(self, fn)
+        return super()._apply(lambda t: t if type(t) is RemoteTensor else fn(t), recurse)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it there; within a forward of the model, together with the blocks that follow."""
         layer: _Layer = vars(self)[_REMOTE]
@@ -171,7 +176,7 @@ def together() -> Iterator[None]:
     kept = kept_in_forward()
     kept[_FORWARD] = None
     yield
-    if kept[_FORWARD] is not None:
+    if kept[_FORWARD] is not None and not kept[_FORWARD].has_begun:
         kept[_FORWARD].run()  # as nobody has read its output
 
 
@@ -198,6 +203,19 @@ def call_everywhere(model: Any, method: str, arguments: dict[str, Any]) -> None:
             module._parameters[key] = remote.weight_called(name, shape, dtype)
     for block in blocks:
         vars(block)[_REMOTE].look_at(block)
+
+
+def refuse_to_convert(model: nn.Module, convert: Any) -> None:
+    """Refuse to move weights of other hosts, or change their dtype, before any is converted."""
+    blocks = filter(is_remote, model.modules())
+    for weight in (weight for block in blocks for weight in block.parameters()):
+        if type(weight) is RemoteTensor:
+            like = torch.empty(0, dtype=weight.dtype, device=weight.device)
+            if convert(like) is not like:
+                raise RuntimeError(
+                    f"{weight._weight_is}, where weights keep their device and dtype: load the "
+                    "model again with another device_map or dtype"
+                )
 
 
 @functools.cache
@@ -414,6 +432,7 @@ class _Chain:
         self._outputs: list[weakref.ref[RemoteTensor]] = []
         self._has_graph = torch.is_grad_enabled()
         self.returned: Any = None
+        self.has_begun = False
 
     def goes_on_by(self, x: Any, step: _Step) -> bool:
         """Whether a block that is given `x` follows."""
@@ -434,7 +453,7 @@ class _Chain:
 
     def run(self) -> torch.Tensor:
         """Run what has not run yet; returns the output of the last block."""
-        x, first = self._x, 0
+        x, first, self.has_begun = self._x, 0, True
         with torch.set_grad_enabled(self._has_graph):
             for number in range(len(self._steps)):
                 output = self._outputs[number]()

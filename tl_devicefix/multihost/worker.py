@@ -183,16 +183,18 @@ class _Model:
 
     def __init__(self, module: Any) -> None:
         self.module, self.blocks = module, module.blocks
-        self._as_loaded: dict[int, dict[str, Any]] = {}
+        # Of all blocks at once, as they may have one config together.
+        self._as_loaded = [
+            {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
+            for block in module.blocks
+        ]
         self._views: dict[int, list[Any]] = {}
 
     def configure(self, layer: int, changes: dict[str, dict[str, Any]]) -> None:
         """Have a block's configs differ in this from what they were after loading."""
-        block, before = self.blocks[layer], self._as_loaded
-        if layer not in before:
-            before[layer] = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
-        for path, as_loaded in before[layer].items():
-            vars(config_at(block, path)).update({**as_loaded, **changes.get(path, {})})
+        for path, as_loaded in self._as_loaded[layer].items():
+            config = config_at(self.blocks[layer], path)
+            vars(config).update({**as_loaded, **changes.get(path, {})})
 
     def borrow(self, layer: int) -> Any:
         """A view of a block: runs that are under way together do not see each other's hooks."""

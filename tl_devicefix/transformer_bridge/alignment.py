@@ -18,6 +18,7 @@ from tl_devicefix.dispatch.forward import align
 from tl_devicefix.dispatch.views import ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
@@ -97,6 +98,8 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         args = (resolve_to_move(args[0], home_of(self) or HOST), *args[1:])
     if type(kwargs.get("device")) is int:
         kwargs["device"] = resolve_to_move(kwargs["device"], home_of(self) or HOST)
+    asked = {name: value for name, value in kwargs.items() if name != "print_details"}
+    refuse_to_convert(self, lambda tensor: tensor.to(*args, **asked))
     moved = original(self, *args, **kwargs)
     placement: Placement | None = getattr(self, "placement", None)
     if placement is None:
@@ -110,6 +113,13 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             placement = placement.gathered_on(lie_on.pop())
     settle_bridge(self, placement)
     return moved
+
+
+@patches("TransformerBridge", takes="self fn", why="weights of other hosts are not converted")
+def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+    """Convert the weights, unless some are on other hosts."""
+    refuse_to_convert(self, fn)
+    return nn.Module._apply(self, fn, recurse)
 
 
 def place_bridge(bridge: Any, placement: Placement) -> None:
