@@ -12,7 +12,7 @@ import pytest
 
 import real_devices  # isort: skip  # before what names devices
 import torch
-from covering import fails_unpatched, is_left_to_others, left_out
+from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
@@ -130,6 +130,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if real_devices.TYPE:
         real_devices.skip_what_names_others(items)
     others: set[pytest.Item] = set()
+    if config.getoption("--hosts"):  # of which a model on one device uses none
+        others |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
         others |= {item for item in items if item.get_closest_marker("full") is not None}
         others |= {item for item in items if is_left_to_others(item)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from either_class import BRIDGE
@@ -90,11 +91,15 @@ def _combination_of(test: pytest.Function) -> Combination:
     return {**values, "fails_unpatched": fails_unpatched(test)}
 
 
+def parameters_of(test: pytest.Item) -> Mapping[str, Any]:
+    """Values of a test's parameters, by their names."""
+    return test.callspec.params if hasattr(test, "callspec") else {}
+
+
 def fails_unpatched(test: pytest.Item) -> bool:
     """Whether a test is marked so; on one device there is nothing for the patches to mend."""
-    parameters = test.callspec.params if hasattr(test, "callspec") else {}
     marked = test.get_closest_marker("fails_unpatched") is not None
-    return marked and parameters.get("n_devices") != 1
+    return marked and parameters_of(test).get("n_devices") != 1
 
 
 # --------------------------------------------------------------------------------------------
@@ -118,6 +123,5 @@ def is_left_to_others(item: pytest.Item) -> bool:
 
 
 def _is_of_bridge(item: pytest.Item) -> bool:
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
     in_files = item.path.parent.name == "transformer_bridge" or "bridge" in item.path.stem
-    return in_files or parameters.get("cls") == BRIDGE
+    return in_files or parameters_of(item).get("cls") == BRIDGE

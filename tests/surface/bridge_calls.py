@@ -326,6 +326,20 @@ analysis.BackwardLens: TransformerLens 3.9's alone
 }
 """What the sweep does not call, and why."""
 
+TRAINS = "the model is in training mode"
+RECORDS = "transformers was asked for hidden states or attentions"
+REFUSED_OVER_HOSTS = {
+    **{f"TransformerBridge.{name}": why for name, why in model_calls.REFUSED_OVER_HOSTS.items()},
+    "TransformerBridge.to twice": model_calls.STAY,
+    "TransformerBridge.load_state_dict": model_calls.ARE_FROZEN,
+    "TransformerBridge.train": TRAINS,
+    "training.train": TRAINS,
+    "TransformerBridge.original_model": RECORDS,
+    "TransformerBridge.hf_generate": RECORDS,
+    "TransformerBridge.hf_generate text": RECORDS,
+}
+"""What is refused if blocks are on other hosts, and why."""
+
 NEW_IN_4 = frozenset(
     left_out(
         """

@@ -61,6 +61,12 @@ train.HookedTransformerTrainConfig: a config; used by train
 }
 """What the sweep does not call, and why."""
 
+REFUSED_OVER_HOSTS = {
+    **{f"HookedTransformer.{name}": why for name, why in model_calls.REFUSED_OVER_HOSTS.items()},
+    "train.train": model_calls.ARE_FROZEN,
+}
+"""What is refused if blocks are on other hosts, and why."""
+
 WITHOUT_DEVICES = frozenset(
     {
         *(

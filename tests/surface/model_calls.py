@@ -222,3 +222,8 @@ get_token_position: model.get_token_position("w7", TEXT)
 """,
     globals(),
 )
+
+ARE_FROZEN = "where weights are frozen: they cannot be changed and get no gradients"
+STAY = "where weights keep their device and dtype"
+REFUSED_OVER_HOSTS = {"to dtype": STAY}
+"""Why calls of a model are refused if blocks are on other hosts."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Run:
     tokens: torch.Tensor
     unused: Any = None
     """The same model before anything ran on it, if some of what runs leaves graphs behind."""
+    frozen: Collection[str] = ()
+    """Names of weights whose gradients are not asked for, as they are on another host."""
 
     @property
     def other_tokens(self) -> torch.Tensor:
@@ -148,7 +150,7 @@ def gradients_of(run: Run, loss: Callable[[Any], torch.Tensor]) -> dict[str, Any
     return {
         name: parameter.grad.cpu()
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None
+        if parameter.grad is not None and name not in run.frozen
     }
 
 

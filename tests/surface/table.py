@@ -5,9 +5,10 @@ python tests/surface/table.py > docs/surface.md
 
 from __future__ import annotations
 
+from typing import Any
+
 import bridge_calls
 import hooked_calls
-from registry import Calls
 
 HOOKED = """\
 # What is compared across devices
@@ -16,9 +17,9 @@ Written by `python tests/surface/table.py`. Every public method, property and fu
 of the classes and modules below, as found by inspection of the installed
 TransformerLens, is called on several numbers of simulated devices and compared with
 unpatched TransformerLens on one CPU. All agree to 1e-4, or raise the same error, and are at home,
-or on the CPU where they were moved there. Over hosts,
-`pytest tests/surface --hosts`, they are compared with this package's own model
-on one CPU instead. A name that is neither here nor left out
+or on the CPU where they were moved there. Over two other hosts, `pytest tests/surface --hosts`,
+they are compared with this package's own model on one CPU, to 1e-6: all but gradients of weights
+elsewhere, which have none, and calls that are refused. A name that is neither here nor left out
 fails a test. By default a part runs: each call with one model, and each model on each number
 of devices; `pytest --full` runs all.
 
@@ -44,26 +45,28 @@ warn and move nothing.
 
 def table() -> str:
     """The page, in Markdown."""
-    hooked = _section(
-        hooked_calls.CALLS, hooked_calls.LEFT_OUT, "3.9.0", "2.18.0", hooked_calls.NEW_IN_3
-    )
-    bridge = _section(
-        bridge_calls.CALLS, bridge_calls.LEFT_OUT, "4.3.0", "3.9.0", bridge_calls.NEW_IN_4
-    )
+    hooked = _section(hooked_calls, "3.9.0", "2.18.0", hooked_calls.NEW_IN_3)
+    bridge = _section(bridge_calls, "4.3.0", "3.9.0", bridge_calls.NEW_IN_4)
     return "\n".join([HOOKED, *hooked, "", BRIDGE, *bridge]) + "\n"
 
 
-def _section(
-    calls: Calls, left_out: dict[str, str], new: str, old: str, in_new: frozenset[str]
-) -> list[str]:
-    """The two tables of a sweep: what is compared, and what is left out."""
+def _section(of: Any, new: str, old: str, in_new: frozenset[str]) -> list[str]:
+    """The tables of a sweep: what is compared, what is refused over hosts, what is left out."""
     lines = ["| name | compared | TransformerLens |", "|---|---|---|"]
-    for name, cases in sorted(calls.items()):
+    for name, cases in sorted(of.CALLS.items()):
         words = ", ".join(case.replace("_", " ").strip() or "plain" for case in cases)
         versions = new if name in in_new else f"{new}, {old}"
         lines.append(f"| `{name}` | {words} | {versions} |")
-    lines += ["", "Left out:", "", "| name | why |", "|---|---|"]
-    return lines + [f"| `{name}` | {reason} |" for name, reason in sorted(left_out.items())]
+    for title, reasons in (
+        ("Refused over hosts", of.REFUSED_OVER_HOSTS),
+        ("Left out", of.LEFT_OUT),
+    ):
+        lines += ["", f"{title}:", "", "| name | why |", "|---|---|"]
+        for called, reason in sorted(reasons.items()):
+            name, _, case = called.partition(" ")
+            words = f" {case}".replace("_", " ").rstrip()
+            lines.append(f"| `{name}`{words} | {reason} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4
+from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4, REFUSED_OVER_HOSTS
 from public import RESULTS, public_names
 from registry import Run
 from sweeping import Sweep, keys_of
@@ -90,7 +90,8 @@ def runs(
 @pytest.fixture(scope="module")
 def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
     exact = bool(request.config.getoption("--hosts"))
-    return Sweep(CALLS, runs, keys_of(request.session.items), exact, unpatched)
+    order = keys_of(request.session.items)
+    return Sweep(CALLS, runs, order, exact, unpatched, REFUSED_OVER_HOSTS)
 
 
 @contextlib.contextmanager

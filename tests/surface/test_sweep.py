@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, WITHOUT_DEVICES
+from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, REFUSED_OVER_HOSTS, WITHOUT_DEVICES
 from packaging.version import Version
 from public import RESULTS, public_names
 from registry import Run
@@ -43,8 +43,8 @@ def sweep(
 ) -> Sweep:
     exact = bool(request.config.getoption("--hosts"))  # with this package's own on one CPU
     load = cache(lambda kind: from_pretrained(kind, device="cpu")) if exact else references
-    order = keys_of(request.session.items)
-    return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact)
+    order, refused = keys_of(request.session.items), REFUSED_OVER_HOSTS
+    return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact, refused=refused)
 
 
 @pytest.fixture
