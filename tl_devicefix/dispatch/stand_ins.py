@@ -198,6 +198,23 @@ class Definitions:
         return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
 
 
+def definitions_of(classes: Iterable[type]) -> Iterator[Definitions]:
+    """All that some classes of modules have of TransformerLens's functions and transformers'."""
+    for package in ("transformer_lens", "transformers"):
+        attributes = {cls: tuple(_methods(cls, package)) for cls in classes}
+        attributes = {cls: names for cls, names in attributes.items() if names}
+        yield Definitions({**attributes, nn.Module: ("_call_impl",)}, package=package)
+
+
+def _methods(cls: type, package: str) -> Iterator[str]:
+    """Names of all that a class has of functions, or of what is in their place, of a package."""
+    for base in cls.__mro__:
+        if package_of(base) == package:
+            for name, value in vars(base).items():
+                if callable(value) and not isinstance(value, (type, staticmethod)):
+                    yield name
+
+
 def _is_function(value: Any) -> TypeGuard[FunctionType]:
     return isinstance(value, FunctionType)
 

@@ -13,7 +13,7 @@ from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.remote_block import RemoteModel, attach
 from tl_devicefix.placement.devices import host_of, is_elsewhere
 from tl_devicefix.placement.hosts import Host
-from tl_devicefix.placement.placement import Placement, is_block
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 
 _NOT_PASSED_ON = (
@@ -45,7 +45,11 @@ def loading_elsewhere(
     if not places:
         yield {}
         return
-    _refuse(placement, places, arguments)
+    if arguments.get("hf_model") is not None:
+        raise ValueError(
+            "hf_model cannot be loaded over several hosts: save it with save_pretrained() to a "
+            "directory that all hosts see, and give that directory's name"
+        )
     hosts = list(dict.fromkeys(host for host, _ in places.values()))
     check_files(hosts, name, hub)
     models = {host: RemoteModel(host, placement.home) for host in hosts}
@@ -67,20 +71,6 @@ def attach_blocks(model: Any, remotes: dict[str, RemoteModel]) -> None:
     """Make blocks without values the remote ones that they are."""
     for name, remote in remotes.items():
         attach(model.get_submodule(name), remote, int(name.rpartition(".")[2]), name)
-
-
-def _refuse(placement: Placement, places: dict[str, Any], arguments: dict[str, Any]) -> None:
-    for name in places:
-        if not is_block(name):
-            raise ValueError(
-                f"device_map puts {name} on another host, where only blocks can be: put it on a "
-                "device of this host"
-            )
-    if arguments.get("hf_model") is not None:
-        raise ValueError(
-            "hf_model cannot be loaded over several hosts: save it with save_pretrained() to a "
-            "directory that all hosts see, and give that directory's name"
-        )
 
 
 def check_files(hosts: list[Host], name: str, hub: dict[str, Any]) -> None:

@@ -18,17 +18,18 @@ comes when it is read. KV caches stay there too.
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import cache, partial
+from itertools import chain, count
+from operator import is_, itemgetter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -36,19 +37,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import HookPoint
 from transformers.cache_utils import Cache
 
-from tl_devicefix.attention.implementation import HOOKS, sdpa_in
+from tl_devicefix.attention.implementation import sdpa_in
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
 from tl_devicefix.dispatch.hooking import only_looks
 from tl_devicefix.dispatch.mixing import OutsideBlocks
-from tl_devicefix.monkeypatch.applying import original
-from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.dispatch.stand_ins import (
+    Modules,
+    definitions_of,
+    hooks_of,
+    look_again,
+    why_not_now,
+)
 from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, layer_of_cache, state_of
 from tl_devicefix.multihost.worker import config_at, configs_of, settings
 from tl_devicefix.placement.hosts import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"
-_numbers = itertools.count(1)
+_numbers = count(1)
 _FUNCTIONS = [
     *((torch, name) for name in ("matmul", "bmm", "softmax", "einsum", "baddbmm", "where")),
     *((nn.functional, name) for name in ("linear", "softmax", "layer_norm", "gelu", "silu")),
@@ -82,7 +88,7 @@ class RemoteModel(Kept):
 
     def weight_called(self, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
         """A weight, which is fetched when it is used."""
-        fetch = functools.partial(self.weight, name)
+        fetch = partial(self.weight, name)
         is_there = f"{name} is on {self.host.connection.name}"
         made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, is_there)
         return made
@@ -113,7 +119,9 @@ class _Layer:
 
     def look_at(self, block: Any) -> None:
         """Take the block as it is for what its host has."""
-        self.made = _made(block, set())
+        self.made = _Made(block, set())
+        modules = (module for module in block.modules() if not isinstance(module, HookPoint))
+        self.classes = frozenset(map(_class_of, modules))
         self._configs = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
 
     def changed_settings(self, block: Any) -> dict[str, dict[str, Any]]:
@@ -142,7 +150,11 @@ class RemoteBlock(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert what is at home, as an SAE in a hook point's place."""
         refuse_to_convert(self, fn)
-        return super()._apply(lambda t: t if type(t) is RemoteTensor else fn(t), recurse)
+        for module in self.modules():
+            tensors = *module._parameters.values(), *module._buffers.values()
+            if not any(type(tensor) is RemoteTensor for tensor in tensors):
+                nn.Module._apply(module, fn, recurse=False)
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it there; within a forward of the model, together with the blocks that follow."""
@@ -162,6 +174,7 @@ class RemoteBlock(nn.Module):
         output = chain.add(step)
         if step.taps or _FORWARD not in kept or form is None:
             output.read()
+            look_again()
             return chain.returned
         kept[_FORWARD] = chain
         return (output,) if form is tuple else output
@@ -218,7 +231,11 @@ def refuse_to_convert(model: nn.Module, convert: Any) -> None:
                 )
 
 
-@functools.cache
+def _class_of(module: Any) -> type:
+    return type(module).__mro__[2] if is_remote(module) else type(module)
+
+
+@cache
 def _remote_class(cls: Any) -> type:
     return type(f"Remote{cls.__name__}", (RemoteBlock, cls), {"__module__": __name__})
 
@@ -232,75 +249,131 @@ def is_remote(block: Any) -> bool:
 # What is in a block, and who listens
 
 
-def _made(module: Any, seen: set[int]) -> Any:
-    """A module that computes: its class, weights, hooks and children.
+class _Unseen(Exception):
+    """Something that the host of a block would not see."""
 
-    Of a hook point, the hooks that a library has put there; None for a module that is there twice.
+
+class _Made:
+    """A module that computes, as it was made remote, and those within it.
+
+    Attributes:
+        facts: what its forward reads.
+        children: of each within it, how it was made; of a hook point, the hooks that a library has
+            put there; None for a module that is there twice.
     """
-    if id(module) in seen:
-        return None
-    seen.add(id(module))
-    hooks = frozenset(number for of in HOOKS for number in vars(module)[of])
-    if isinstance(module, HookPoint):
-        return hooks
-    children = module._modules.items()
-    within = {name: _made(child, seen) for name, child in children if child is not None}
-    own = frozenset(vars(module))
-    return type(module), _forward_of(type(module)), own, dict(module._parameters), hooks, within
 
+    def __init__(self, module: Any, seen: set[Any]) -> None:
+        self.cls, self.names, self.facts = type(module), vars(module).keys() | set(), _facts(module)
+        self.hooks, self.children = _hooks_of(module), dict[str, Any]()
+        for name, child in module._modules.items():
+            if isinstance(child, HookPoint):
+                self.children[name] = None if child in seen else _hooks_of(child)
+            elif child is not None:
+                self.children[name] = None if child in seen else _Made(child, seen)
+            seen.add(child)
 
-@functools.lru_cache(4096)
-def _is_of_library(cls: Any) -> bool:
-    return package_of(cls) in ("transformer_lens", "torch")
+    def listened(self, module: Any, path: str = "") -> Iterator[tuple[str, bool]]:
+        """Hook points in a module on which somebody listens, and whether that is only to look.
 
-
-def _forward_of(cls: Any) -> Any:
-    return original(cls, "forward") if _is_of_library(cls) else cls.forward
-
-
-def _listened(module: Any, made: Any, path: str = "") -> Iterator[tuple[str, bool]]:
-    """Hook points on which somebody listens, and whether that is only to look.
-
-    Raises:
-        _Unseen: if there is something else in the block that its host does not know of.
-    """
-    cls, forward, own, parameters, known_hooks, children = made
-    called = path or "the block"
-    if path and type(module) is not cls:
-        raise _Unseen(f"{called} is another module")
-    if path and "forward" in vars(module) and "forward" not in own:
-        raise _Unseen(f"{called} has a forward of its own")
-    if path and _forward_of(cls) is not forward:
-        raise _Unseen(f"{cls.__name__}.forward was replaced")
-    if module._parameters.keys() != parameters.keys() or any(
-        module._parameters[name] is not value for name, value in parameters.items()
-    ):
-        raise _Unseen(f"{called} has other weights")
-    if path and any(_new_hooks(module, known_hooks)):
-        raise _Unseen(f"{called} has hooks of torch's: put them on its hook points")
-    for name in module._modules.keys() - children.keys():
-        if module._modules[name] is not None:
-            raise _Unseen(f"{called} has another module {name!r}")
-    for name, child_made in children.items():
-        child, child_path = module._modules.get(name), f"{path}.{name}" if path else name
-        if child_made is None:
-            continue
-        if not isinstance(child_made, frozenset):
-            yield from _listened(child, child_made, child_path)
-        elif type(child) is not HookPoint or "forward" in vars(child):
-            yield child_path, False
-        else:
-            hooks = list(_new_hooks(child, child_made))
-            if hooks:
+        Raises:
+            _Unseen: if there is something else in it that its host does not know of.
+        """
+        called, facts = path or "the block", _facts(module)
+        if path and type(module) is not self.cls:
+            raise _Unseen(f"{called} is another module")
+        if path and any(_new_hooks(module, self.hooks)):
+            raise _Unseen(f"{called} has hooks of torch's: put them on its hook points")
+        for name, value in self.facts.items():
+            now = facts.get(name)
+            if now is not value and (isinstance(value, torch.Tensor) or now != value):
+                raise _Unseen(f"{name} of {called} was changed")
+        for name in vars(module).keys() - self.names:
+            is_method = callable(vars(module)[name]) and not name.startswith("_tl_devicefix")
+            if is_method and (path or name != "forward"):
+                raise _Unseen(f"{called} has a {name} of its own")
+        for name, child in module._modules.items():
+            if child is not None and name not in self.children:
+                raise _Unseen(f"{called} has another module {name!r}")
+        for name, made in self.children.items():
+            child, child_path = module._modules.get(name), f"{path}.{name}" if path else name
+            if isinstance(made, _Made):
+                yield from made.listened(child, child_path)
+            elif made is not None and (type(child) is not HookPoint or "forward" in vars(child)):
+                yield child_path, False
+            elif made is not None and (hooks := list(_new_hooks(child, made))):
                 yield child_path, all(map(only_looks, hooks))
+
+
+def _hooks_of(module: Any) -> frozenset[int]:
+    return frozenset(number for hooks in hooks_of(vars(module)) for number in hooks)
 
 
 def _new_hooks(module: Any, known: frozenset[int]) -> Iterator[Any]:
     """Hooks that were added after a block was made remote, but for those that record outputs."""
-    for of in HOOKS:
-        for number, hook in vars(module)[of].items():
+    for hooks in hooks_of(vars(module)):
+        for number, hook in hooks.items():
             if number not in known and getattr(hook, "__module__", None) != _RECORDING:
                 yield hook
+
+
+def _facts(module: Any) -> dict[str, Any]:
+    """Weights, and public attributes that are numbers, names or functions."""
+    public = {
+        name: value
+        for name, value in vars(module).items()
+        if name[0] != "_" and name != "training" and isinstance(value, _PLAIN)
+    }
+    return {**public, **module._parameters, **module._buffers}
+
+
+_PLAIN = bool, int, float, str, type(None), FunctionType, BuiltinFunctionType
+
+
+class _Unheard:
+    """A block in which nobody listened and nothing was changed; asked in a tenth of the time."""
+
+    def __init__(self, block: Any) -> None:
+        self._modules = Modules(block)
+        self._read = [
+            (itemgetter(*names, "training"), namespace)
+            for namespace in self._modules.namespaces
+            if (names := [name for name in namespace if isinstance(namespace[name], _PLAIN)])
+        ]
+        self._values = list(self._now())
+        self._hooks = list(chain.from_iterable(self._modules.hooks()))  # of libraries
+
+    def _now(self) -> Iterator[Any]:
+        for namespace in self._modules.namespaces:
+            yield from namespace["_parameters"].values()
+            yield from namespace["_buffers"].values()
+        for get, namespace in self._read:
+            yield from get(namespace)
+
+    def holds(self, block: Any) -> bool:
+        """Whether that is so now; it is not known of a copy of the block, or a view."""
+        return (
+            self._modules.namespaces[0] is vars(block)
+            and self._modules.are_same()
+            and self._hooks == list(chain.from_iterable(self._modules.hooks()))
+            and all(map(is_, self._now(), self._values))
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Unheard:
+        return self
+
+
+def _listened(block: Any, made: _Made) -> dict[str, bool]:
+    """Hook points of a block on which somebody listens; see `_Made.listened`."""
+    unheard = vars(block).get(_UNHEARD)
+    if unheard is not None and unheard.holds(block):
+        return {}
+    listened = dict(made.listened(block))
+    if not listened:
+        vars(block)[_UNHEARD] = _Unheard(block)
+    return listened
+
+
+_UNHEARD = "_tl_devicefix_unheard"
 
 
 def _is_recorded() -> bool:
@@ -313,18 +386,14 @@ def _is_recorded() -> bool:
 _RECORDING = "transformers.utils.output_capturing"
 
 
-class _Unseen(Exception):
-    """Something that the host of a block would not see."""
-
-
-def _refuse_functions() -> None:
+def _refuse_functions(classes: frozenset[type]) -> None:
+    if (why := why_not_now(classes, partial(definitions_of, classes))) is not None:
+        raise _Unseen(why)
     for (owner, name), function in zip(_FUNCTIONS, _AS_IMPORTED):
         if getattr(owner, name) is not function:
             raise _Unseen(f"{owner.__name__}.{name} was replaced")
     if _is_recorded():
         raise _Unseen("transformers was asked for hidden states or attentions")
-    if _has_any_global_hook():
-        raise _Unseen("torch has hooks for every module")
     if torch._C._is_any_autocast_enabled():
         raise _Unseen("torch.autocast is on")
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
@@ -345,20 +414,35 @@ class _Step:
 
     def __init__(self, block: Any, layer: _Layer, args: Any, kwargs: dict[str, Any]) -> None:
         self.block, self.layer, self.form = block, layer, (len(args), *kwargs)
-        try:
-            _refuse_functions()
+        self.entry: Any = None
+        with self._refusing():
+            _refuse_functions(layer.classes)
             if block.training and not hasattr(block, "cfg"):  # of transformers', which drop out
                 raise _Unseen("the model is in training mode")
-            listened = dict(_listened(block, layer.made))
-            self.entry: Any = None
+            listened = _listened(block, layer.made)
             self.arguments = self._without_cache(list(args)), self._without_cache(kwargs)
-        except _Unseen as reason:
-            raise RuntimeError(
-                f"blocks.{layer.index} runs on {layer.remote.host.connection.name}, where this has "
-                f"no effect: {reason}; undo it, or load the model on this host's devices alone"
-            ) from None
         self.taps = [name for name, looks in listened.items() if not looks]
         self.looks = {name: Kept(layer.remote.host) for name, looks in listened.items() if looks}
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except _Unseen as reason:
+            host = self.layer.remote.host.connection.name
+            raise RuntimeError(
+                f"blocks.{self.layer.index} runs on {host}, where this has no effect: {reason}; "
+                "undo it, or load the model on this host's devices alone"
+            ) from None
+
+    def check_after_hook(self, name: str, changes_others: bool) -> None:
+        """Check that the hooks on a tap have done nothing that the worker would not see."""
+        with self._refusing():
+            for point, looks in self.layer.made.listened(self.block):
+                if point not in self.taps and not (looks and point in self.looks):
+                    raise _Unseen(f"a hook on {name} has put one on {point} of the same block")
+            if changes_others:
+                raise _Unseen(f"a hook on {name} changes an activation of an earlier hook point")
 
     def _without_cache(self, arguments: Any) -> Any:
         """Arguments as they are sent, with a mark in the place of a KV cache."""
@@ -508,10 +592,13 @@ class _Run(Kept):
             if not name:
                 return self._returned(output)
             activation = output if same_as is None else both[same_as]
-            counts = not activation.is_inference()  # the changes of it
-            version = activation._version if counts else -1
-            hooked = self._steps[number].block.get_submodule(name)(activation)
-            in_place = hooked is activation and not (counts and activation._version == version)
+            versions = [_version(tensor) for tensor in (*both, activation)]
+            step = self._steps[number]
+            hooked = step.block.get_submodule(name)(activation)
+            others = ((x, was) for x, was in zip(both, versions) if x is not activation)
+            step.check_after_hook(name, any(_version(x) != was for x, was in others))
+            was = versions[-1]
+            in_place = hooked is activation and (was is None or _version(activation) != was)
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 both.append(hooked)
@@ -552,12 +639,13 @@ class _Run(Kept):
         else:
             sent, in_place = message
             arguments = [sent, sent is not None and sent.requires_grad, in_place]
-        self._reply = connection.call(method, self.number, *_sent(arguments))
-        self.has_graph = self._reply["has_graph"]
-        self.n_parts += 1
-        value = self._reply["value"]
-        first = value[0] if isinstance(value, tuple) else value
-        return torch.empty(0) if first is None else first.to(self._remote.home)
+        with torch.inference_mode(False):  # so that changes of tensors are counted
+            self._reply = connection.call(method, self.number, *_sent(arguments))
+            self.has_graph = self._reply["has_graph"]
+            self.n_parts += 1
+            value = self._reply["value"]
+            first = value[0] if isinstance(value, tuple) else value
+            return torch.empty(0) if first is None else first.to(self._remote.home)
 
 
 class _Part(torch.autograd.Function):
@@ -583,6 +671,11 @@ class _Part(torch.autograd.Function):
         gradients += [None] * (len(ctx.devices) - len(gradients))
         of_token = torch.zeros(()) if ctx.needs_input_grad[3] else None
         return None, None, None, of_token, *gradients
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed; None if that is not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _at(value: Any, device: torch.device) -> Any:

@@ -125,6 +125,11 @@ def _devices_to_use(
     `n_devices` from home on; else those that `max_memory` names; else all that a strategy may use.
     """
     home = default_device() if device is None else resolve(device)
+    if is_elsewhere(home):
+        raise ValueError(
+            f"device={str(device)!r} is on another host, where only blocks can be: leave device "
+            "out, or name one of this host"
+        )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
@@ -251,9 +256,15 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
             f"offloaded to host memory{and_there_are()}"
         )
     try:
-        return resolve(named, home)
+        device = resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
+    if not is_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
+        raise ValueError(
+            f"device_map puts {component} on another host, where only blocks can be: put it on a "
+            "device of this host"
+        )
+    return device
 
 
 def _checked(device_map: DeviceLike) -> DeviceLike:

@@ -101,8 +101,6 @@ class RemoteTensor(torch.Tensor):
                 return this
             if this._weight_is and _freezes(func, args):
                 return this
-            if func == _OF.data.__set__ and args[1] is this:  # of `nn.Module._apply`
-                return None
             if func is _OF.__getitem__ and _is_basic(args[1]) and not this._has_graph:
                 shape = torch.empty(this.shape, device="meta")[args[1]].shape
                 fetch = functools.partial(_item, this, args[1])

@@ -35,14 +35,14 @@ from tl_devicefix.attention.implementation import (
 )
 from tl_devicefix.attention.sdpa import why_not_here
 from tl_devicefix.dispatch.stand_ins import (
-    Definitions,
     Modules,
+    definitions_of,
     hooks_of,
     look_again,
     why_not_now,
 )
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import package_of, patches
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     ThisForward,
@@ -249,7 +249,7 @@ class PlainUnit:
         return self._why_replaced() or "SDPA is not in place"
 
     def _why_replaced(self) -> str | None:
-        return why_not_now(self._classes, functools.partial(_define, self._classes))
+        return why_not_now(self._classes, functools.partial(definitions_of, self._classes))
 
     def minds_padding(self, block: Any) -> bool:
         """Whether the Bridge may treat padding in another way."""
@@ -330,23 +330,6 @@ class PlainUnit:
         if is_named:
             return is_plain, args, {**kwargs, "attention_mask": mask}
         return is_plain, (*args[: self._mask_at], mask, *args[self._mask_at + 1 :]), kwargs
-
-
-def _define(classes: frozenset[type]) -> Iterator[Definitions]:
-    """What the plain layer does not call of the Bridge, and the Bridge not of the layer."""
-    for package in ("transformer_lens", "transformers"):
-        attributes = {cls: tuple(_methods(cls, package)) for cls in classes}
-        attributes = {cls: names for cls, names in attributes.items() if names}
-        yield Definitions({**attributes, nn.Module: ("_call_impl",)}, package=package)
-
-
-def _methods(cls: type, package: str) -> Iterator[str]:
-    """Names of all that a class has of functions, or of what is in their place, of a package."""
-    for base in cls.__mro__:
-        if package_of(base) == package:
-            for name, value in vars(base).items():
-                if callable(value) and not isinstance(value, (type, staticmethod)):
-                    yield name
 
 
 _PARTS = (
