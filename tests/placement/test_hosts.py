@@ -184,7 +184,7 @@ def test_more_devices_than_joined_hosts_have(config: Any, joined_hosts: None) ->
 
 def test_the_memory_of_joined_hosts_is_asked(config: Any, joined_hosts: None) -> None:
     with pytest.raises(ValueError, match=r"node-b/cuda:0 would hold \S+ GiB but has 1\.00 GiB"):
-        plan("Llama-2-7b", device_map={"": "node-b/cuda:0", "embed": "cpu"})
+        plan("Llama-2-7b", device_map={"": "cpu", "blocks": "node-b/cuda:0"})
 
 
 def test_hosts_that_have_left_are_named_no_more(config: Any, joined_hosts: None) -> None:
