@@ -14,10 +14,11 @@ from tl_devicefix.checking.report import Finding, Memory
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, device_of_weights, held_tensors
-from tl_devicefix.placement.devices import HOST, printed, resolve, site_of, with_index
+from tl_devicefix.placement.devices import HOST, is_elsewhere, printed, resolve, site_of, with_index
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, in_short
+from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 
 def tensors(model: Any, attached: Container[nn.Module] = ()) -> Iterator[PlacedTensor]:
@@ -28,6 +29,8 @@ def tensors(model: Any, attached: Container[nn.Module] = ()) -> Iterator[PlacedT
             continue
         for name, value, is_weight in held_tensors(module):
             device = planned(joined(path, name), is_weight)
+            if is_elsewhere(device) and type(value) is not RemoteTensor:
+                device = model.placement.home  # as of a block that replaces a remote one
             yield PlacedTensor(path, name, module, value, is_weight, device)
 
 
@@ -107,7 +110,7 @@ def memory(model: Any) -> tuple[Memory, ...]:
     for tensor in tensors(model):
         if not tensor.value.is_meta:
             storage = tensor.value.untyped_storage()
-            storages[storage._cdata] = tensor.value.device, storage.nbytes()
+            storages[storage._cdata] = tensor.device, storage.nbytes()
     nbytes_on: dict[torch.device, int] = defaultdict(int)
     for device, nbytes in storages.values():
         nbytes_on[device] += nbytes

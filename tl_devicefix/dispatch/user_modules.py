@@ -29,6 +29,7 @@ from tl_devicefix.offload.visiting import AroundForward, pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
@@ -219,9 +220,14 @@ class PlacedTensor:
         return joined(self.path, self.name)
 
     @property
+    def device(self) -> torch.device:
+        """Where it is: a weight of another host is there."""
+        return self.planned if type(self.value) is RemoteTensor else self.value.device
+
+    @property
     def is_misplaced(self) -> bool:
         """Whether it is elsewhere; on meta there are no values to be anywhere."""
-        return not self.value.is_meta and self.value.device != self.planned
+        return not self.value.is_meta and self.device != self.planned
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

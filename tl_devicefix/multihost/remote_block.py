@@ -49,7 +49,7 @@ from tl_devicefix.dispatch.stand_ins import (
     why_not_now,
 )
 from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, layer_of_cache, state_of
-from tl_devicefix.multihost.worker import config_at, configs_of, settings
+from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, configs_of, settings
 from tl_devicefix.placement.hosts import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
@@ -119,7 +119,7 @@ class _Layer:
 
     def look_at(self, block: Any) -> None:
         """Take the block as it is for what its host has."""
-        self.made = _Made(block, set())
+        self.made = _Made(block, {})
         modules = (module for module in block.modules() if not isinstance(module, HookPoint))
         self.classes = frozenset(map(_class_of, modules))
         self._configs = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
@@ -259,28 +259,34 @@ class _Made:
     Attributes:
         facts: what its forward reads.
         children: of each within it, how it was made; of a hook point, the hooks that a library has
-            put there; None for a module that is there twice.
+            put there, or None where it is there again.
     """
 
-    def __init__(self, module: Any, seen: set[Any]) -> None:
+    def __init__(self, module: Any, made: dict[Any, Any]) -> None:
         self.cls, self.names, self.facts = type(module), vars(module).keys() | set(), _facts(module)
         self.hooks, self.children = _hooks_of(module), dict[str, Any]()
         for name, child in module._modules.items():
             if isinstance(child, HookPoint):
-                self.children[name] = None if child in seen else _hooks_of(child)
+                self.children[name] = None if child in made else _hooks_of(child)
+                made[child] = None
             elif child is not None:
-                self.children[name] = None if child in seen else _Made(child, seen)
-            seen.add(child)
+                made[child] = self.children[name] = made.get(child) or _Made(child, made)
 
-    def listened(self, module: Any, path: str = "") -> Iterator[tuple[str, bool]]:
+    def listened(
+        self, module: Any, path: str = "", seen: dict[_Made, Any] | None = None
+    ) -> Iterator[tuple[str, bool]]:
         """Hook points in a module on which somebody listens, and whether that is only to look.
 
         Raises:
             _Unseen: if there is something else in it that its host does not know of.
         """
         called, facts = path or "the block", _facts(module)
-        if path and type(module) is not self.cls:
+        seen = {} if seen is None else seen
+        if path and (type(module) is not self.cls or seen.get(self, module) is not module):
             raise _Unseen(f"{called} is another module")
+        if self in seen:
+            return
+        seen[self] = module
         if path and any(_new_hooks(module, self.hooks)):
             raise _Unseen(f"{called} has hooks of torch's: put them on its hook points")
         for name, value in self.facts.items():
@@ -297,7 +303,7 @@ class _Made:
         for name, made in self.children.items():
             child, child_path = module._modules.get(name), f"{path}.{name}" if path else name
             if isinstance(made, _Made):
-                yield from made.listened(child, child_path)
+                yield from made.listened(child, child_path, seen)
             elif made is not None and (type(child) is not HookPoint or "forward" in vars(child)):
                 yield child_path, False
             elif made is not None and (hooks := list(_new_hooks(child, made))):
@@ -471,6 +477,7 @@ class _Step:
             "taps": {name: _kinds(self.block.get_submodule(name)) for name in self.taps},
             "looks": {name: kept.number for name, kept in self.looks.items()},
             "sdpa": sdpa_in(self.block),
+            "has_mlp_in": vars(self.block).get(HAS_MLP_IN),
             "config": self.layer.changed_settings(self.block),
             "entry": None if self.entry is None else self._entry(),
         }

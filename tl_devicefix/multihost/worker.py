@@ -41,6 +41,9 @@ Reply = dict[str, Any]
 """Of a run that has stopped: at which tap of which of its blocks, the activation there, or which of
 those that were there before, and what is kept of others and of KV caches."""
 
+HAS_MLP_IN = "_use_hook_mlp_in"
+"""A flag that a Bridge's block has itself."""
+
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -299,6 +302,8 @@ class _Run:
         try:
             self._model.configure(layer, step["config"])
             set_sdpa(block, step["sdpa"])
+            if step["has_mlp_in"] is not None:
+                setattr(block, HAS_MLP_IN, step["has_mlp_in"])
             for name in (*step["taps"], *step["looks"]):
                 point = block.get_submodule(name)
                 handle = LensHandle(point.register_forward_hook(self._hook(number, step, name)))
