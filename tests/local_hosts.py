@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.hosts import Host, join
+from tl_devicefix.placement.hosts import Host, join, joined
 
 
 class LocalConnection:
@@ -55,13 +55,14 @@ def _check(value: Any) -> None:
 
 @contextmanager
 def hosts(*names: str, devices: tuple[str, ...] = ("cpu",)) -> Iterator[list[LocalConnection]]:
-    """Within it, hosts of these names have joined, each with these devices."""
+    """Within it, hosts of these names have joined, each with these devices, and no others."""
+    before = joined()
     connections = [LocalConnection(name, Worker(devices)) for name in names]
     join([Host(connection, devices) for connection in connections])
     try:
         yield connections
     finally:
-        join([])
+        join(before)
 
 
 @contextmanager

@@ -97,10 +97,18 @@ def count_parameters(model: Any) -> int:
     counts: dict[int, int] = {}
     for tensor in tensors(model):
         if isinstance(tensor.value, nn.Parameter):
-            storage = tensor.value.untyped_storage()
-            count = counts.get(storage._cdata, 0) + tensor.value.numel()
-            counts[storage._cdata] = min(storage.nbytes() // tensor.value.itemsize, count)
+            storage, nbytes = _storage(tensor.value)
+            count = counts.get(storage, 0) + tensor.value.numel()
+            counts[storage] = min(nbytes // tensor.value.itemsize, count)
     return sum(counts.values())
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """A tensor's memory, and its bytes; that of another host is the tensor's own."""
+    if type(tensor) is RemoteTensor:
+        return id(tensor), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
 
 
 def memory(model: Any) -> tuple[Memory, ...]:
@@ -109,8 +117,8 @@ def memory(model: Any) -> tuple[Memory, ...]:
     storages = {}
     for tensor in tensors(model):
         if not tensor.value.is_meta:
-            storage = tensor.value.untyped_storage()
-            storages[storage._cdata] = tensor.device, storage.nbytes()
+            storage, nbytes = _storage(tensor.value)
+            storages[storage] = tensor.device, nbytes
     nbytes_on: dict[torch.device, int] = defaultdict(int)
     for device, nbytes in storages.values():
         nbytes_on[device] += nbytes
@@ -207,7 +215,7 @@ def host_findings(model: Any) -> Iterator[Finding]:
         return
     for device in placement.devices:
         planned = site_of(device, placement.sites)
-        if planned is not None and site_of(device) != planned:
+        if planned is not None and planned.host and site_of(device) != planned:
             names = in_short([c.name for c in placement.components if c.device == device])
             message = f"{names}: {device} ({planned.name}) is not among the joined devices any more"
             yield Finding("hosts", names, message, "load the model again, over joined hosts")

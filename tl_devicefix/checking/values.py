@@ -16,6 +16,7 @@ from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import expression, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor
 from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 
 def meta_findings(model: Any) -> Iterator[Finding]:
@@ -39,6 +40,8 @@ def storage_findings(
     for tensor in tensors(model, attached):
         value, name = tensor.value, tensor.full_name
         if not isinstance(value, nn.Parameter) or value.is_meta or not value.numel():
+            continue
+        if type(value) is RemoteTensor:
             continue
         start = value.data_ptr()
         steps = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))

@@ -1,0 +1,248 @@
+"""What the package offers, and parts of blocks called by themselves, over hosts as in one process.
+
+`tests/surface --hosts` calls what TransformerLens offers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_hosts import LocalConnection, hosts
+from torch.utils._pytree import tree_leaves
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.placement.devices import printed
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
+Run = Callable[[Any, torch.Tensor], Any]
+
+
+def _scale(x: torch.Tensor, hook: Any) -> torch.Tensor:
+    return x * 1.5
+
+
+def _batches(tokens: torch.Tensor, n: int) -> list[torch.Tensor]:
+    return [tokens.roll(index, 1) for index in range(n)]
+
+
+def mapped_with_hooks(model: Any, tokens: torch.Tensor) -> Any:
+    def run(view: Any, item: torch.Tensor) -> torch.Tensor:
+        return view.run_with_hooks(item, fwd_hooks=[("blocks.2.attn.hook_z", _scale)]).detach()
+
+    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
+
+
+def mapped_with_caches(model: Any, tokens: torch.Tensor) -> Any:
+    def run(view: Any, item: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return dict(view.run_with_cache(item)[1])
+
+    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
+
+
+def mapped_with_gradients(model: Any, tokens: torch.Tensor) -> Any:
+    def run(view: Any, item: torch.Tensor) -> Any:
+        kept: list[torch.Tensor] = []
+
+        def keep(x: torch.Tensor, hook: Any) -> None:
+            x.retain_grad()
+            kept.append(x)
+
+        hooks = [("blocks.2.hook_resid_mid", keep)]
+        view.run_with_hooks(item, return_type="loss", fwd_hooks=hooks).backward()
+        return kept[0].grad
+
+    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 4)))
+
+
+def swept(model: Any, tokens: torch.Tensor) -> Any:
+    points = [[(f"blocks.{layer}.hook_resid_pre", _scale)] for layer in range(5)]
+    return list(tl_devicefix.sweep(model, tokens, points))
+
+
+def with_sdpa(model: Any, tokens: torch.Tensor) -> Any:
+    with tl_devicefix.set_attn_implementation(model, "sdpa"), torch.no_grad():
+        cached = dict(model.run_with_cache(tokens)[1])
+        return model(tokens), model.generate(tokens, **GREEDY), cached
+
+
+def gathered(model: Any, tokens: torch.Tensor) -> Any:
+    with tl_devicefix.gather_on("cpu"):
+        return model.W_Q, dict(model.run_with_cache(tokens)[1])
+
+
+def with_a_module_in_a_hook_points_place(model: Any, tokens: torch.Tensor) -> Any:
+    block = model.blocks[3]
+    name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
+    module = torch.nn.LayerNorm(16)
+    hook_point = getattr(block, name)
+    setattr(block, name, module)
+    try:
+        logits = model(tokens)
+        return logits.detach(), torch.autograd.grad(logits.sum(), module.bias)
+    finally:
+        setattr(block, name, hook_point)
+
+
+def parts_of_a_block(model: Any, tokens: torch.Tensor) -> Any:
+    x, block = torch.linspace(-1, 1, 96).view(2, 3, 16), model.blocks[3]
+    with torch.no_grad():
+        parts = block.mlp(x), block.ln1(x)
+        return (*parts, block(x), block.attn(x, x, x)) if has_hooked_transformer() else parts
+
+
+def hooked_when_nobody_reads_logits(model: Any, tokens: torch.Tensor) -> Any:
+    seen: list[torch.Tensor] = []
+    name = "hook_resid_post" if has_hooked_transformer() else "hook_in"
+    hooks = [(f"blocks.3.{name}", lambda x, hook: seen.append(x.clone()))]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        model(tokens, return_type=None)
+    assert len(seen) == 1
+    return seen
+
+
+RUNS: list[Run] = [
+    *(mapped_with_hooks, mapped_with_caches, mapped_with_gradients, swept, with_sdpa, gathered),
+    *(with_a_module_in_a_hook_points_place, parts_of_a_block, hooked_when_nobody_reads_logits),
+]
+
+
+def assert_equal(run: Run, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+    expected, given = (tree_leaves(run(model, tokens)) for model in (alone, spread))
+    assert len(expected) == len(given) > 0
+    for one, other in zip(expected, given):
+        torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("run", RUNS)
+def test_as_in_one_process(
+    run: Run, kind: str, alone: Any, spread: Any, tokens: torch.Tensor
+) -> None:
+    assert_equal(run, alone(kind), spread(kind), tokens)
+
+
+def test_activations_are_saved(
+    alone: Any, spread: Any, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    name = "blocks.3.attn.hook_z"
+    names = ["blocks.1.hook_resid_post", name]
+
+    def saved(model: Any, tokens: torch.Tensor) -> Any:
+        directory = tmp_path / type(model.blocks[3]).__name__
+        return tl_devicefix.save_activations(
+            model, _batches(tokens, 3), names, directory=directory, progress=False
+        )[name][:]
+
+    assert_equal(saved, alone("llama"), spread("llama"), tokens)
+
+
+def test_a_model_over_hosts_is_checked(load: Any) -> None:
+    with hosts("node-b") as (host,):
+        model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
+        host.calls.clear()
+        checked = tl_devicefix.check(model)
+        assert checked.well, checked
+        assert host.calls == []
+        held = {printed(memory.device): memory.held for memory in checked.memory}
+        assert held["node-b/cpu"] == sum(p.nbytes for p in model.blocks[2].parameters())
+
+    with hosts():
+        (finding,) = tl_devicefix.check(model).findings
+    assert (finding.kind, finding.name) == ("hosts", "blocks.2")
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's blocks know their index")
+def test_a_block_that_replaces_a_remote_one_stays_at_home(load: Any, tokens: torch.Tensor) -> None:
+    with hosts("node-b"):
+        model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
+        model.blocks[2] = copy.deepcopy(model.blocks[1])
+        expected = model(tokens)
+        assert tl_devicefix.check(model, repair=True)
+        assert torch.equal(model(tokens), expected)
+
+
+# --------------------------------------------------------------------------------------------
+# KV caches of HookedTransformer, which users hold
+
+
+@pytest.fixture
+def kv_cache() -> Callable[[Any], Any]:
+    transformer_lens = pytest.importorskip("transformer_lens")
+    if not has_hooked_transformer():
+        pytest.skip("a Bridge has transformers' KV cache")
+    try:
+        cls = transformer_lens.HookedTransformerKeyValueCache
+    except AttributeError:
+        cls = transformer_lens.TransformerLensKeyValueCache
+    return lambda model: cls.init_cache(model.cfg, model.cfg.device, 2)
+
+
+def test_a_frozen_kv_cache_is_used_again(
+    kv_cache: Any, alone: Any, spread: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any, tokens: torch.Tensor) -> Any:
+        cache = kv_cache(model)
+        model(tokens[:, :4], past_kv_cache=cache)
+        cache.freeze()
+        given = [model(tokens[:, 4:end], past_kv_cache=cache) for end in (5, 6)]
+        cache.unfreeze()
+        return *given, model(tokens[:, 4:5], past_kv_cache=cache), *_entries(cache)
+
+    with torch.no_grad():
+        assert_equal(run, alone("llama"), spread("llama"), tokens)
+
+
+def test_a_kv_cache_that_is_read_copied_and_changed(
+    kv_cache: Any, alone: Any, spread: Any, tokens: torch.Tensor
+) -> None:
+    def run(model: Any, tokens: torch.Tensor) -> Any:
+        cache = kv_cache(model)
+        model(tokens[:, :4], past_kv_cache=cache)
+        kept = copy.copy(cache.entries[3])  # as it is now
+        model(tokens[:, 4:5], past_kv_cache=cache)
+        read = cache.entries[2].past_keys.clone()
+        cache.entries[2].past_keys[:, 0] = 0.5
+        changed = model(tokens[:, 5:6], past_kv_cache=cache)
+        cache.entries[3] = kept
+        return (
+            read,
+            changed,
+            kept.past_keys,
+            model.blocks[3](torch.ones(2, 1, 16), past_kv_cache_entry=kept),
+        )
+
+    with torch.no_grad():
+        assert_equal(run, alone("llama"), spread("llama"), tokens)
+
+
+def _entries(cache: Any) -> list[torch.Tensor]:
+    return [entry.past_values for entry in cache.entries]
+
+
+def test_a_kv_cache_stays_with_its_host(
+    kv_cache: Any, spread: Any, host: LocalConnection, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    cache = kv_cache(model)
+    with torch.no_grad():
+        model(tokens[:, :4], past_kv_cache=cache)
+        host.calls.clear()
+        model(tokens[:, 4:5], past_kv_cache=cache)
+    assert host.calls == ["begin"]
+
+
+def test_gradients_through_a_kv_cache_are_refused(
+    kv_cache: Any, spread: Any, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    cache = kv_cache(model)
+    model(tokens[:, :4], past_kv_cache=cache)
+    with pytest.raises(RuntimeError, match="gradients do not pass through a KV cache of blocks on"):
+        model(tokens[:, 4:5], past_kv_cache=cache)
