@@ -22,9 +22,9 @@ import sys
 import weakref
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import chain, count
-from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType
+from itertools import chain, compress, count
+from operator import is_, is_not, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -55,13 +55,7 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)
-_FUNCTIONS = [
-    *((torch, name) for name in ("matmul", "bmm", "softmax", "einsum", "baddbmm", "where")),
-    *((nn.functional, name) for name in ("linear", "softmax", "layer_norm", "gelu", "silu")),
-    (nn.functional, "scaled_dot_product_attention"),
-]
 _SENT = (bool, int, float, str, torch.dtype, torch.Tensor)
-_AS_IMPORTED = [getattr(owner, name) for owner, name in _FUNCTIONS]
 
 
 class Kept:
@@ -392,12 +386,39 @@ def _is_recorded() -> bool:
 _RECORDING = "transformers.utils.output_capturing"
 
 
+class _FunctionsOf:
+    """Functions of torch by which blocks compute, as they were when this was imported."""
+
+    def __init__(self, owner: Any, kinds: tuple[type, ...], *names: str) -> None:
+        self._owner = owner
+        self._names = [name for name in dir(owner) if isinstance(getattr(owner, name), kinds)]
+        self._names += names
+        self._values = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        return map(vars(self._owner).get, self._names)
+
+    def are_same(self) -> bool:
+        return all(map(is_, self._now(), self._values))
+
+    def first_foreign(self) -> str | None:
+        changed = map(is_not, self._now(), self._values)
+        name = next(compress(self._names, changed), None)
+        return name and f"{self._owner.__name__}.{name}"
+
+
+_BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+_torch: Any = [
+    _FunctionsOf(torch, _BUILT_IN, *torch.functional.__all__),
+    _FunctionsOf(torch.Tensor, (*_BUILT_IN, FunctionType)),
+    _FunctionsOf(nn.functional, (*_BUILT_IN, FunctionType)),
+]
+
+
 def _refuse_functions(classes: frozenset[type]) -> None:
-    if (why := why_not_now(classes, partial(definitions_of, classes))) is not None:
+    define = partial(chain, definitions_of(classes), _torch)
+    if (why := why_not_now(("remote", classes), define)) is not None:
         raise _Unseen(why)
-    for (owner, name), function in zip(_FUNCTIONS, _AS_IMPORTED):
-        if getattr(owner, name) is not function:
-            raise _Unseen(f"{owner.__name__}.{name} was replaced")
     if _is_recorded():
         raise _Unseen("transformers was asked for hidden states or attentions")
     if torch._C._is_any_autocast_enabled():
