@@ -12,6 +12,7 @@ import pytest
 import torch
 from local_hosts import LocalConnection, hosts
 
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement.hosts import HostLost, joined
 
 Z = "blocks.2.attn.hook_z"
@@ -106,15 +107,17 @@ def kept(host: LocalConnection) -> int:
 def test_a_host_keeps_what_somebody_may_use(
     model: Any, own_host: LocalConnection, tokens: torch.Tensor
 ) -> None:
-    assert kept(own_host) == 1
+    names = [Z, "blocks.3.hook_resid_pre"]
+    before = kept(own_host)
+    for _ in range(3):
+        cache = model.run_with_cache(tokens, names_filter=names)[1]
+        loss = model(tokens, return_type="loss")
+        loss.backward()
+        assert kept(own_host) >= before + len(names) + 1
+        del cache, loss
 
-    cache = model.run_with_cache(tokens, names_filter=[Z, "blocks.3.hook_resid_pre"])[1]
-    loss = model(tokens, return_type="loss")
-    assert kept(own_host) > 2
-    loss.backward()
-    del cache, loss
-
-    assert kept(own_host) == 1
+    of_last_run = 0 if has_hooked_transformer() else 2  # a Bridge keeps its last KV cache
+    assert kept(own_host) <= before + of_last_run
 
 
 def test_a_host_keeps_no_model_that_is_gone(load: Any, own_host: LocalConnection) -> None:
