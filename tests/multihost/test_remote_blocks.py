@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from local_hosts import LocalConnection
+from local_hosts import LocalConnection, hosts
 from torch.utils._pytree import tree_leaves
+
+from tl_devicefix.placement.devices import free_memory, resolve
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 POINTS = [
@@ -209,3 +213,137 @@ def test_hooks_that_look_stop_nobody(
     assert host.calls == ["begin"]
     cache["resid_pre", 3]
     assert host.calls == ["begin", "kept"]
+
+
+def deep_copied(model: Any, tokens: torch.Tensor) -> Any:
+    return copy.deepcopy(model)(tokens).detach()
+
+
+def with_and_without_results_of_heads(model: Any, tokens: torch.Tensor) -> Any:
+    model.set_use_attn_result(True)
+    _, cache = model.run_with_cache(tokens)
+    model.set_use_attn_result(False)
+    return dict(cache), dict(model.run_with_cache(tokens)[1]), model(tokens).detach()
+
+
+def moved_to_where_it_is(model: Any, tokens: torch.Tensor) -> Any:
+    model.to("cpu").float()
+    return torch.nn.Sequential(model).to(torch.float32)(tokens).detach()
+
+
+@pytest.mark.parametrize(
+    "run", [deep_copied, with_and_without_results_of_heads, moved_to_where_it_is]
+)
+def test_as_in_one_process(run: Any, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+    expected, given = (tree_leaves(run(load("llama"), tokens)) for load in (alone, spread))
+    assert len(expected) == len(given) > 0
+    for one, other in zip(expected, given):
+        torch.testing.assert_close(other + 0, one, rtol=0, atol=0, equal_nan=True)
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "half": lambda model: model.half(),
+    "to float64": lambda model: model.to(torch.float64),
+    "to another device": lambda model: model._apply(lambda tensor: tensor.to("meta")),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_conversion_is_refused_before_anything_is_converted(
+    convert: Any, spread: Any, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    with torch.no_grad():
+        before = model(tokens)
+        with pytest.raises(RuntimeError, match="on node-b, where weights keep their device"):
+            convert(model)
+        assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+        assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+        assert torch.equal(model(tokens), before)
+
+
+def _hooks_in_block_2(model: Any, first: Any, second: Any) -> Any:
+    names = [f"blocks.2.{name}" for name in ("hook_resid_mid", "hook_mlp_out")]
+    return model.hooks(
+        fwd_hooks=[(model.hook_dict[n].name, h) for n, h in zip(names, [first, second])]
+    )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_hook_that_edits_an_earlier_activation_is_refused(
+    mode: Any, spread: Any, tokens: torch.Tensor
+) -> None:
+    kept: list[torch.Tensor] = []
+
+    def edit(x: torch.Tensor, hook: Any) -> None:
+        kept[0][:, 0] = 7.0
+
+    model = spread("llama")
+    refused = pytest.raises(RuntimeError, match="changes an activation of an earlier hook point")
+    with mode(), _hooks_in_block_2(model, lambda x, hook: kept.append(x), edit), refused:
+        model(tokens)
+
+
+def test_a_hook_that_hooks_its_own_block_is_refused(spread: Any, tokens: torch.Tensor) -> None:
+    model = spread("llama")
+
+    def add(x: torch.Tensor, hook: Any) -> None:
+        model.add_hook("blocks.2.hook_resid_post", _scale)
+
+    refused = pytest.raises(RuntimeError, match=r"has put one on \S+ of the same block")
+    with _hooks_in_block_2(model, add, _scale), refused:
+        model(tokens)
+    model.reset_hooks()
+
+
+CHANGES: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
+    "an attribute": lambda block: (block.ln1, "eps" if hasattr(block.ln1, "eps") else "name", 3.0),
+    "a method": lambda block: (block.attn, "split_heads", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_set_in_a_block_is_refused(
+    change: Any, spread: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = spread("llama")
+    model(tokens)
+    owner, name, value = change(model.blocks[2])
+    monkeypatch.setitem(vars(owner), name, value)
+    with pytest.raises(RuntimeError, match=f"{name}.* (was changed|of its own)|has a {name}"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("owner", [torch, torch.nn.functional, torch.Tensor])
+def test_any_function_of_torch_that_is_replaced_is_refused(
+    owner: Any, spread: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = spread("llama")
+    name = "relu"
+    replaced = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: replaced(*args, **kwargs))
+    with pytest.raises(RuntimeError, match=rf"{owner.__name__}\.\S+ was replaced"):
+        model(tokens)
+
+
+def test_second_derivatives_are_refused(spread: Any, tokens: torch.Tensor) -> None:
+    model, kept = spread("llama"), dict[str, torch.Tensor]()
+    keep = functools.partial(_keep, kept=kept)
+    name = model.hook_dict["blocks.1.hook_resid_post"].name
+    loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=[(name, keep)])
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(loss, kept[name], create_graph=True)
+
+
+def test_memory_of_a_deleted_model_is_free_when_it_is_asked_for(
+    load: Any, tokens: torch.Tensor
+) -> None:
+    with hosts("node-b") as (host,):
+        model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
+        model(tokens)
+        assert host.worker._kept
+        del model
+        gc.collect()
+        free_memory(resolve("node-b/cpu"))
+        assert not host.worker._kept

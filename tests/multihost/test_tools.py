@@ -151,7 +151,9 @@ def test_a_model_over_hosts_is_checked(load: Any) -> None:
         assert checked.well, checked
         assert host.calls == []
         held = {printed(memory.device): memory.held for memory in checked.memory}
-        assert held["node-b/cpu"] == sum(p.nbytes for p in model.blocks[2].parameters())
+        block = model.blocks[2]
+        tensors = *block.parameters(), *block.buffers()
+        assert held["node-b/cpu"] == sum(tensor.nbytes for tensor in tensors)
 
     with hosts():
         (finding,) = tl_devicefix.check(model).findings

@@ -25,6 +25,7 @@ from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_mov
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -202,7 +203,7 @@ def share_buffers(model: nn.Module) -> None:
     for module in model.modules():
         kind = getattr(module, "attn_type", None)
         for name, buffer in module._buffers.items() if kind is not None else ():
-            if buffer is not None and not buffer.is_meta:
+            if buffer is not None and not buffer.is_meta and type(buffer) is not RemoteTensor:
                 key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
                 first = shared.setdefault(key, buffer)
                 if first is not buffer and torch.equal(first, buffer):

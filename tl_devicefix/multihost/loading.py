@@ -59,7 +59,7 @@ def loading_elsewhere(
         for host in hosts:
             device_map = dict.fromkeys((c.name for c in placement.components), None)
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
-            forget, host.forgotten[:] = list(host.forgotten), []
+            forget = host.take_forgotten()
             request = models[host].number, load, name, passed_on, device_map, forget
             loads.append(pool.submit(host.connection.call, "load", *request))
         yield {block: models[host] for block, (host, _) in places.items()}

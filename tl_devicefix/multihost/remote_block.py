@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -188,14 +187,15 @@ def together() -> Iterator[None]:
 
 
 def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
-    """Make a block without values a remote one."""
+    """Make a block a remote one."""
     for path, module in block.named_modules():
         for tensors in (module._parameters, module._buffers, vars(module)):
             for key, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if isinstance(tensor, torch.Tensor):
                     full = ".".join(filter(None, (name, path, key)))
                     tensors[key] = remote.weight_called(full, tensor.shape, tensor.dtype)
-    block.__class__ = _remote_class(type(block))
+    cls: Any = type(block)
+    block.__class__ = _remote_class(cls)
     vars(block)[_REMOTE] = _Layer(remote, layer, block)
 
 
@@ -506,10 +506,11 @@ class _Step:
     def _entry(self) -> dict[str, Any]:
         self.grown = Kept(self.layer.remote.host)
         kind, plain_ones, tensors = state_of(self.entry)
+        remote: dict[str, Any] = tensors
         kept = {getattr(tensor, "_kept", None) for tensor in tensors.values()}
-        of = kept.pop() if len(kept) == 1 else None
+        of: Any = kept.pop() if len(kept) == 1 else None
         is_there = of and of.host is self.grown.host
-        if is_there and not any(tensor.is_fetched for tensor in tensors.values()):
+        if is_there and not any(tensor.is_fetched for tensor in remote.values()):
             if torch.is_grad_enabled() and of.has_graph:
                 raise RuntimeError(
                     "gradients do not pass through a KV cache of blocks on another host: run what "
@@ -609,7 +610,8 @@ class _Run(Kept):
         }
         # The tensors that both sides have, by their numbers: a hook may be given one of them again.
         both = [x]
-        given_back, method, message = [given[index] for index in leaves], "begin", request
+        given_back, method = [given[index] for index in leaves], "begin"
+        message: Any = request
         token = None
         while True:
             output, token = self._part(token, given_back, method, message)
@@ -662,8 +664,8 @@ class _Run(Kept):
         """Ask the worker; returns the activation, at home."""
         connection = self.host.connection
         if method == "begin":
-            forget, self.host.forgotten[:] = list(self.host.forgotten), []
-            arguments = [self._remote.number, {**message, "forget": forget}]
+            message = {**message, "forget": self.host.take_forgotten()}
+            arguments = [self._remote.number, message]
         else:
             sent, in_place = message
             arguments = [sent, sent is not None and sent.requires_grad, in_place]
@@ -689,8 +691,12 @@ class _Part(torch.autograd.Function):
         return output, torch.zeros(())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Any, of_token: Any) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of gradients do not pass through blocks of other hosts: leave out "
+                "create_graph=True, or load the model on this host's devices alone"
+            )
         task = torch._C._current_graph_task_id()
         arguments = ctx.run.number, ctx.part, _sent(gradient), task
         gradients = ctx.run.host.connection.call("backward", *arguments)

@@ -17,6 +17,8 @@ With gradients, it keeps the graph of each of these parts, and `backward` runs o
 from __future__ import annotations
 
 import copy
+import gc
+import importlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +26,6 @@ from typing import Any
 
 import psutil
 import torch
-import transformer_lens
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
@@ -93,9 +94,13 @@ class Worker:
             item = self._kept.pop(number, None)
             if isinstance(item, _Run):
                 item.end()
+            elif isinstance(item, _Model):
+                del item
+                gc.collect()
 
-    def free_memory(self, device: int) -> int:
-        """Bytes that are free on a device, by its index among the host's."""
+    def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
+        """Bytes that are free on a device, by its index among the host's; `forget`s before."""
+        self.forget(forget)
         named = torch.device(self.devices[device])
         free = free_memory(named)
         return int(psutil.virtual_memory().available) if free is None else free
@@ -129,8 +134,10 @@ class Worker:
             for component, index in device_map.items()
         }
         cls, _, method = load.partition(".")
-        of = transformer_lens if cls == "HookedTransformer" else transformer_lens.model_bridge
-        model = getattr(getattr(of, cls), method)(name, device_map=places, **arguments)
+        of = "transformer_lens" if cls == "HookedTransformer" else "transformer_lens.model_bridge"
+        model = getattr(getattr(importlib.import_module(of), cls), method)(
+            name, device_map=places, **arguments
+        )
         self._kept[number] = _Model(model)
 
     def apply(self, model: int, method: str, arguments: dict[str, Any]) -> dict[str, Any]:

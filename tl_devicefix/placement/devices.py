@@ -358,7 +358,7 @@ def free_memory(device: torch.device) -> int | None:
     """
     if is_elsewhere(device) and joined():
         host, number = host_of(device)
-        return int(host.connection.call("free_memory", number))
+        return int(host.connection.call("free_memory", number, host.take_forgotten()))
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device.type)

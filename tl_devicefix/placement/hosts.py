@@ -55,6 +55,10 @@ class Host:
     devices: tuple[str, ...]
     forgotten: list[int] = field(default_factory=list)
 
+    def take_forgotten(self) -> list[int]:
+        """What it is told now; others may add to it meanwhile."""
+        return [self.forgotten.pop() for _ in range(len(self.forgotten))]
+
 
 _joined: tuple[Host, ...] = ()
 

@@ -129,7 +129,7 @@ class RemoteTensor(torch.Tensor):
         return tree_map_only(torch.Tensor, weight_or_not, result)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Of what torch calls in C++.
