@@ -23,6 +23,35 @@ from tl_devicefix.placement.hosts import Connection, HostLost, joined
 TIMEOUT = 5.0
 
 
+DRIVER = """
+import sys
+import tl_devicefix
+from tl_devicefix.placement.hosts import joined
+try:
+    tl_devicefix.init_hosts(*sys.argv[1:])
+    print(len(joined()), flush=True)
+    sys.stdin.read()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def drive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a process that joins, says how many hosts there are, and waits."""
+    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    command = [sys.executable, "-c", DRIVER, *arguments]
+    return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
+
+
+@pytest.fixture(scope="module")
+def refused(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
+    """A process that tries to join with another token; other tests run meanwhile."""
+    process = drive(cluster.address, RAY_AUTH_TOKEN="f" * 64)
+    yield process
+    process.kill()
+    process.communicate()
+
+
 @pytest.fixture(scope="module")
 def leaving() -> Iterator[None]:
     """Leave the cluster after these tests."""
@@ -36,11 +65,16 @@ def leaving() -> Iterator[None]:
 
 
 @pytest.fixture
-def worker(cluster: Cluster, leaving: None) -> Connection:
-    """The connection to the other node's worker, which has been started anew if it was lost."""
+def both_nodes(cluster: Cluster) -> None:
+    """The other node has been started anew if it was lost."""
     if not cluster.other.is_running:
         cluster.other.end()
         cluster.add_node()
+
+
+@pytest.fixture
+def worker(cluster: Cluster, both_nodes: None, leaving: None) -> Connection:
+    """The connection to the other node's worker, which has been started anew if it was lost."""
     tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
     return joined()[0].connection
 
@@ -86,7 +120,9 @@ def load(checkpoints: Any, **elsewhere: str) -> Any:
     return HookedTransformer.from_pretrained(str(checkpoints("llama")), device_map=device_map)
 
 
-def test_a_model_over_two_nodes(worker: Connection, checkpoints: Any) -> None:
+def test_a_model_over_two_nodes(
+    refused: subprocess.Popen[str], worker: Connection, checkpoints: Any
+) -> None:
     spread = load(checkpoints)
     alone = load(checkpoints, **{"blocks.2": "cpu"})
     tokens = torch.randint(1, alone.cfg.d_vocab, (2, 9))
@@ -139,24 +175,6 @@ def test_a_killed_worker(worker: Connection, cluster: Cluster, checkpoints: Any)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
 
 
-def test_workers_that_are_refused_end(
-    worker: Connection, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    joining._cluster.close()  # type: ignore[union-attr]
-    joining._cluster = None
-
-    with pytest.raises(
-        RuntimeError, match=r"host1 has started no worker for 0\.01 s: `ray status`"
-    ):
-        tl_devicefix.init_hosts(cluster.address, wait=0.01)
-    monkeypatch.setattr(joining, "own_versions", lambda: {"torch": "0.1"})
-    with pytest.raises(RuntimeError, match=r"host1 has torch .*, and this process has 0\.1"):
-        tl_devicefix.init_hosts(cluster.address)
-
-    assert joined() == ()
-    assert eventually(lambda: not cluster.other.workers())
-
-
 def test_a_worker_that_stands_still(worker: Connection, cluster: Cluster) -> None:
     waiting = Waiting(worker)
     (process,) = cluster.other.workers()
@@ -181,6 +199,20 @@ def test_a_killed_node(worker: Connection, cluster: Cluster) -> None:
     assert joined() == ()
 
 
+def test_workers_that_do_not_start_in_time_end(
+    cluster: Cluster, both_nodes: None, leaving: None
+) -> None:
+    assert not joining._cluster.is_whole  # type: ignore[union-attr]
+
+    with pytest.raises(
+        RuntimeError, match=r"host1 has started no worker for 0\.01 s: `ray status`"
+    ):
+        tl_devicefix.init_hosts(cluster.address, wait=0.01)
+
+    assert joined() == ()
+    assert eventually(lambda: not cluster.other.workers())
+
+
 def test_a_shutdown_of_ray(worker: Connection) -> None:
     import ray
 
@@ -191,27 +223,7 @@ def test_a_shutdown_of_ray(worker: Connection) -> None:
     assert not ray.is_initialized()
 
 
-DRIVER = """
-import sys
-import tl_devicefix
-from tl_devicefix.placement.hosts import joined
-try:
-    tl_devicefix.init_hosts(*sys.argv[1:])
-    print(len(joined()), flush=True)
-    sys.stdin.read()
-except Exception as error:
-    print(type(error).__name__, error, flush=True)
-"""
-
-
-def drive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a process that joins, says how many hosts there are, and waits."""
-    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    command = [sys.executable, "-c", DRIVER, *arguments]
-    return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
-
-
-def test_the_drivers_end(worker: Connection, cluster: Cluster) -> None:
+def test_the_drivers_end(cluster: Cluster, both_nodes: None) -> None:
     before = cluster.other.workers()
     driver = drive(cluster.address)
     assert driver.stdout is not None
@@ -224,7 +236,7 @@ def test_the_drivers_end(worker: Connection, cluster: Cluster) -> None:
     assert eventually(lambda: not process.is_running())
 
 
-def test_another_token(cluster: Cluster) -> None:
-    said, _ = drive(cluster.address, RAY_AUTH_TOKEN="f" * 64).communicate(timeout=WITHIN)
+def test_another_token(refused: subprocess.Popen[str]) -> None:
+    said, _ = refused.communicate(timeout=WITHIN)
     assert said.startswith("ConnectionError the Ray cluster at '127.0.0.1:")
     assert "refuses this process's token: set RAY_AUTH_MODE=token" in said
