@@ -120,8 +120,9 @@ class Draw:
         self._paths = paths(model)
         # Over devices, torch's error about devices follows where a grafted block's parts are
         # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
-        # blocks share masks and rotary tables, so that one changed in place is so for all.
-        left_out = {"graft", "_forward_pre_hooks", "buffer"}
+        # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
+        # backward that a hook ends, the engine has run other nodes before.
+        left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"}
         self._left_out = left_out if is_spread else set()
 
     def any_operation(self) -> tuple[Any, ...]:

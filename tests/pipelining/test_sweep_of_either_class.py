@@ -336,6 +336,8 @@ def test_an_argument_that_does_not_exist_is_refused_at_the_call(
     if cls != BRIDGE:  # which passes others on to transformers
         with pytest.raises(TypeError, match="no argument 'stop_at'; did you mean 'stop_at_layer'"):
             tl_devicefix.sweep(model, tokens, [], stop_at=3)
+        with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'remove_batch_dim'"):
+            tl_devicefix.sweep(model, tokens, [], remove_batch_dim=True)
 
 
 def test_a_bar_shows_how_many_runs_there_are(

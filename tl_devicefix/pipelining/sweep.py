@@ -102,7 +102,7 @@ def sweep(
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
-    refuse_arguments(sweep, model, arguments)
+    refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
     if is_sequential():
         return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
