@@ -173,7 +173,7 @@ class Definitions:
         named += [(function.__qualname__, function) for function in self._functions]
         for name, value in named:
             is_of_torch = value is getattr(nn.Module, name.rpartition(".")[2], None)
-            if not is_of_torch and not self._is_written_by(value, ()):
+            if not self._is_written_by(value, ("torch",) if is_of_torch else ()):
                 return name
         for get, namespace in self._of_namespaces:
             for value in get(namespace)[1:]:
@@ -190,9 +190,9 @@ class Definitions:
             # A decorator of torch's around somebody's function; transformers has some itself.
             is_torch_s = str(value.__module__).startswith("torch.") and "torch" in packages
             return is_torch_s or self._package == "transformers"
-        is_of_python = _folder("typing") in file.parents and "site-packages" not in file.parts
-        folders = map(_folder, packages | {"tl_devicefix"})
-        return is_of_python or not set(folders).isdisjoint(file.parents)
+        if _folder("typing") in file.parents and "site-packages" not in file.parts:
+            return "typing" in packages
+        return not set(map(_folder, packages | {"tl_devicefix"})).isdisjoint(file.parents)
 
     def _names(self) -> Iterator[tuple[type, str]]:
         return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
