@@ -328,6 +328,11 @@ def test_what_would_leave_hooks_behind_is_refused(
         tl_devicefix.sweep(model, tokens, [], **{name: []})
 
 
+def test_tokens_in_the_place_of_runs_are_refused(model: Any, tokens: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
+        tl_devicefix.sweep(model, [], tokens)
+
+
 def test_an_argument_that_does_not_exist_is_refused_at_the_call(
     cls: str, model: Any, tokens: torch.Tensor
 ) -> None:
