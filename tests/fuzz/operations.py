@@ -87,7 +87,10 @@ class Trial:
         try:
             OPERATIONS[name](self, *arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
-            self.seen.append((f"{name} raises {type(error).__name__}", None))
+            # Which of these two a module that is not there gives, does not matter.
+            is_lookup = isinstance(error, (KeyError, AttributeError))
+            error_name = "LookupError" if is_lookup else type(error).__name__
+            self.seen.append((f"{name} raises {error_name}", None))
             self.messages.append(f"{operation}: {type(error).__name__}: {error}")
 
     def randn_like(self, x: torch.Tensor) -> torch.Tensor:
