@@ -137,8 +137,9 @@ class Draw:
         points = [point for point in self._pool(Point) if point.startswith(block)]
         while True:
             change = self.one_of(CHANGES)
-            # torch ends the process where a backward of simulated devices meets another dtype.
-            if self._left_out and change[0] == "set_mode":
+            # Over devices, torch ends the process where a backward meets another dtype, and asks
+            # for global hooks as a call ends where a component has hooks that carry.
+            if self._left_out and change[0] in ("set_mode", "global_hook"):
                 continue
             if other in str(change) and block not in str(change) and "filter" not in change:
                 return "within", self._random.choice(points), change
