@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from operations import CHANGES, RUNS, Trial
+from operations import CHANGES, LOSES_CACHE, RUNS, Trial
 from pools import BETWEEN, BLOCKS, IS_2, IS_BRIDGE, POOLS, Module, OwnMethod, Point, Weight
 
 _ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 4}
@@ -118,12 +118,15 @@ class Draw:
     def __init__(self, random_: random.Random, model: tuple[Any, ...], is_spread: bool) -> None:
         self._random = random_
         self._paths = paths(model)
+        self._is_spread = is_spread
         # Over devices, torch's error about devices follows where a grafted block's parts are
         # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
         # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
         # backward that a hook ends, the engine has run other nodes before.
         left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"}
-        self._left_out = left_out if is_spread else set()
+        self._left_out: set[Any] = left_out if is_spread else set()
+        if LOSES_CACHE:  # in which two blocks of one number would meet
+            self._left_out |= {"graft", ("attn._original_component.layer_idx", 0)}
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""
@@ -139,7 +142,7 @@ class Draw:
             change = self.one_of(CHANGES)
             # Over devices, torch ends the process where a backward meets another dtype, and asks
             # for global hooks as a call ends where a component has hooks that carry.
-            if self._left_out and change[0] in ("set_mode", "global_hook"):
+            if self._is_spread and change[0] in ("set_mode", "global_hook"):
                 continue
             if other in str(change) and block not in str(change) and "filter" not in change:
                 return "within", self._random.choice(points), change

@@ -324,6 +324,33 @@ def test_a_function_that_is_replaced_after_a_forward(
     assert_as_unpatched(bridge, of_tokens(tokens))
 
 
+def test_a_function_that_a_wrapper_imports_as_it_runs(boot: Any, tokens: torch.Tensor) -> None:
+    """Of Llama's module, which a Bridge's attention takes for other models too."""
+    bridge = boot("qwen3", device="cpu")
+    before = bridge(tokens)
+
+    def replaced(bridge: Any) -> Any:
+        owner = pkgutil.resolve_name("transformers.models.llama.modeling_llama")
+        rotate = owner.apply_rotary_pos_emb
+        with mock.patch.object(
+            owner, "apply_rotary_pos_emb", lambda q, k, *a, **b: rotate(q * 2, k, *a, **b)
+        ):
+            return bridge(tokens)
+
+    assert_as_unpatched(bridge, replaced)
+    assert not torch.equal(replaced(bridge), before)
+
+
+def test_a_wrapped_module_s_own_forward_where_the_bridge_has_processed_weights(
+    boot: Any, tokens: torch.Tensor
+) -> None:
+    """Which computes with these, and does not call it."""
+    bridge = boot("llama", device="cpu", compatible=True)
+    bridge.blocks[1].mlp.out.original_component.forward = lambda x: x.new_zeros(1)
+
+    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6)
+
+
 @pytest.fixture
 def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the Bridge's wrappers that run."""

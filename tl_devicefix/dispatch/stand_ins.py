@@ -9,8 +9,10 @@ those within it. Everything else runs as installed.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
@@ -225,6 +227,11 @@ def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     namespaces = [function.__globals__]
+    # What is imported where it is called: `from transformers.models.llama.modeling_llama import f`.
+    for name in names:
+        if "." in name:
+            with suppress(ImportError):
+                namespaces.append(vars(importlib.import_module(name)))
     for namespace in namespaces:
         for name in names & namespace.keys():
             value = namespace[name]

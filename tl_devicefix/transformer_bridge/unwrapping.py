@@ -49,8 +49,8 @@ class Unwrapped:
         for module in block.modules():
             if is_wrapper(module):
                 _check_wrapper(module, is_block=module is block)
-            elif isinstance(module, HookPoint) and "forward" in vars(module):
-                raise NotPlain("a hook point of it has a forward of its own")
+            elif "forward" in vars(module) and not _is_carried_by_accelerate(module):
+                raise NotPlain(f"a {type(module).__name__} of it has a forward of its own")
             _check_dropout(module)
         self.layer = self._of(block)
         used = set(map(id, self.layer.parameters()))
