@@ -357,7 +357,8 @@ def _methods(cls: type, package: str) -> Iterator[str]:
     for base in cls.__mro__:
         if package_of(base) == package:
             for name, value in vars(base).items():
-                if callable(value) and not isinstance(value, (type, staticmethod)):
+                is_method = callable(value) and not isinstance(value, (type, staticmethod))
+                if is_method or isinstance(value, functools.partialmethod):
                     yield name
 
 
