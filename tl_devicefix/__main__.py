@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 from tl_devicefix.misspelt import did_you_mean
@@ -27,12 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 if all is well.
     """
-    parser = _parser()
-    chosen, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        options = [f"--{name.replace('_', '-')}" for name in vars(chosen)]
-        meant = did_you_mean(unknown[0].partition("=")[0], options)
-        parser.error(f"{chosen.command} has no argument {unknown[0]!r}{meant}")
+    chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
     if chosen.command != "activations":
         _set_up()
@@ -60,11 +56,20 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a command too
+        chosen, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = re.findall("--[a-z-]+", self.format_usage())
+            meant = did_you_mean(unknown[0].partition("=")[0], options)
+            self.error(f"there is no argument {unknown[0]!r}{meant}")
+        return chosen, unknown
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tl_devicefix", description="TransformerLens models over several devices."
     )
+    parser.add_argument("--version", action="version", version=version("tl_devicefix"))
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo", help="load the shipped checkpoint over several devices and look at its heads"

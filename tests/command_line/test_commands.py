@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
         (["estimate"], 2, "the following arguments are required: model", []),
         (["nonsense"], 2, "invalid choice: 'nonsense'", []),
         (["estimate", "gpt2", "--n-device=4"], 2, "did you mean '--n-devices'?", []),
+        (["estimate", "gpt2", "--models"], 2, "there is no argument '--models'\n", []),
+        (["--version"], 0, version("tl_devicefix"), []),
         (["estimate", "--n-devices", "x"], 2, "invalid int value: 'x'", []),
         (["activations", "info", "none"], 1, "no saved activations in none", ["torch"]),
     ],

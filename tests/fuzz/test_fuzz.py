@@ -17,7 +17,7 @@ import pytest
 from cases import Installed, report
 from pools import IS_BRIDGE
 
-SEEDS = range(10 if IS_BRIDGE else 50)
+SEEDS = range(10 if IS_BRIDGE else 100)
 
 
 @pytest.fixture(scope="session")

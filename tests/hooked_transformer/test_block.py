@@ -194,6 +194,23 @@ def test_a_kv_cache_with_padding(variant: str, grad: bool) -> None:
     assert_all_as_installed({str(mask): partial(generated, mask) for mask in masks})
 
 
+@either_grad
+@pytest.mark.parametrize("variant", ["LN", "no norm"])
+def test_a_residual_stream_that_is_a_part_of_another(variant: str, grad: bool) -> None:
+    """As `generate` hands the last token's to the blocks; its layout decides how is rounded."""
+    model = shared(variant)
+    longer = torch.randn(2, 9, model.cfg.d_model, generator=torch.Generator().manual_seed(0))
+
+    def start() -> Seen:
+        cache = new_kv_cache(model, 2)
+        with torch.set_grad_enabled(grad):
+            for part in (longer[:, :-1], longer[:, -1:]):
+                logits = model(part, start_at_layer=0, past_kv_cache=cache)
+        return {"logits": logits.detach()}
+
+    assert_as_installed(start)
+
+
 def test_hooks_that_add_and_remove_hooks() -> None:
     model = shared("qk-norm, grouped")
     log: dict[str, Any] = {}

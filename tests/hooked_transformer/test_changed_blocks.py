@@ -7,7 +7,7 @@ import copy
 import pkgutil
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -412,17 +412,31 @@ def by_partial(function: Any) -> Any:
     return property(lambda self: partial(method, self))
 
 
-@pytest.mark.parametrize("wrap", [PassesCodeOn, by_mock, by_partial])
+def by_partialmethod(function: Any) -> Any:
+    return partialmethod(lambda self, *args, **kwargs: function(self, *args, **kwargs) * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "wrap"),
+    [
+        *((MLP, "forward", wrap) for wrap in (PassesCodeOn, by_mock, by_partial, by_partialmethod)),
+        (torch.nn.Module, "__call__", PassesCodeOn),
+    ],
+)
 @pytest.mark.parametrize("known", [False, True], ids=["before any forward", "after one"])
 def test_a_method_of_a_class_in_another_form(
-    wrap: Callable[[Any], Any], known: bool, monkeypatch: pytest.MonkeyPatch
+    cls: type,
+    name: str,
+    wrap: Callable[[Any], Any],
+    known: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = shared("LN")
     before = run(model)["logits"]
     if not known:
         monkeypatch.setattr(stand_ins, "_known", {})
 
-    with mock.patch.object(MLP, "forward", wrap(MLP.forward)):
+    with mock.patch.object(cls, name, wrap(getattr(cls, name))):
         changed = assert_as_installed(lambda: run(model))
 
     assert not torch.equal(changed["logits"], before)

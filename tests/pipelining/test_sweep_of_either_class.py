@@ -328,6 +328,11 @@ def test_what_would_leave_hooks_behind_is_refused(
         tl_devicefix.sweep(model, tokens, [], **{name: []})
 
 
+def test_tokens_in_the_place_of_runs_are_refused(model: Any, tokens: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
+        tl_devicefix.sweep(model, [], tokens)
+
+
 def test_an_argument_that_does_not_exist_is_refused_at_the_call(
     cls: str, model: Any, tokens: torch.Tensor
 ) -> None:
@@ -336,6 +341,8 @@ def test_an_argument_that_does_not_exist_is_refused_at_the_call(
     if cls != BRIDGE:  # which passes others on to transformers
         with pytest.raises(TypeError, match="no argument 'stop_at'; did you mean 'stop_at_layer'"):
             tl_devicefix.sweep(model, tokens, [], stop_at=3)
+        with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'remove_batch_dim'"):
+            tl_devicefix.sweep(model, tokens, [], remove_batch_dim=True)
 
 
 def test_a_bar_shows_how_many_runs_there_are(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import pkgutil
 import weakref
@@ -20,6 +21,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 import tl_devicefix
+from tl_devicefix.dispatch import stand_ins
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.transformer_bridge import unwrapping
 from tl_devicefix.transformer_bridge.block import why_installed
@@ -322,6 +324,58 @@ def test_a_function_that_is_replaced_after_a_forward(
     assert torch.equal(replaced(bridge), before) != REPLACED[path]
     assert_as_unpatched(bridge, replaced)
     assert_as_unpatched(bridge, of_tokens(tokens))
+
+
+def test_a_function_that_a_wrapper_imports_as_it_runs(boot: Any, tokens: torch.Tensor) -> None:
+    """Of Llama's module, which a Bridge's attention takes for other models too."""
+    bridge = boot("qwen3", device="cpu")
+    before = bridge(tokens)
+
+    def replaced(bridge: Any) -> Any:
+        owner = pkgutil.resolve_name("transformers.models.llama.modeling_llama")
+        rotate = owner.apply_rotary_pos_emb
+        with mock.patch.object(
+            owner, "apply_rotary_pos_emb", lambda q, k, *a, **b: rotate(q * 2, k, *a, **b)
+        ):
+            return bridge(tokens)
+
+    assert_as_unpatched(bridge, replaced)
+    assert not torch.equal(replaced(bridge), before)
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+def test_a_partialmethod_in_place_of_a_layer_s_before_the_first_forward(
+    compatible: bool, boot: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = boot("llama", device="cpu", compatible=compatible)
+    attention = pkgutil.resolve_name(f"{OF_LLAMA}LlamaAttention")
+    doubled = times(2, attention.forward)
+    monkeypatch.setattr(stand_ins, "_known", {})
+    monkeypatch.setattr(attention, "forward", functools.partialmethod(doubled))
+
+    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6 if compatible else 0)
+
+
+def test_a_component_that_is_exchanged_where_the_bridge_has_processed_weights(
+    boot: Any, tokens: torch.Tensor
+) -> None:
+    """Whose `weight` it takes then."""
+    bridge = boot("llama", device="cpu", compatible=True)
+    gated = bridge.blocks[1].mlp
+    gated._modules["in"] = torch.nn.Sequential(gated._modules["in"])
+
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'weight'"):
+        bridge(tokens)
+
+
+def test_a_wrapped_module_s_own_forward_where_the_bridge_has_processed_weights(
+    boot: Any, tokens: torch.Tensor
+) -> None:
+    """Which computes with these, and does not call it."""
+    bridge = boot("llama", device="cpu", compatible=True)
+    bridge.blocks[1].mlp.out.original_component.forward = lambda x: x.new_zeros(1)
+
+    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def save_activations(
     n_runs = n_in_flight(model, max_in_flight)
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
-    refuse_arguments(save_activations, model, arguments)
+    refuse_arguments(save_activations, model.run_with_cache, model, arguments)
     directory = Path(directory)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)

@@ -9,9 +9,11 @@ those within it. Everything else runs as installed.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import cache
+from contextlib import suppress
+from functools import cache, partialmethod
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from pathlib import Path
@@ -173,7 +175,7 @@ class Definitions:
         named += [(function.__qualname__, function) for function in self._functions]
         for name, value in named:
             is_of_torch = value is getattr(nn.Module, name.rpartition(".")[2], None)
-            if not is_of_torch and not self._is_written_by(value, ()):
+            if not self._is_written_by(value, ("torch",) if is_of_torch else ()):
                 return name
         for get, namespace in self._of_namespaces:
             for value in get(namespace)[1:]:
@@ -190,9 +192,9 @@ class Definitions:
             # A decorator of torch's around somebody's function; transformers has some itself.
             is_torch_s = str(value.__module__).startswith("torch.") and "torch" in packages
             return is_torch_s or self._package == "transformers"
-        is_of_python = _folder("typing") in file.parents and "site-packages" not in file.parts
-        folders = map(_folder, packages | {"tl_devicefix"})
-        return is_of_python or not set(folders).isdisjoint(file.parents)
+        if _folder("typing") in file.parents and "site-packages" not in file.parts:
+            return "typing" in packages
+        return not set(map(_folder, packages | {"tl_devicefix"})).isdisjoint(file.parents)
 
     def _names(self) -> Iterator[tuple[type, str]]:
         return ((cls, name) for cls, names in self._owners for name in (*names, "__call__"))
@@ -211,7 +213,8 @@ def _methods(cls: type, package: str) -> Iterator[str]:
     for base in cls.__mro__:
         if package_of(base) == package:
             for name, value in vars(base).items():
-                if callable(value) and not isinstance(value, (type, staticmethod)):
+                is_method = callable(value) and not isinstance(value, (type, staticmethod))
+                if is_method or isinstance(value, partialmethod):
                     yield name
 
 
@@ -242,6 +245,11 @@ def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     namespaces = [function.__globals__]
+    # What is imported where it is called: `from transformers.models.llama.modeling_llama import f`.
+    for name in names:
+        if "." in name:
+            with suppress(ImportError):
+                namespaces.append(vars(importlib.import_module(name)))
     for namespace in namespaces:
         for name in names & namespace.keys():
             value = namespace[name]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformer_lens.components import AbstractAttention, TransformerBlock
 
 from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
@@ -124,6 +125,8 @@ def run_block(
         q_input = k_input = v_input = run_norm(ln1, resid_pre, heard)
     if shortformer_pos_embed is not None:
         q_input, k_input = q_input + shortformer_pos_embed, k_input + shortformer_pos_embed
+    elif type(ln1) is nn.Identity and not post_norm:  # as the installed forward makes them, and
+        q_input, k_input = q_input + 0.0, k_input + 0.0  # their layout decides how is rounded
     inputs = q_input, k_input, v_input
     if (
         (heard and is_heard(attn))

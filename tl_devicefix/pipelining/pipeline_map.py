@@ -109,13 +109,14 @@ def pipeline_map(
     return _pipelined(model, make_view, run, items, max_in_flight, n_views, report, bar)
 
 
-def refuse_arguments(function: Callable[..., Any], model: Any, arguments: Iterable[str]) -> None:
-    """Refuse arguments that neither this function nor the model's forward has.
+def refuse_arguments(
+    function: Callable[..., Any], calls: Callable[..., Any], model: Any, arguments: Iterable[str]
+) -> None:
+    """Refuse arguments that neither this function, the one that it calls, nor the forward has.
 
     Of a Bridge, which passes them on to transformers, near misses only.
     """
-    runs = model.run_with_hooks, model.run_with_cache, model.forward
-    parameters = [signature(one).parameters for one in (function, *runs)]
+    parameters = [signature(one).parameters for one in (function, calls, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
     names = itertools.chain(*parameters)
     refuse_unknown(f"{function.__name__}()", arguments, names, passes_on=passes_on)

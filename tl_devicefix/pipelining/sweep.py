@@ -102,7 +102,9 @@ def sweep(
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
-    refuse_arguments(sweep, model, arguments)
+    if isinstance(runs, torch.Tensor):
+        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
+    refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
     if is_sequential():
         return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)

@@ -49,8 +49,8 @@ class Unwrapped:
         for module in block.modules():
             if is_wrapper(module):
                 _check_wrapper(module, is_block=module is block)
-            elif isinstance(module, HookPoint) and "forward" in vars(module):
-                raise NotPlain("a hook point of it has a forward of its own")
+            elif "forward" in vars(module) and not _is_carried_by_accelerate(module):
+                raise NotPlain(f"a {type(module).__name__} of it has a forward of its own")
             _check_dropout(module)
         self.layer = self._of(block)
         used = set(map(id, self.layer.parameters()))
@@ -157,6 +157,8 @@ def _check_wrapper(wrapper: Any, is_block: bool) -> None:
         if name in wrapper._hook_registry and type(child) is not HookPoint:
             raise NotPlain(f"its {name} is a {type(child).__name__}, not a HookPoint")
     if getattr(wrapper, "_use_processed_weights", False):
+        if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
+            raise NotPlain(f"a component of a {kind.__name__} is another module")
         parts = (part for part in wrapper.original_component.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
