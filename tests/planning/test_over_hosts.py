@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import TOYS
+from local_hosts import hosts as joined_hosts
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.__main__ import main
@@ -137,3 +138,10 @@ def test_the_command(capsys: Any) -> None:
     assert result["between_hosts"]["a forward"] == dict.fromkeys(
         ("host0 -> host1", "host1 -> host0"), 8 * 768 * 4
     )
+
+
+def test_a_plan_is_the_same_after_other_hosts_have_joined() -> None:
+    before = str(plan("gpt2", 4, hosts=2)), str(estimate("gpt2", 4, hosts=2, seq_len=8))
+    with joined_hosts("node-b"):
+        after = str(plan("gpt2", 4, hosts=2)), str(estimate("gpt2", 4, hosts=2, seq_len=8))
+    assert after == before

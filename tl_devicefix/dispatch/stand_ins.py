@@ -57,13 +57,14 @@ _known: dict[Hashable, list[Definitions]] = {}
 
 
 def _find_replaced(key: Hashable, define: Callable[[], Iterable[Definitions]]) -> str | None:
-    if key in _known and all(definitions.are_same() for definitions in _known[key]):
+    known = _known.get(key)  # as it is now: other threads may find it meanwhile
+    if known is not None and all(definitions.are_same() for definitions in known):
         return None
     now = list(define())
     for definitions in now:
         if (name := definitions.first_foreign()) is not None:
             return f"{name} was replaced"
-    if key in _known:
+    if known is not None:
         return "a function that it uses was replaced"
     _known[key] = now
     return None

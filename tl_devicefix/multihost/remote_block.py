@@ -3,8 +3,10 @@
 `attach` makes one of a block without values. Nothing of the user's code leaves home: at a hook
 point on which somebody listens, the worker stops, and the activation is here, a plain tensor.
 
-    block 6, nobody listens    waits: its output is a `RemoteTensor`
-    block 7, a hook on hook_z  begin([6, 7])  --->
+    block 5, nobody listens    waits: its output is a `RemoteTensor`
+    block 6, nobody listens    waits
+    block 7, a hook on hook_z  begin([5, 6])  --->
+                               begin([7])     <---  output of block 6
                                hook(z)        <---  z
                                proceed(...)   --->
     block 8, nobody listens    waits          <---  output of block 7

@@ -62,11 +62,11 @@ def settings() -> list[Any]:
 
 
 def configs_of(block: Any) -> dict[str, Any]:
-    """The configs of TransformerLens's in a block, each by the path of a module that has it."""
+    """The configs of libraries in a block, each by the path of a module that has it."""
     found: dict[int, tuple[str, Any]] = {}
     for path, module in block.named_modules():
         config = vars(module).get("cfg") or vars(module).get("config")
-        if config is not None and package_of(type(config)) == "transformer_lens":
+        if config is not None and package_of(type(config)) in ("transformer_lens", "transformers"):
             found.setdefault(id(config), (path, config))
     return dict(found.values())
 

@@ -209,10 +209,12 @@ def host_of(device: torch.device) -> tuple[Host, int]:
 
 
 def sites_here() -> tuple[Site, ...]:
-    """The host of each device, after `init_hosts`; nothing if there is one host."""
+    """The host of each device, simulated or after `init_hosts`; nothing if there is one host."""
+    simulated: Any = getattr(torch, DEVICE_TYPE, None)
+    if hasattr(simulated, "sites") and simulated.executor() is not None:
+        return simulated.sites()  # type: ignore[no-any-return]
     if not joined():
-        simulated: Any = getattr(torch, DEVICE_TYPE, None)
-        return simulated.sites() if hasattr(simulated, "sites") else ()
+        return ()
     here = default_device()
     own = [torch.device(here.type, number) for number in range(device_count(here.type))]
     own = own if has_index(here) else [here]

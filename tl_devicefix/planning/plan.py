@@ -16,12 +16,11 @@ from tl_devicefix.placement.devices import (
     check_number,
     names_host,
     site_named,
-    sites_on,
 )
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.planning.blueprints import adapter_to_load, blueprint
-from tl_devicefix.simulation import simulate_apart
+from tl_devicefix.simulation import simulate_apart, simulated_sites
 
 UNLIMITED = 2**60
 """Bytes of a device of which nothing is known, or asked."""
@@ -74,7 +73,7 @@ def plan(
     Raises:
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
-    sites = sites_on(n_devices, hosts)
+    sites = simulated_sites(n_devices, hosts)
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
     is_of_bridge = adapter_to_load(config_or_model_name).NAME == "TransformerBridge"
     options = {} if is_of_bridge else {"fold_ln": False}
@@ -118,7 +117,7 @@ def described(
     n_devices: int | None, hosts: Hosts | None, device_map: Any, max_memory: Any, memory: Any
 ) -> Described:
     """Read a user's arguments about devices; log a warning of any that do not exist."""
-    sites = sites_on(n_devices, hosts)
+    sites = simulated_sites(n_devices, hosts)
     device_map, max_memory, memory = (by_index(e, sites) for e in (device_map, max_memory, memory))
     named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
     named += [key for sizes in (max_memory, memory) if isinstance(sizes, Mapping) for key in sizes]

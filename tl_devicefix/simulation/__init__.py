@@ -14,7 +14,11 @@ times), ``streams`` (as torch code sees them), ``timeline`` (what took time).
 
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers
 from tl_devicefix.simulation.ordering import RaceError
-from tl_devicefix.simulation.session import simulate, simulate_apart
+from tl_devicefix.simulation.session import (
+    simulate,
+    simulate_apart,
+    simulated_sites,
+)
 from tl_devicefix.simulation.timeline import Busy, Timeline, labelled
 
 __all__ = [
@@ -28,4 +32,5 @@ __all__ = [
     "labelled",
     "simulate",
     "simulate_apart",
+    "simulated_sites",
 ]

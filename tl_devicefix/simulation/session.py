@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, check_number, sites_on
+from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.executor import (
@@ -114,7 +114,7 @@ def simulate(
     executor = Executor() if values else MetaExecutor()
     if asynchronous:
         executor = AsynchronousExecutor(speed)
-    machine = Machine(capacities, executor, sites_on(n_devices, hosts))
+    machine = Machine(capacities, executor, simulated_sites(n_devices, hosts))
     with ExitStack() as stack:
         stack.enter_context(_changed_for(machine))
         if isinstance(executor, AsynchronousExecutor):
@@ -158,8 +158,15 @@ def simulate_apart(
     """`simulate(..., values=False)`, also inside another `simulate`, which goes on afterwards."""
     if entered_machine() is None:
         return simulate(n_devices, memory, values=False, hosts=hosts)
-    capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
+    capacities, sites = _capacities(n_devices, memory), simulated_sites(n_devices, hosts)
     return entered(Machine(capacities, MetaExecutor(), sites))  # torch is changed already
+
+
+def simulated_sites(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
+    """`sites_on`, of simulated devices, whose type torch has to know."""
+    if hosts is not None:
+        backend.register()
+    return sites_on(n_devices, hosts)
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
