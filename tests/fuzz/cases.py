@@ -131,12 +131,13 @@ class Draw:
             if name.startswith(("Llama", "GPT2", "Conv1D", "Linear."))
         }
         self._left_out: set[Any] = left_out if is_spread else set()
-        if "compatible" in model:  # where TransformerLens computes by the config's alone
-            self._left_out.add(("mlp._original_component.act_fn", "tanh"))
+        if "compatible" in model:
+            # TransformerLens computes by the config's alone there, and in processed weights' dtype.
+            self._left_out |= {("mlp._original_component.act_fn", "tanh"), "half"}
         if "gpt2" in model:  # whose scale TransformerLens computes where somebody listens
             self._left_out.add(("attn._original_component.scaling", 0.3))
         if LOSES_CACHE:  # in which two blocks of one number would meet
-            self._left_out |= {"graft", ("attn._original_component.layer_idx", 0)}
+            self._left_out.add("graft")
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""

@@ -145,7 +145,6 @@ _BRIDGE: dict[Any, Any] = {
     Setting: [("eps", 0.1), ("use_hook_mlp_in", True)],
     Attribute: [
         ("attn._original_component.scaling", 0.3),
-        ("attn._original_component.layer_idx", 0),
         ("mlp._original_component.act_fn", "tanh"),
         ("ln1._original_component.variance_epsilon", 0.1),
         ("ln1._original_component.eps", 0.1),

@@ -168,6 +168,10 @@ def a_layer_that_is_another(bridge: Any) -> None:
     a_weight_edited_in_place(bridge)
 
 
+def a_component_that_is_another_module(bridge: Any) -> None:
+    bridge.blocks[1].attn._modules["o"] = torch.nn.Identity()
+
+
 def an_activation_function(bridge: Any) -> None:
     mlp = bridge.blocks[1].mlp.original_component
     setattr(mlp, "act" if hasattr(mlp, "act") else "act_fn", torch.nn.Tanh())
@@ -197,6 +201,7 @@ def hooked(name: str) -> Callable[[Any], None]:
 CHANGES = (
     *(a_module_in_a_hook_point_s_place, a_forward_of_its_own, a_weight_edited_in_place),
     *(a_weight_that_is_another, a_layer_that_is_another, an_activation_function),
+    a_component_that_is_another_module,
     *(another_last_block, a_weight_of_the_unembedding, a_norm_with_a_forward_of_its_own),
     *map(hooked, ("embed.hook_out", "ln_final.hook_normalized", "unembed.hook_in")),
 )

@@ -156,9 +156,9 @@ def _check_wrapper(wrapper: Any, is_block: bool) -> None:
     for name, child in wrapper._modules.items():
         if name in wrapper._hook_registry and type(child) is not HookPoint:
             raise NotPlain(f"its {name} is a {type(child).__name__}, not a HookPoint")
+    if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
+        raise NotPlain(f"a component of a {kind.__name__} is another module")
     if getattr(wrapper, "_use_processed_weights", False):
-        if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
-            raise NotPlain(f"a component of a {kind.__name__} is another module")
         parts = (part for part in wrapper.original_component.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
