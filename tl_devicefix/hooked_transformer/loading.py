@@ -141,8 +141,8 @@ def _load(
             loading_elsewhere(
                 placement,
                 "HookedTransformer.from_pretrained",
-                arguments["model_name"],
-                {**arguments, **hf_kwargs},
+                model_name,
+                {**arguments, **hf_kwargs, "dtype": dtype},
                 **hf_kwargs,
             )
         )

@@ -127,7 +127,7 @@ class _Layer:
             changed[path] = {
                 name: value
                 for name, value in now.items()
-                if before.get(name) is not value and isinstance(value, _SENT)
+                if before.get(name) is not value and (value is None or isinstance(value, _SENT))
             }
         return {path: changes for path, changes in changed.items() if changes}
 
@@ -319,15 +319,18 @@ def _new_hooks(module: Any, known: frozenset[int]) -> Iterator[Any]:
 
 
 def _facts(module: Any) -> dict[str, Any]:
-    """Weights, and public attributes that are numbers, names or functions."""
-    public = {
+    """Weights, and attributes that are numbers, names or functions."""
+    attributes = {
         name: value
         for name, value in vars(module).items()
-        if name[0] != "_" and name != "training" and isinstance(value, _PLAIN)
+        if name not in _OF_EVERY_MODULE
+        and isinstance(value, _PLAIN)
+        and not name.startswith("_tl_devicefix")
     }
-    return {**public, **module._parameters, **module._buffers}
+    return {**attributes, **module._parameters, **module._buffers}
 
 
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 _PLAIN = bool, int, float, str, type(None), FunctionType, BuiltinFunctionType
 
 
@@ -393,7 +396,8 @@ class _FunctionsOf:
 
     def __init__(self, owner: Any, kinds: tuple[type, ...], *names: str) -> None:
         self._owner = owner
-        self._names = [name for name in dir(owner) if isinstance(getattr(owner, name), kinds)]
+        names_of_kinds = (name for name in dir(owner) if isinstance(getattr(owner, name), kinds))
+        self._names = [name for name in names_of_kinds if not name.startswith("register_")]
         self._names += names
         self._values = list(self._now())
 
@@ -625,12 +629,15 @@ class _Run(Kept):
                 return self._returned(output)
             activation = output if same_as is None else both[same_as]
             versions = [_version(tensor) for tensor in (*both, activation)]
+            values = activation.detach().clone()  # edits of `.data` or by numpy are not counted
             step = self._steps[number]
             hooked = step.block.get_submodule(name)(activation)
             others = ((x, was) for x, was in zip(both, versions) if x is not activation)
             step.check_after_hook(name, any(_version(x) != was for x, was in others))
             was = versions[-1]
-            in_place = hooked is activation and (was is None or _version(activation) != was)
+            in_place = hooked is activation and (
+                was is None or _version(activation) != was or not torch.equal(activation, values)
+            )
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 both.append(hooked)

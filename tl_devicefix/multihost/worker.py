@@ -160,7 +160,7 @@ class Worker:
         return _sent(getattr(item, name) if name else item)
 
     def begin(self, call: int, model: int, request: dict[str, Any]) -> Reply:
-        """Begin a run of some blocks, one after the other; see `RemoteRun`."""
+        """Begin a run of some blocks, one after the other; see `_Run`."""
         self.forget(request["forget"])
         for (get, put), value in zip(_SETTINGS, request["settings"]):
             if get() != value:

@@ -108,11 +108,15 @@ class Placement:
         """The device of `embed`: tokens, logits, losses and everything gathered are here."""
         return self.components[0].device
 
-    @cached_property
+    @property
     def here(self) -> Placement:
         """The same without what is on other hosts."""
+        return self if self._here is None else self._here
+
+    @cached_property
+    def _here(self) -> Placement | None:
         own = tuple(c for c in self.components if not is_elsewhere(c.device))
-        return self if own == self.components else Placement(own, self.sites)
+        return None if own == self.components else Placement(own, self.sites)
 
     @property
     def of_this_process(self) -> Placement:
