@@ -106,7 +106,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hosts"):
-        tl_devicefix.simulate = simulated_by_hosts
+        tl_devicefix.simulate = simulated_by_hosts  # type: ignore[assignment]
     if real_devices.TYPE and config.getoption("--unpatched"):
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"

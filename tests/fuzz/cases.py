@@ -123,14 +123,14 @@ class Draw:
         # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
         # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
         # backward that a hook ends, the engine has run other nodes before.
-        left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"}
+        left_out: set[Any] = {"graft", "_forward_pre_hooks", "buffer", "raise"}
         # accelerate has the forwards of transformers' modules since these were loaded.
         left_out |= {
             name
             for name in POOLS[Method]
             if name.startswith(("Llama", "GPT2", "Conv1D", "Linear."))
         }
-        self._left_out: set[Any] = left_out if is_spread else set()
+        self._left_out = left_out if is_spread else set()
         if "compatible" in model:
             # TransformerLens computes by the config's alone there, and in processed weights' dtype.
             self._left_out |= {("mlp._original_component.act_fn", "tanh"), "half"}

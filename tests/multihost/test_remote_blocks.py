@@ -216,14 +216,26 @@ def test_hooks_that_look_stop_nobody(
 
 
 def deep_copied(model: Any, tokens: torch.Tensor) -> Any:
-    return copy.deepcopy(model)(tokens).detach()
+    copied = copy.deepcopy(model)
+    assert getattr(copied, "placement", None) == getattr(model, "placement", None)
+    return copied(tokens).detach()
 
 
 def with_and_without_results_of_heads(model: Any, tokens: torch.Tensor) -> Any:
-    model.set_use_attn_result(True)
-    _, cache = model.run_with_cache(tokens)
-    model.set_use_attn_result(False)
+    for is_on in (True, False):
+        model.set_use_attn_result(is_on)
+        model.set_use_hook_mlp_in(is_on)
+        if is_on:
+            _, cache = model.run_with_cache(tokens)
     return dict(cache), dict(model.run_with_cache(tokens)[1]), model(tokens).detach()
+
+
+def edited_by_data(model: Any, tokens: torch.Tensor) -> Any:
+    def edit(x: torch.Tensor, hook: Any) -> None:
+        x.data[:, 1] = 0.25
+
+    hooks = [(f"blocks.{layer}.attn.hook_z", edit) for layer in (1, 2, 3)]
+    return model.run_with_hooks(tokens, fwd_hooks=hooks).detach()
 
 
 def moved_to_where_it_is(model: Any, tokens: torch.Tensor) -> Any:
@@ -232,7 +244,7 @@ def moved_to_where_it_is(model: Any, tokens: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "run", [deep_copied, with_and_without_results_of_heads, moved_to_where_it_is]
+    "run", [deep_copied, with_and_without_results_of_heads, edited_by_data, moved_to_where_it_is]
 )
 def test_as_in_one_process(run: Any, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
     expected, given = (tree_leaves(run(load("llama"), tokens)) for load in (alone, spread))
@@ -299,6 +311,11 @@ def test_a_hook_that_hooks_its_own_block_is_refused(spread: Any, tokens: torch.T
 
 CHANGES: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "an attribute": lambda block: (block.ln1, "eps" if hasattr(block.ln1, "eps") else "name", 3.0),
+    "a private one": lambda block: next(
+        (block.attn, name, "bidirectional")
+        for name in ("_attention_dir_override", "_layer_idx", "attn_type")
+        if name in vars(block.attn)
+    ),
     "a method": lambda block: (block.attn, "split_heads", lambda x: x),
 }
 

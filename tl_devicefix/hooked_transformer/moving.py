@@ -142,6 +142,8 @@ def _devices(model: nn.Module) -> set[torch.device]:
 def move_model_modules_to_device(original: Any, self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement: Placement | None = getattr(self, "placement", None)
+    if placement is not None and placement.here is not placement:
+        return  # over several hosts, it stays where it is
     if placement is not None and _is_spread_by(placement, self.cfg):
         place(self, placement)
     elif self.cfg.n_devices > 1:
@@ -172,7 +174,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
         return
     use(placement)
     placements[self.cfg] = placement
-    if _devices(self) != {c.stored_on for c in placement.components if c.weights}:
+    if _devices(self) != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
     else:
         pin(self, placement)

@@ -27,6 +27,7 @@ from tl_devicefix.hooked_transformer.units import (
     load_component,
 )
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.remote_block import is_remote
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, is_block
 from tl_devicefix.placement.workers import each_on_its_device
@@ -149,6 +150,11 @@ def load_and_process_state_dict(
         torch.OutOfMemoryError: saying which device of a placed model had no room.
     """
     refuse_unfinished(self)
+    for block in filter(is_remote, self.blocks):
+        raise RuntimeError(
+            f"{next(block.parameters())._weight_is}, where weights stay as they were loaded: ask "
+            "from_pretrained for the processing"
+        )
     filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
     steps = Steps(

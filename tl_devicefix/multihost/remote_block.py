@@ -203,7 +203,7 @@ def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
 
 def call_everywhere(model: Any, method: str, arguments: dict[str, Any]) -> None:
     """Call a method that changes weights on all hosts that have blocks of a model."""
-    blocks = {id(block): block for block in model.blocks if is_remote(block)}.values()
+    blocks = list(filter(is_remote, model.modules()))
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
         weights = remote.host.connection.call("apply", remote.number, method, arguments)
         for name, (shape, dtype) in weights.items():
@@ -323,14 +323,14 @@ def _facts(module: Any) -> dict[str, Any]:
     attributes = {
         name: value
         for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE
+        if name not in _NOT_FACTS
         and isinstance(value, _PLAIN)
         and not name.startswith("_tl_devicefix")
     }
     return {**attributes, **module._parameters, **module._buffers}
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_NOT_FACTS = {*vars(nn.Module()), HAS_MLP_IN}
 _PLAIN = bool, int, float, str, type(None), FunctionType, BuiltinFunctionType
 
 
@@ -397,7 +397,7 @@ class _FunctionsOf:
     def __init__(self, owner: Any, kinds: tuple[type, ...], *names: str) -> None:
         self._owner = owner
         names_of_kinds = (name for name in dir(owner) if isinstance(getattr(owner, name), kinds))
-        self._names = [name for name in names_of_kinds if not name.startswith("register_")]
+        self._names = [name for name in names_of_kinds if not name.startswith(_NOT_IN_BLOCKS)]
         self._names += names
         self._values = list(self._now())
 
@@ -413,6 +413,7 @@ class _FunctionsOf:
         return name and f"{self._owner.__name__}.{name}"
 
 
+_NOT_IN_BLOCKS = "register_", "rand", "set_", "get_", "is_"
 _BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 _torch: Any = [
     _FunctionsOf(torch, _BUILT_IN, *torch.functional.__all__),

@@ -80,8 +80,8 @@ def sweep(
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
-        tokens: as its `run_with_hooks` takes them. They, the weights and the hooks on the model may
-            not change until the last run has ended.
+        tokens: as its `run_with_hooks` takes them. They and the model (weights, buffers, modules,
+            settings, hooks) may not change until the last run has ended.
         runs: lists of (name, hook), read no further than needed. Hooks may read the model, but
             neither run nor hook it.
         progress: show a bar.
@@ -93,8 +93,8 @@ def sweep(
     Raises:
         TypeError: for an argument that would leave hooks behind, or that does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
-        RuntimeError: if weights or the model's hooks were changed between two runs; if a hook runs
-            or hooks the model.
+        RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
+            between two runs; if a hook runs or hooks the model.
     """
     for name in ("fwd_hooks", "bwd_hooks", "reset_hooks_end"):
         if name in arguments:
