@@ -20,7 +20,7 @@ import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
 from tl_devicefix.placement.hosts import Connection, HostLost, joined
 
-TIMEOUT = 5.0
+TIMEOUT = 20.0
 
 
 DRIVER = """
