@@ -152,11 +152,13 @@ def test_an_error_of_the_worker(worker: Connection) -> None:
 def test_an_interrupt(worker: Connection, cluster: Cluster) -> None:
     (process,) = cluster.other.workers()
     process.suspend()  # so that the call waits
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             worker.call("free_memory", 0)
     finally:
+        signal.signal(signal.SIGINT, handler)
         process.resume()
 
     assert worker.call("free_memory", 0) > 0
