@@ -25,7 +25,8 @@ def main() -> None:
     """Load, and look into the last block, which another host has."""
     options = arguments()
     tl_devicefix.init_hosts()  # has the devices of all nodes; without a cluster, it does nothing
-    with devices_for(options.n_devices):
+    with devices_for(options.n_devices) as which:
+        print(which)
         model = load(options)
         print(model.placement)
         look(model, options.text)

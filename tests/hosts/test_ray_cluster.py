@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +237,15 @@ def test_the_drivers_end(cluster: Cluster, both_nodes: None) -> None:
     driver.wait(WITHIN)
 
     assert eventually(lambda: not process.is_running())
+
+
+def test_the_example(cluster: Cluster) -> None:
+    example = Path(tl_devicefix.__file__).parents[1] / "examples" / "several_hosts.py"
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(
+        [sys.executable, str(example)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"^host1/cpu +blocks\.4-7 ", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_another_token(refused: subprocess.Popen[str]) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement.devices import DEVICE_TYPE, default_device, device_count
+from tl_devicefix.placement.hosts import joined
 from tl_devicefix.simulation import simulate
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
@@ -73,6 +74,8 @@ def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
 def devices_for(n_devices: int) -> Iterator[str]:
     """Make devices available within a `with` block: real ones, or simulated ones if there are few.
 
+    If other hosts have joined, they are theirs and this one's.
+
     Args:
         n_devices: how many.
 
@@ -80,6 +83,9 @@ def devices_for(n_devices: int) -> Iterator[str]:
         A sentence that says which.
     """
     accelerator = default_device()
+    if hosts := joined():
+        yield f"Using {n_devices} device(s) of {len(hosts) + 1} hosts."
+        return
     n_real = device_count(accelerator.type)
     is_simulated = accelerator.type == DEVICE_TYPE  # already: loading says if too few
     if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and n_real >= n_devices):
