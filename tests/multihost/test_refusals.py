@@ -99,6 +99,17 @@ def test_a_weight_elsewhere_cannot_be(change: Any, weight: torch.Tensor) -> None
     assert not weight.requires_grad
 
 
+@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's hosts process their own")
+def test_processing_of_weights_elsewhere_is_refused_before_any(spread: Any) -> None:
+    model = spread("llama")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    with pytest.raises(RuntimeError, match="is on node-b, where weights are frozen"):
+        model.load_and_process_state_dict({})
+
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
 def test_an_optimiser_of_weights_elsewhere_changes_none(
     load: Any, host: LocalConnection, tokens: torch.Tensor
 ) -> None:

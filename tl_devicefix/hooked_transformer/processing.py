@@ -27,9 +27,9 @@ from tl_devicefix.hooked_transformer.units import (
     load_component,
 )
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.multihost.remote_block import is_remote
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, is_block
+from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import (
     Steps,
@@ -144,17 +144,13 @@ def load_and_process_state_dict(
     and says so when it is used.
 
     Raises:
-        RuntimeError: if an earlier call was interrupted.
+        RuntimeError: if an earlier call was interrupted, or blocks are on other hosts.
         ValueError: if a tensor is misshapen; the model is then unchanged. A matrix that is
             missing keeps the model's own value, with a warning, as in TransformerLens.
         torch.OutOfMemoryError: saying which device of a placed model had no room.
     """
     refuse_unfinished(self)
-    for block in filter(is_remote, self.blocks):
-        raise RuntimeError(
-            f"{next(block.parameters())._weight_is}, where weights stay as they were loaded: ask "
-            "from_pretrained for the processing"
-        )
+    refuse_weights(self.parameters())
     filled = self.fill_missing_keys(state_dict)
     check_shapes(self, filled)
     steps = Steps(

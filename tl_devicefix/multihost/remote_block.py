@@ -56,7 +56,7 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)
-_SENT = (bool, int, float, str, torch.dtype, torch.Tensor)
+_SENT = (type(None), bool, int, float, str, torch.dtype, torch.Tensor)
 
 
 class Kept:
@@ -127,7 +127,7 @@ class _Layer:
             changed[path] = {
                 name: value
                 for name, value in now.items()
-                if before.get(name) is not value and (value is None or isinstance(value, _SENT))
+                if before.get(name) is not value and isinstance(value, _SENT)
             }
         return {path: changes for path, changes in changed.items() if changes}
 
@@ -493,7 +493,7 @@ class _Step:
                         f"a {type(value).__name__} is used: only a DynamicCache goes there"
                     )
         for leaf in tree_leaves(sent):
-            if not (leaf is None or isinstance(leaf, _SENT)):
+            if not isinstance(leaf, _SENT):
                 raise _Unseen(f"an argument is a {type(leaf).__name__}")
         return sent
 
