@@ -269,7 +269,12 @@ def a_hook_for_every_module(model: Any, tokens: torch.Tensor) -> Any:
         hook.remove()
 
 
+def torch_compile(model: Any, tokens: torch.Tensor) -> Any:
+    torch.compile(model, backend="eager")(tokens)
+
+
 ON = {
+    torch_compile: "it is compiled",
     autocast: "torch.autocast is on",
     a_function_mode: "a _Mode is active",
     vmap: "torch.func transforms it",

@@ -20,36 +20,25 @@ comes when it is read. KV caches stay there too.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import chain, compress, count
-from operator import is_, is_not, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import HookPoint
 from transformers.cache_utils import Cache
 
 from tl_devicefix.attention.implementation import sdpa_in
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
-from tl_devicefix.dispatch.hooking import only_looks
-from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.stand_ins import (
-    Modules,
-    definitions_of,
-    hooks_of,
     look_again,
-    why_not_now,
 )
 from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, layer_of_cache, state_of
+from tl_devicefix.multihost.refusals import AsLoaded, Unseen, refuse_what_is_on
 from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, configs_of, settings
 from tl_devicefix.placement.hosts import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
@@ -114,7 +103,7 @@ class _Layer:
 
     def look_at(self, block: Any) -> None:
         """Take the block as it is for what its host has."""
-        self.made = _Made(block, {})
+        self.as_loaded = AsLoaded(block)
         modules = (module for module in block.modules() if not isinstance(module, HookPoint))
         self.classes = frozenset(map(_class_of, modules))
         self._configs = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
@@ -242,200 +231,7 @@ def is_remote(block: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------
-# What is in a block, and who listens
-
-
-class _Unseen(Exception):
-    """Something that the host of a block would not see."""
-
-
-class _Made:
-    """A module that computes, as it was made remote, and those within it.
-
-    Attributes:
-        facts: what its forward reads.
-        children: of each within it, how it was made; of a hook point, the hooks that a library has
-            put there, or None where it is there again.
-    """
-
-    def __init__(self, module: Any, made: dict[Any, Any]) -> None:
-        self.cls, self.names, self.facts = type(module), vars(module).keys() | set(), _facts(module)
-        self.hooks, self.children = _hooks_of(module), dict[str, Any]()
-        for name, child in module._modules.items():
-            if isinstance(child, HookPoint):
-                self.children[name] = None if child in made else _hooks_of(child)
-                made[child] = None
-            elif child is not None:
-                made[child] = self.children[name] = made.get(child) or _Made(child, made)
-
-    def listened(
-        self, module: Any, path: str = "", seen: dict[_Made, Any] | None = None
-    ) -> Iterator[tuple[str, bool]]:
-        """Hook points in a module on which somebody listens, and whether that is only to look.
-
-        Raises:
-            _Unseen: if there is something else in it that its host does not know of.
-        """
-        called, facts = path or "the block", _facts(module)
-        seen = {} if seen is None else seen
-        if path and (type(module) is not self.cls or seen.get(self, module) is not module):
-            raise _Unseen(f"{called} is another module")
-        if self in seen:
-            return
-        seen[self] = module
-        if path and any(_new_hooks(module, self.hooks)):
-            raise _Unseen(f"{called} has hooks of torch's: put them on its hook points")
-        for name, value in self.facts.items():
-            now = facts.get(name)
-            if now is not value and (isinstance(value, torch.Tensor) or now != value):
-                raise _Unseen(f"{name} of {called} was changed")
-        for name in vars(module).keys() - self.names:
-            is_method = callable(vars(module)[name]) and not name.startswith("_tl_devicefix")
-            if is_method and (path or name != "forward"):
-                raise _Unseen(f"{called} has a {name} of its own")
-        for name, child in module._modules.items():
-            if child is not None and name not in self.children:
-                raise _Unseen(f"{called} has another module {name!r}")
-        for name, made in self.children.items():
-            child, child_path = module._modules.get(name), f"{path}.{name}" if path else name
-            if isinstance(made, _Made):
-                yield from made.listened(child, child_path, seen)
-            elif made is not None and (type(child) is not HookPoint or "forward" in vars(child)):
-                yield child_path, False
-            elif made is not None and (hooks := list(_new_hooks(child, made))):
-                yield child_path, all(map(only_looks, hooks))
-
-
-def _hooks_of(module: Any) -> frozenset[int]:
-    return frozenset(number for hooks in hooks_of(vars(module)) for number in hooks)
-
-
-def _new_hooks(module: Any, known: frozenset[int]) -> Iterator[Any]:
-    """Hooks that were added after a block was made remote, but for those that record outputs."""
-    for hooks in hooks_of(vars(module)):
-        for number, hook in hooks.items():
-            if number not in known and getattr(hook, "__module__", None) != _RECORDING:
-                yield hook
-
-
-def _facts(module: Any) -> dict[str, Any]:
-    """Weights, and attributes that are numbers, names or functions."""
-    attributes = {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _NOT_FACTS
-        and isinstance(value, _PLAIN)
-        and not name.startswith("_tl_devicefix")
-    }
-    return {**attributes, **module._parameters, **module._buffers}
-
-
-_NOT_FACTS = {*vars(nn.Module()), HAS_MLP_IN}
-_PLAIN = bool, int, float, str, type(None), FunctionType, BuiltinFunctionType
-
-
-class _Unheard:
-    """A block in which nobody listened and nothing was changed; asked in a tenth of the time."""
-
-    def __init__(self, block: Any) -> None:
-        self._modules = Modules(block)
-        self._read = [
-            (itemgetter(*names, "training"), namespace)
-            for namespace in self._modules.namespaces
-            if (names := [name for name in namespace if isinstance(namespace[name], _PLAIN)])
-        ]
-        self._values = list(self._now())
-        self._hooks = list(chain.from_iterable(self._modules.hooks()))  # of libraries
-
-    def _now(self) -> Iterator[Any]:
-        for namespace in self._modules.namespaces:
-            yield from namespace["_parameters"].values()
-            yield from namespace["_buffers"].values()
-        for get, namespace in self._read:
-            yield from get(namespace)
-
-    def holds(self, block: Any) -> bool:
-        """Whether that is so now; it is not known of a copy of the block, or a view."""
-        return (
-            self._modules.namespaces[0] is vars(block)
-            and self._modules.are_same()
-            and self._hooks == list(chain.from_iterable(self._modules.hooks()))
-            and all(map(is_, self._now(), self._values))
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Unheard:
-        return self
-
-
-def _listened(block: Any, made: _Made) -> dict[str, bool]:
-    """Hook points of a block on which somebody listens; see `_Made.listened`."""
-    unheard = vars(block).get(_UNHEARD)
-    if unheard is not None and unheard.holds(block):
-        return {}
-    listened = dict(made.listened(block))
-    if not listened:
-        vars(block)[_UNHEARD] = _Unheard(block)
-    return listened
-
-
-_UNHEARD = "_tl_devicefix_unheard"
-
-
-def _is_recorded() -> bool:
-    """Whether transformers records outputs of layers, other than a Bridge, who drops them."""
-    is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
-    recording = sys.modules.get(_RECORDING)
-    return not is_of_bridge and bool(recording and recording._active_collector.get())
-
-
-_RECORDING = "transformers.utils.output_capturing"
-
-
-class _FunctionsOf:
-    """Functions of torch by which blocks compute, as they were when this was imported."""
-
-    def __init__(self, owner: Any, kinds: tuple[type, ...], *names: str) -> None:
-        self._owner = owner
-        names_of_kinds = (name for name in dir(owner) if isinstance(getattr(owner, name), kinds))
-        self._names = [name for name in names_of_kinds if not name.startswith(_NOT_IN_BLOCKS)]
-        self._names += names
-        self._values = list(self._now())
-
-    def _now(self) -> Iterator[Any]:
-        return map(vars(self._owner).get, self._names)
-
-    def are_same(self) -> bool:
-        return all(map(is_, self._now(), self._values))
-
-    def first_foreign(self) -> str | None:
-        changed = map(is_not, self._now(), self._values)
-        name = next(compress(self._names, changed), None)
-        return name and f"{self._owner.__name__}.{name}"
-
-
-_NOT_IN_BLOCKS = "register_", "rand", "set_", "get_", "is_"
-_BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
-_torch: Any = [
-    _FunctionsOf(torch, _BUILT_IN, *torch.functional.__all__),
-    _FunctionsOf(torch.Tensor, (*_BUILT_IN, FunctionType)),
-    _FunctionsOf(nn.functional, (*_BUILT_IN, FunctionType)),
-]
-
-
-def _refuse_functions(classes: frozenset[type]) -> None:
-    define = partial(chain, definitions_of(classes), _torch)
-    if (why := why_not_now(("remote", classes), define)) is not None:
-        raise _Unseen(why)
-    if _is_recorded():
-        raise _Unseen("transformers was asked for hidden states or attentions")
-    if torch._C._is_any_autocast_enabled():
-        raise _Unseen("torch.autocast is on")
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    for mode in modes:
-        if not isinstance(mode, OutsideBlocks | DeviceContext):
-            raise _Unseen(f"a {type(mode).__name__} is active")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise _Unseen("torch.func transforms it")
+# Runs
 
 
 def _kinds(point: Any) -> list[str]:
@@ -450,10 +246,10 @@ class _Step:
         self.block, self.layer, self.form = block, layer, (len(args), *kwargs)
         self.entry: Any = None
         with self._refusing():
-            _refuse_functions(layer.classes)
+            refuse_what_is_on(layer.classes)
             if block.training and not hasattr(block, "cfg"):  # of transformers', which drop out
-                raise _Unseen("the model is in training mode")
-            listened = _listened(block, layer.made)
+                raise Unseen("the model is in training mode")
+            listened = layer.as_loaded.listened(block)
             self.arguments = self._without_cache(list(args)), self._without_cache(kwargs)
         self.taps = [name for name, looks in listened.items() if not looks]
         self.looks = {name: Kept(layer.remote.host) for name, looks in listened.items() if looks}
@@ -462,7 +258,7 @@ class _Step:
     def _refusing(self) -> Iterator[None]:
         try:
             yield
-        except _Unseen as reason:
+        except Unseen as reason:
             host = self.layer.remote.host.connection.name
             raise RuntimeError(
                 f"blocks.{self.layer.index} runs on {host}, where this has no effect: {reason}; "
@@ -472,11 +268,11 @@ class _Step:
     def check_after_hook(self, name: str, changes_others: bool) -> None:
         """Check that the hooks on a tap have done nothing that the worker would not see."""
         with self._refusing():
-            for point, looks in self.layer.made.listened(self.block):
+            for point, looks in self.layer.as_loaded.listened(self.block).items():
                 if point not in self.taps and not (looks and point in self.looks):
-                    raise _Unseen(f"a hook on {name} has put one on {point} of the same block")
+                    raise Unseen(f"a hook on {name} has put one on {point} of the same block")
             if changes_others:
-                raise _Unseen(f"a hook on {name} changes an activation of an earlier hook point")
+                raise Unseen(f"a hook on {name} changes an activation of an earlier hook point")
 
     def _without_cache(self, arguments: Any) -> Any:
         """Arguments as they are sent, with a mark in the place of a KV cache."""
@@ -489,12 +285,12 @@ class _Step:
             elif isinstance(value, Cache):
                 self.entry, sent[name] = layer_of_cache(value, self.layer.index), CACHE
                 if self.entry is None:
-                    raise _Unseen(
+                    raise Unseen(
                         f"a {type(value).__name__} is used: only a DynamicCache goes there"
                     )
         for leaf in tree_leaves(sent):
             if not isinstance(leaf, _SENT):
-                raise _Unseen(f"an argument is a {type(leaf).__name__}")
+                raise Unseen(f"an argument is a {type(leaf).__name__}")
         return sent
 
     def message(self) -> dict[str, Any]:
@@ -537,10 +333,6 @@ class _Step:
                 "transformers"
             ):
                 self.entry.dtype, self.entry.device = like[1], remote.home
-
-
-# --------------------------------------------------------------------------------------------
-# Runs
 
 
 class _Chain:

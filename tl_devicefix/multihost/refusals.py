@@ -1,0 +1,188 @@
+"""What the host of a block would not see: it is refused, so that no change is ignored.
+
+A block on another host computes with what its host has. Here, everything in the block is as it was
+when the block was loaded, but for hooks on its hook points and modules in their place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, compress
+from operator import is_, is_not
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
+from tl_devicefix.dispatch.hooking import only_looks
+from tl_devicefix.dispatch.mixing import OutsideBlocks
+from tl_devicefix.dispatch.stand_ins import definitions_of, hooks_of, why_not_now
+from tl_devicefix.multihost.worker import HAS_MLP_IN
+
+_RECORDING = "transformers.utils.output_capturing"
+
+
+class Unseen(Exception):
+    """Something that the host of a block would not see."""
+
+
+class AsLoaded:
+    """What a block was like when it was loaded.
+
+    Modules are told by their paths in the block, so that copies and views of it compare alike.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self._points: set[str] = set()
+        named = self._modules_of(block)
+        self._points = {path for path, module in named if isinstance(module, HookPoint)}
+        self._hooks = {
+            path: {number for hooks in hooks_of(vars(module)) for number in hooks}
+            for path, module in named
+        }
+        self._facts = self._facts_of(named)
+
+    def listened(self, block: Any) -> dict[str, bool]:
+        """Paths of hook points on which somebody listens, and whether that is only to look.
+
+        Raises:
+            Unseen: if there is something else in the block that its host does not know of.
+        """
+        listened = {}
+        modules = self._modules_of(block)
+        for path, module in modules:
+            hooks = [hook for of_kind in hooks_of(vars(module)) for hook in of_kind.items()]
+            known = self._hooks.get(path, ())
+            new = [hook for number, hook in hooks if number not in known and not _records(hook)]
+            if path in self._points:
+                if type(module) is not HookPoint or "forward" in vars(module):
+                    listened[path] = False
+                elif new:
+                    listened[path] = all(map(only_looks, new))
+            elif new and path:
+                raise Unseen(f"{path} has hooks of torch's: put them on its hook points")
+        self._refuse_changes(self._facts_of(modules))
+        return listened
+
+    def _modules_of(self, block: Any) -> list[tuple[str, Any]]:
+        """The modules in a block, but for those in what stands in a hook point's place."""
+        modules, seen = [("", block)], {block}
+        for path, module in modules:
+            if path not in self._points:
+                for name, child in module._modules.items():
+                    if child is not None and child not in seen:
+                        seen.add(child)
+                        modules.append((f"{path}.{name}" if path else name, child))
+        return modules
+
+    def _facts_of(self, modules: list[tuple[str, Any]]) -> dict[tuple[str, str], Any]:
+        """Of each module that computes: its class, weights, and attributes that it may read."""
+        facts: dict[tuple[str, str], Any] = {}
+        for path, module in modules:
+            if path not in self._points:
+                facts[path, "class"] = path and type(module)
+                for values in (vars(module), module._parameters, module._buffers):
+                    for name, value in values.items():
+                        is_own = name.startswith("_tl_devicefix")
+                        if isinstance(value, _FACTS) and name not in _NOT_FACTS and not is_own:
+                            is_bound = isinstance(value, MethodType)  # another one in a view
+                            facts[path, name] = value.__func__ if is_bound else value
+        facts.pop(("", "forward"), None)  # one in the place of the whole block's acts here
+        return facts
+
+    def _refuse_changes(self, facts: dict[tuple[str, str], Any]) -> None:
+        loaded = self._facts
+        if all(map(is_, facts.values(), loaded.values())) and facts.keys() == loaded.keys():
+            return
+        for path, name in {**loaded, **facts}:
+            before, now = (has.get((path, name), Unseen) for has in (loaded, facts))
+            has_values = isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor)
+            if before is not now and (has_values or before != now):
+                called = path or "the block"
+                what = "is another module" if name == "class" else f"has another {name}"
+                raise Unseen(f"{called} {what}")
+
+
+_NOT_FACTS = {*vars(nn.Module()), HAS_MLP_IN, "_start_at_layer_idx", "_stop_at_layer_idx"}
+_FACTS = (
+    *(bool, int, float, str, type(None), torch.Tensor),
+    *(FunctionType, BuiltinFunctionType, MethodType, partial),
+)
+
+
+def _records(hook: Any) -> bool:
+    """Whether it is a hook by which transformers records outputs of layers."""
+    return getattr(hook, "__module__", None) == _RECORDING
+
+
+def _is_recorded() -> bool:
+    """Whether transformers records outputs of layers, other than a Bridge, who drops them."""
+    is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
+    recording = sys.modules.get(_RECORDING)
+    return not is_of_bridge and bool(recording and recording._active_collector.get())
+
+
+class _FunctionsOf:
+    """Functions of torch by which blocks compute, as they were when this was imported."""
+
+    def __init__(self, owner: Any, kinds: tuple[type, ...], *names: str) -> None:
+        self._owner = owner
+        names_of_kinds = (name for name in dir(owner) if isinstance(getattr(owner, name), kinds))
+        self._names = [name for name in names_of_kinds if not name.startswith(_NOT_IN_BLOCKS)]
+        self._names += names
+        self._values = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        return map(vars(self._owner).get, self._names)
+
+    def are_same(self) -> bool:
+        return all(map(is_, self._now(), self._values))
+
+    def first_foreign(self) -> str | None:
+        changed = map(is_not, self._now(), self._values)
+        name = next(compress(self._names, changed), None)
+        return name and f"{self._owner.__name__}.{name}"
+
+
+_NOT_IN_BLOCKS = "register_", "rand", "set_", "get_", "is_"
+_BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
+_torch: Any = [
+    _FunctionsOf(torch, _BUILT_IN, *torch.functional.__all__),
+    _FunctionsOf(torch.Tensor, (*_BUILT_IN, FunctionType)),
+    _FunctionsOf(nn.functional, (*_BUILT_IN, FunctionType)),
+]
+
+
+def refuse_what_is_on(classes: frozenset[type]) -> None:
+    """Refuse what changes blocks of these classes in this process alone.
+
+    Raises:
+        Unseen: if there is something.
+    """
+    define = partial(chain, definitions_of(classes), _torch)
+    if (why := why_not_now(("remote", classes), define)) is not None:
+        raise Unseen(why)
+    if _is_recorded():
+        raise Unseen("transformers was asked for hidden states or attentions")
+    if torch._C._is_any_autocast_enabled():
+        raise Unseen("torch.autocast is on")
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    for mode in modes:
+        if not isinstance(mode, OutsideBlocks | DeviceContext):
+            raise Unseen(f"a {type(mode).__name__} is active")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Unseen("torch.func transforms it")
