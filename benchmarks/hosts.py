@@ -130,7 +130,8 @@ def attach(address: str, node: list[psutil.Process], timeout: float = 15.0) -> A
     start = time.perf_counter()
     tl_devicefix.init_hosts(address, timeout=timeout)
     print(f"joined in {time.perf_counter() - start:.1f} s")
-    os.sched_setaffinity(worker_among(node).pid, CORES[HALF:] or CORES)
+    for thread in worker_among(node).threads():  # some of Ray's run the calls
+        os.sched_setaffinity(thread.id, CORES[HALF:] or CORES)
     return joined()[0].connection
 
 

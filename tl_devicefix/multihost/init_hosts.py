@@ -14,6 +14,8 @@ import warnings
 from collections import Counter
 from typing import Any
 
+import transformers.utils.logging as hf_logging
+
 from tl_devicefix.multihost.ray_connection import RayConnection, own_versions
 from tl_devicefix.placement.hosts import Host, HostLost, join
 from tl_devicefix.placement.in_use import held_by
@@ -173,7 +175,7 @@ class _Cluster:
         ]
         atexit.register(self.close)  # is called before Ray's own, which was registered before
         hosts = []
-        for connection in self._connections.copy():
+        for connection in hf_logging.tqdm(self._connections.copy(), desc="Starting workers"):
             try:
                 hosts.append(_described(connection, wait))
             except HostLost as error:  # as of one that was lost just before

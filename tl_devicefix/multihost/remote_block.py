@@ -173,7 +173,7 @@ def together() -> Iterator[None]:
     kept = kept_in_forward()
     kept[_FORWARD] = None
     yield
-    if kept[_FORWARD] is not None and not kept[_FORWARD].has_begun:
+    if kept[_FORWARD] is not None:
         kept[_FORWARD].run()  # as nobody has read its output
 
 
@@ -344,7 +344,6 @@ class _Chain:
         self._outputs: list[weakref.ref[RemoteTensor]] = []
         self._has_graph = torch.is_grad_enabled()
         self.returned: Any = None
-        self.has_begun = False
 
     def goes_on_by(self, x: Any, step: _Step) -> bool:
         """Whether a block that is given `x` follows."""
@@ -365,7 +364,7 @@ class _Chain:
 
     def run(self) -> torch.Tensor:
         """Run what has not run yet; returns the output of the last block."""
-        x, first, self.has_begun = self._x, 0, True
+        x, first = self._x, 0
         with torch.set_grad_enabled(self._has_graph):
             for number in range(len(self._steps)):
                 output = self._outputs[number]()
