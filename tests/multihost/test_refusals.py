@@ -159,6 +159,16 @@ def a_parameter(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(module._parameters, name, nn.Parameter(torch.zeros(1)))
 
 
+def a_buffer(model: Any, patch: pytest.MonkeyPatch) -> None:
+    buffers = _attention(model)._buffers
+    patch.setitem(buffers, next(iter(buffers), "mask"), torch.zeros(1))
+
+
+def a_class(model: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp = model.blocks[2].mlp
+    patch.setattr(mlp, "__class__", type("Mine", (type(mlp),), {"forward": lambda self, x: x}))
+
+
 def a_hook_of_torch(model: Any, patch: pytest.MonkeyPatch) -> None:
     hooks = model.blocks[2].mlp._forward_hooks
     patch.setitem(hooks, 1 << 40, lambda module, args, output: output * 0)
@@ -194,7 +204,8 @@ def a_function_of_the_library(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 PUT_IN = [
-    *(a_module, a_module_within_one, a_forward, a_method, a_parameter, a_hook_of_torch),
+    *(a_module, a_module_within_one, a_forward, a_method, a_parameter, a_buffer, a_class),
+    a_hook_of_torch,
     *(a_forward_of_its_class, a_method_of_its_class, a_function_of_torch),
     a_function_of_the_library,
 ]
