@@ -113,11 +113,19 @@ def weights(model: Any, tokens: torch.Tensor) -> Any:
     )
 
 
+def replaced_at_a_hook_point(model: Any, tokens: torch.Tensor) -> Any:
+    point = vars(model.hook_dict["blocks.2.hook_attn_out"])
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(point, "forward", lambda x: x * 1.5)
+        return model(tokens)
+
+
 EXACT: dict[str, Callable[..., Any]] = {
     run.__name__: run
     for run in (
         *(forward, with_a_graph, hooked_everywhere, stopped, cached, cached_without_batch),
         *(cached_with_hooks, generated, generated_hooked, padded, weights),
+        replaced_at_a_hook_point,
     )
 }
 EXACT |= {f"exchanged {point}": functools.partial(exchanged, point) for point in POINTS}
@@ -197,8 +205,9 @@ def test_one_call_for_consecutive_blocks(
     spread: Any, host: LocalConnection, tokens: torch.Tensor
 ) -> None:
     model = spread("llama")
-    host.calls.clear()
     with torch.no_grad():
+        model(tokens)  # shows what its blocks return
+        host.calls.clear()
         model(tokens)
     assert host.calls == ["begin"]
 
@@ -207,6 +216,7 @@ def test_hooks_that_look_stop_nobody(
     spread: Any, host: LocalConnection, tokens: torch.Tensor
 ) -> None:
     model = spread("llama")
+    model(tokens)
     host.calls.clear()
     names = [f"blocks.{layer}.hook_resid_{at}" for layer in (2, 3) for at in ("pre", "mid")]
     _, cache = model.run_with_cache(tokens, names_filter=names)

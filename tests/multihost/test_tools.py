@@ -14,6 +14,7 @@ import pytest
 import torch
 from local_hosts import LocalConnection, hosts
 from torch.utils._pytree import tree_leaves
+from transformers import StaticCache
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -248,3 +249,11 @@ def test_gradients_through_a_kv_cache_are_refused(
     model(tokens[:, :4], past_kv_cache=cache)
     with pytest.raises(RuntimeError, match="gradients do not pass through a KV cache of blocks on"):
         model(tokens[:, 4:5], past_kv_cache=cache)
+
+
+@pytest.mark.skipif(has_hooked_transformer(), reason="transformers' caches are a Bridge's")
+def test_a_cache_that_does_not_grow_is_refused(spread: Any, tokens: torch.Tensor) -> None:
+    model = spread("llama")
+    cache = StaticCache(model.original_model.config, max_cache_len=16)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="a StaticCache is used: only a Dyn"):
+        model(tokens, past_key_values=cache, use_cache=True)

@@ -117,7 +117,10 @@ class AsLoaded:
                 raise Unseen(f"{called} {what}")
 
 
-_NOT_FACTS = {*vars(nn.Module()), HAS_MLP_IN, "_start_at_layer_idx", "_stop_at_layer_idx"}
+_NOT_FACTS = {
+    *(*vars(nn.Module()), HAS_MLP_IN),
+    *("_start_at_layer_idx", "_start_residual", "_stop_at_layer_idx"),
+}
 _FACTS = (
     *(bool, int, float, str, type(None), torch.Tensor),
     *(FunctionType, BuiltinFunctionType, MethodType, partial),

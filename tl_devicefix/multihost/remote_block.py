@@ -173,7 +173,7 @@ def together() -> Iterator[None]:
     kept = kept_in_forward()
     kept[_FORWARD] = None
     yield
-    if kept[_FORWARD] is not None:
+    if kept[_FORWARD] is not None and not kept[_FORWARD].has_begun:
         kept[_FORWARD].run()  # as nobody has read its output
 
 
@@ -288,9 +288,6 @@ class _Step:
                     raise Unseen(
                         f"a {type(value).__name__} is used: only a DynamicCache goes there"
                     )
-        for leaf in tree_leaves(sent):
-            if not isinstance(leaf, _SENT):
-                raise Unseen(f"an argument is a {type(leaf).__name__}")
         return sent
 
     def message(self) -> dict[str, Any]:
@@ -344,6 +341,7 @@ class _Chain:
         self._outputs: list[weakref.ref[RemoteTensor]] = []
         self._has_graph = torch.is_grad_enabled()
         self.returned: Any = None
+        self.has_begun = False  # it may have ended by a hook that stops the forward
 
     def goes_on_by(self, x: Any, step: _Step) -> bool:
         """Whether a block that is given `x` follows."""
@@ -364,7 +362,7 @@ class _Chain:
 
     def run(self) -> torch.Tensor:
         """Run what has not run yet; returns the output of the last block."""
-        x, first = self._x, 0
+        x, first, self.has_begun = self._x, 0, True
         with torch.set_grad_enabled(self._has_graph):
             for number in range(len(self._steps)):
                 output = self._outputs[number]()
