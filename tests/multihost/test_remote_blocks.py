@@ -216,9 +216,9 @@ def test_hooks_that_look_stop_nobody(
     spread: Any, host: LocalConnection, tokens: torch.Tensor
 ) -> None:
     model = spread("llama")
-    model(tokens)
-    host.calls.clear()
     names = [f"blocks.{layer}.hook_resid_{at}" for layer in (2, 3) for at in ("pre", "mid")]
+    model.run_with_cache(tokens, names_filter=names)  # shows what its blocks return
+    host.calls.clear()
     _, cache = model.run_with_cache(tokens, names_filter=names)
     assert host.calls == ["begin"]
     cache["resid_pre", 3]
