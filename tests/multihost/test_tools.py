@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import StaticCache
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.multihost import worker
 from tl_devicefix.placement.devices import printed
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
@@ -257,3 +259,19 @@ def test_a_cache_that_does_not_grow_is_refused(spread: Any, tokens: torch.Tensor
     cache = StaticCache(model.original_model.config, max_cache_len=16)
     with torch.no_grad(), pytest.raises(RuntimeError, match="a StaticCache is used: only a Dyn"):
         model(tokens, past_key_values=cache, use_cache=True)
+
+
+def test_settings_of_torch_go_along(
+    spread: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_thread, told = threading.local(), []
+
+    def put(value: str) -> None:
+        of_thread.precision = value
+        told.append(value)
+
+    of_thread.precision = "high"
+    monkeypatch.setattr(worker, "_SETTINGS", [(lambda: vars(of_thread).get("precision"), put)])
+    with torch.no_grad():
+        spread("llama")(tokens)
+    assert {*told} == {"high"}
