@@ -284,6 +284,18 @@ def torch_compile(model: Any, tokens: torch.Tensor) -> Any:
     torch.compile(model, backend="eager")(tokens)
 
 
+def training(model: Any, tokens: torch.Tensor) -> Any:
+    model.train()
+    try:
+        model(tokens)
+    finally:
+        model.eval()
+
+
+def recorded(model: Any, tokens: torch.Tensor) -> Any:
+    model.original_model(tokens, output_hidden_states=True)
+
+
 ON = {
     torch_compile: "it is compiled",
     autocast: "torch.autocast is on",
@@ -293,10 +305,14 @@ ON = {
 }
 
 
+if not has_hooked_transformer():
+    ON |= {training: "the model is in training mode", recorded: "transformers was asked for hidden"}
+
+
 @pytest.mark.parametrize("run", ON)
 def test_what_is_on(run: Any, spread: Any, tokens: torch.Tensor) -> None:
     with pytest.raises(
-        RuntimeError, match=f"where this has no effect: {ON[run]}; undo it, or load"
+        RuntimeError, match=f"where this has no effect: {ON[run]}.*; undo it, or load"
     ):
         run(spread("llama"), tokens)
 

@@ -516,12 +516,5 @@ def _at(value: Any, device: torch.device) -> Any:
 
 
 def _sent(value: Any) -> Any:
-    """What is sent: tensors on the CPU, without gradients; one that is there twice, once."""
-    memo: dict[int, torch.Tensor] = {}
-
-    def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in memo:
-            memo[id(tensor)] = plain(tensor).detach().to("cpu")
-        return memo[id(tensor)]
-
-    return tree_map_only(torch.Tensor, on_cpu, value)
+    """What is sent: tensors on the CPU, without gradients."""
+    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)
