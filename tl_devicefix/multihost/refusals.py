@@ -99,8 +99,8 @@ class AsLoaded:
                     for name, value in values.items():
                         is_own = name.startswith("_tl_devicefix")
                         if isinstance(value, _FACTS) and name not in _NOT_FACTS and not is_own:
-                            is_bound = isinstance(value, MethodType)  # another one in a view
-                            facts[path, name] = value.__func__ if is_bound else value
+                            # A view has another bound method.
+                            facts[path, name] = getattr(value, "__func__", value)
         facts.pop(("", "forward"), None)  # one in the place of the whole block's acts here
         return facts
 
