@@ -158,6 +158,19 @@ def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(
     assert within == transfers
 
 
+def test_copies_are_gone_when_the_result_is_there(model: Any, machine: Any) -> None:
+    at_home, elsewhere = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:1")
+    before = machine.memory_allocated(0)
+    gc.collect()
+    gc.disable()
+    try:
+        with tl_devicefix.mix_devices():
+            mixed = at_home + elsewhere
+        assert machine.memory_allocated(0) - before == mixed.nbytes
+    finally:
+        gc.enable()
+
+
 def test_an_error_that_is_not_about_devices_is_torch_s(model: Any) -> None:
     with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match=r"shapes|size"):
         torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")

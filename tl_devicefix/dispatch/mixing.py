@@ -100,6 +100,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             return copies[id(value)][1]
 
         result = func(*joined(args), **joined(kwargs))
+        del joined  # which holds itself, and with it the copies
         originals = {}
         for original, copy, version in copies.values():
             if _version(copy) != version or any(original is tensor for tensor in changed):

@@ -163,7 +163,9 @@ def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     if device is not None:
         args, kwargs = bring_home((args, kwargs), device)
     read = functools.partial(original, self, *args, **kwargs)
-    return read_together(device, self.model, f"cache.{original.__name__}", read)
+    name = original.__name__
+    in_place = name == "compute_head_results"
+    return read_together(device, self.model, f"cache.{name}", read, in_place)
 
 
 @patches("ActivationCache", takes="self", why=_STAY)

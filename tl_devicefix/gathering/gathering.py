@@ -40,16 +40,16 @@ def home_of(model: Any) -> torch.device | None:
 class ReadAt(JoinedAt):
     """Within it, functions that are written for one device read a model on several.
 
-    Tensors of two devices meet on the device of the reading. What would be brought home first stays
-    where it is, as it may be stacked, in one copy, or be meant for another device. Weights that are
-    offloaded come to the activations that they are used with.
+    Tensors of two devices meet on the device of the reading; stacks are made there, in one copy.
+    Weights that are offloaded come to the activations that they are used with. What the functions
+    bring home comes to the device instead, or, `in_place`, stays where it is until it is used.
     """
 
-    def __init__(self, device: torch.device, model: Any, what: str) -> None:
+    def __init__(self, device: torch.device, model: Any, what: str, in_place: bool) -> None:
         home, placement = home_of(model), getattr(model, "placement", None)
         memories = () if placement is None else placement.memories
         super().__init__(device, frozenset({device, home or device, *memories}))
-        self._home, self._what = home, what
+        self._home, self._what, self._in_place = home, what, in_place
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """The device of the reading; if what is offloaded meets one other device, that one."""
@@ -61,7 +61,7 @@ class ReadAt(JoinedAt):
     ) -> Any:
         goes_home = func is torch.Tensor.to and args[1:] == (self._home,) and not kwargs
         if goes_home and args[0].device in self._devices:
-            return args[0]
+            return args[0] if self._in_place else args[0].to(self._device)
         if func is torch.stack and len(args) == 1 and kwargs in (None, {}, {"dim": 0}):
             tensors = args[0]
             if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
@@ -104,15 +104,19 @@ def check_room(needed: int, device: torch.device, what: str) -> None:
 
 
 def read_together(
-    device: torch.device | None, model: Any, what: str, read: Callable[[], Any]
+    device: torch.device | None,
+    model: Any,
+    what: str,
+    read: Callable[[], Any],
+    in_place: bool = True,
 ) -> Any:
     """Call a function that is written for one device, and bring what it gives to this device.
 
-    Without a device, just call it.
+    Without a device, just call it. See `ReadAt` for the rest.
     """
     if device is None:
         return read()
-    with ReadAt(device, model, what), gather_on(device), noting_mixed_devices():
+    with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
         result = read()
     if isinstance(result, torch.Tensor) and result.device != device:
         check_room(result.nbytes, device, what)
