@@ -53,6 +53,16 @@ def test_scores_are_computed_where_they_are_read(machine: Any, folded: Any) -> N
     assert machine.max_memory_allocated(0) - before < model.W_Q.nbytes / 4
 
 
+def test_the_directions_of_tokens_are_copied_and_not_the_unembedding(
+    machine: Any, folded: Any
+) -> None:
+    model = folded("gpt2", 4)
+    machine.reset_transfers()
+    with gather_on("cpu"):
+        directions = model.tokens_to_residual_directions("w5")
+    assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
+
+
 def test_stacks_of_different_tensors_are_torchs(machine: Any) -> None:
     one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
     with ReadAt(machine.devices[0], None, "it", in_place=False):

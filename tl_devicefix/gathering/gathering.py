@@ -42,7 +42,8 @@ class ReadAt(JoinedAt):
 
     Tensors of two devices meet on the device of the reading; stacks are made there, in one copy.
     Weights that are offloaded come to the activations that they are used with. What the functions
-    bring home comes to the device instead, or, `in_place`, stays where it is until it is used.
+    bring home comes to the device instead, or, `in_place`, stays where it is until it is used: of a
+    W_U that is indexed, the rows are copied.
     """
 
     def __init__(self, device: torch.device, model: Any, what: str, in_place: bool) -> None:
@@ -59,8 +60,8 @@ class ReadAt(JoinedAt):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        goes_home = func is torch.Tensor.to and args[1:] == (self._home,) and not kwargs
-        if goes_home and args[0].device in self._devices:
+        is_brought = func is torch.Tensor.to and args[1:] in ((self._home,), (self._device,))
+        if is_brought and not kwargs and args[0].device in self._devices:
             return args[0] if self._in_place else args[0].to(self._device)
         if func is torch.stack and len(args) == 1 and kwargs in (None, {}, {"dim": 0}):
             tensors = args[0]
@@ -118,8 +119,6 @@ def read_together(
         return read()
     with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
         result = read()
-    if isinstance(result, torch.Tensor) and result.device != device:
-        check_room(result.nbytes, device, what)
     return move(mapped(result, lambda part: move(part, device)), device)
 
 
@@ -127,7 +126,7 @@ _OF_KEY_VALUE_HEADS = ("W_K", "W_V", "b_K", "b_V")
 _OF_BLOCKS = ("W_Q", "W_O", "W_in", "W_gate", "W_out", "b_Q", "b_O", "b_in", "b_out")
 STACKED = (*_OF_KEY_VALUE_HEADS, *_OF_BLOCKS)
 """Properties of a model that stack a weight of every block."""
-_OF_SEVERAL = ("accumulated_bias", "all_composition_scores")
+_OF_SEVERAL = ("accumulated_bias", "all_composition_scores", "tokens_to_residual_directions")
 _SINGLE = ("W_E", "W_U", "b_U")
 _GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
 
@@ -158,15 +157,3 @@ def of_key_value_heads(original: Any, self: Any) -> Any:
         return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)
 
     return read_together(device, self, what, repeated)
-
-
-@patches("HookedTransformer", takes="self tokens", why=_GATHERS)
-@patches("TransformerBridge", takes="self tokens", why=_GATHERS)
-def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torch.Tensor:
-    """See TransformerLens's. The directions are read from W_U where that is, and gathered."""
-    device = gathering_device(self)
-    if device is None:
-        return original(self, tokens)
-    with gather_on(self.unembed.W_U.device):
-        directions = original(self, move(tokens, self.unembed.W_U.device))
-    return move(directions, device)
