@@ -59,7 +59,7 @@ def test_the_directions_of_tokens_are_copied_and_not_the_unembedding(
     model = folded("gpt2", 4)
     machine.reset_transfers()
     with gather_on("cpu"):
-        directions = model.tokens_to_residual_directions("w5")
+        directions = model.tokens_to_residual_directions(5)
     assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
 
 
