@@ -29,9 +29,6 @@ class Adapter(Protocol):
     def view_of(self, model: Any) -> Any:
         """A view of a model: modules and hooks of its own, the same weights."""
 
-    def are_tied(self, model: Any, one: str, other: str) -> bool:
-        """Whether two of its parameters may share memory."""
-
     def realign(self, model: Any, placement: Placement | None) -> None:
         """Have the config and the hooks follow what was moved or put in."""
 

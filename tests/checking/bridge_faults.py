@@ -18,15 +18,6 @@ def weight_moved(model: Any) -> None:
     weight.data = weight.data.to("cpu")
 
 
-def on_meta(model: Any) -> None:
-    linear = model.blocks[2].attn.q._original_component
-    linear.weight = nn.Parameter(linear.weight.detach().to("meta"))
-
-
-def tied(model: Any) -> None:
-    model.unembed._original_component.weight.data = model.embed._original_component.weight.data
-
-
 def hook_left(model: Any) -> None:
     model.add_hook("blocks.2.hook_resid_post", identity)
 
@@ -41,13 +32,6 @@ FAULTS = {
     "a weight moved": Fault(
         weight_moved, "device", "blocks.4.attn.q",
         ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.q.to("sim:3")',
-    ),
-    "a weight on meta": Fault(
-        on_meta, "meta", "blocks.2.attn.q.weight", ("[16, 16]", "no values"),
-        'model.load_state_dict({"blocks.2.attn.q.weight": values}, strict=False, assign=True)',
-    ),
-    "embeddings tied after folding": Fault(
-        tied, "storage", "unembed.weight", ("shares its memory with embed.weight",), None
     ),
     "a hook": Fault(
         hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"

@@ -16,7 +16,7 @@ class Fault:
     name: str
     says: tuple[str, ...]
     fix: str | None
-    """How the line begins; it is run with `values`, those of the reference under the name."""
+    """How the line begins."""
     mends: bool = True
     """Whether the results are the reference's after it."""
 

@@ -25,14 +25,6 @@ def block_replaced(model: Any) -> None:
     model.blocks[2].load_state_dict(weights, strict=False)
 
 
-def on_meta(model: Any) -> None:
-    model.blocks[2].mlp.W_in = nn.Parameter(model.blocks[2].mlp.W_in.detach().to("meta"))
-
-
-def tied(model: Any) -> None:
-    model.unembed.W_U.data = model.embed.W_E.data.T
-
-
 def hook_left(model: Any) -> None:
     model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
 
@@ -58,15 +50,6 @@ FAULTS = {
     ),
     "a block replaced": Fault(
         block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"
-    ),
-    "a weight on meta": Fault(
-        on_meta, "meta", "blocks.2.mlp.W_in", ("[16, 24]", "no values"),
-        'model.load_state_dict({"blocks.2.mlp.W_in": values}, strict=False, assign=True)',
-    ),
-    "tied embeddings": Fault(
-        tied, "storage", "unembed.W_U", ("shares its memory with embed.W_E",),
-        "model.unembed.W_U = torch.nn.Parameter(model.unembed.W_U.detach().clone())",
-        mends=False,
     ),
     "a hook": Fault(
         hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",), "model.reset_hooks()"

@@ -16,7 +16,6 @@ from hooked_faults import (
     MISPLACED,
     block_replaced,
     hook_left,
-    on_meta,
     some_parameters_moved,
 )
 from torch import nn
@@ -111,16 +110,6 @@ def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> No
 def test_a_part_that_has_a_second_name_is_known_by_its_first(model: Any) -> None:
     model.probe = model.blocks[3].mlp
     assert check(model)
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_parameters_side_by_side_in_one_memory_are_no_fault(model: Any, overlap: int) -> None:
-    first, second = model.blocks[2].mlp.W_in, model.blocks[2].mlp.W_out
-    memory = torch.zeros(first.numel() + second.numel(), device="sim:2")
-    first.data = memory[: first.numel()].view_as(first)
-    second.data = memory[first.numel() - overlap :][: second.numel()].view_as(second)
-
-    assert len(check(model).findings) == overlap
 
 
 def test_a_permanent_hook_is_noted_only(model: Any) -> None:
@@ -230,12 +219,12 @@ def everything_in(model: Any) -> dict[str, Any]:
 
 
 def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) -> None:
-    for fault in (block_moved, some_parameters_moved, hook_left, on_meta):
+    for fault in (block_moved, some_parameters_moved, hook_left):
         fault(model)
     before, placement = everything_in(model), model.placement
     machine.reset_transfers()
 
-    assert {kind for kind, _ in findings(model)} == {"device", "meta", "hooks"}
+    assert {kind for kind, _ in findings(model)} == {"device", "hooks"}
 
     assert machine.transfers == []
     assert everything_in(model) == before

@@ -118,13 +118,6 @@ def test_what_cannot_fit_into_host_memory_is_refused_too(
         _ = model.W_in
 
 
-def test_stacked_weights_are_one_copy(model: Any, machine: Any) -> None:
-    before = machine.memory_allocated(0)
-    machine.reset_peak_memory_stats(0)
-    weight = model.W_in
-    assert machine.max_memory_allocated(0) - before == weight.nbytes
-
-
 # --------------------------------------------------------------------------------------------
 # `run_with_cache`: every activation as on one device, kept where it was computed
 

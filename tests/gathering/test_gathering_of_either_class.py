@@ -13,6 +13,7 @@ from either_class import BRIDGE, CLASSES
 from transformer_lens import ActivationCache
 
 from tl_devicefix import gather_on
+from tl_devicefix.gathering.gathering import ReadAt
 
 CPU = torch.device("cpu")
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_U")
@@ -28,6 +29,46 @@ def test_weights_are_read_on_the_chosen_device(
     with gather_on("cpu"):
         assert_agrees([getattr(model, name) for name in WEIGHTS], expected, CPU)
     assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
+
+
+@pytest.mark.parametrize("name", ["W_Q", "W_in"])
+def test_stacked_weights_are_one_copy_where_they_are_read(
+    name: str, machine: Any, folded: Any
+) -> None:
+    model = folded("gpt2", 4)
+    for device, n_copies in (("sim:0", 1), ("cpu", 0)):
+        before = machine.memory_allocated(0)
+        machine.reset_peak_memory_stats(0)
+        with gather_on(device):
+            weight = getattr(model, name)
+        assert machine.max_memory_allocated(0) - before == n_copies * weight.nbytes
+
+
+def test_scores_are_computed_where_they_are_read(machine: Any, folded: Any) -> None:
+    model = folded("gpt2", 4)
+    before = machine.memory_allocated(0)
+    machine.reset_peak_memory_stats(0)
+    with gather_on("cpu"):
+        model.all_composition_scores("K")
+    assert machine.max_memory_allocated(0) - before < model.W_Q.nbytes / 4
+
+
+def test_the_directions_of_tokens_are_copied_and_not_the_unembedding(
+    machine: Any, folded: Any
+) -> None:
+    model = folded("gpt2", 4)
+    machine.reset_transfers()
+    with gather_on("cpu"):
+        directions = model.tokens_to_residual_directions(5)
+    assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
+
+
+def test_stacks_of_different_tensors_are_torchs(machine: Any) -> None:
+    one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
+    with ReadAt(machine.devices[0], None, "it", in_place=False):
+        assert torch.stack([one, two]).dtype == torch.float64
+        with pytest.raises(RuntimeError, match="equal size"):
+            torch.stack([one, torch.ones(1)])
 
 
 def test_what_is_computed_from_weights_and_caches_is_too(

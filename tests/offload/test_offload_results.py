@@ -51,6 +51,10 @@ def test_analyses_read_weights_and_caches_at_home(
         lambda model, cache: cache.get_full_resid_decomposition(expand_neurons=False),
     ):
         assert_agrees(read(model, cache), read(reference, expected), home_of(model))
+    stored = getattr(cache.cache_dict, "stored", cache.cache_dict.copy)()  # plain on one device
+    for name, activation in stored.items():
+        if name.endswith("hook_result"):
+            assert activation.device == model.placement.device_of(name)
     assert model.blocks[1].attn.W_Q.device == HOST
     with tl_devicefix.gather_on("cpu"):
         assert_agrees(model.W_in, reference.W_in, HOST)

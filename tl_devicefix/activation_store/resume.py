@@ -98,7 +98,7 @@ def model_fields(model: Any) -> dict[str, Any]:
 
 
 class Saved(SavedActivations):
-    """Activations on disk, to be compared with those that would be saved now.
+    """Activations on disk, whose index and tokens are compared with those of this call.
 
     Each method raises a ValueError that names the first difference.
     """
@@ -117,32 +117,15 @@ class Saved(SavedActivations):
                     f"{now.get(field, 'not saved')} in this call; {remedy}"
                 )
 
-    def compare_activations(self, activations: Mapping[str, torch.Tensor]) -> None:
-        """Compare the first batch's activations with those that the model computes now."""
-        for name, computed in activations.items():
-            stored = self.stored[name].of_shard(0)
-            n_rows = min(len(stored), len(computed))
-            rows = stored[:n_rows], computed[:n_rows].cpu().contiguous()
-            # As bytes: NaN is equal to nothing.
-            if not torch.equal(*(r.reshape(-1).view(torch.uint8) for r in rows)):
-                raise self._other(
-                    f"the model now computes another {name} for the first batch, so its weights, "
-                    f"hooks, devices or transform have changed, or {self._damaged}; undo that"
-                )
-
     def compare_tokens(self, beside: Mapping[str, torch.Tensor], start: int, count: int) -> None:
         """Compare tokens and masks of a batch with those of `count` examples on disk."""
         for name, rows in beside.items() if count else ():
             if not torch.equal(self.stored[name][start : start + count], rows[:count]):
+                command = f"python -m tl_devicefix activations verify {self.directory}"
                 raise self.other_data(
-                    f"from example {start} on, batches has other values of {name}, or "
-                    f"{self._damaged}"
+                    f"from example {start} on, batches has other values of {name}, or a shard is "
+                    f"damaged (`{command}` finds it)"
                 )
-
-    @property
-    def _damaged(self) -> str:
-        command = f"python -m tl_devicefix activations verify {self.directory}"
-        return f"a shard is damaged (`{command}` finds it)"
 
     def other_data(self, difference: str) -> ValueError:
         """The error for batches that are not those that saving was begun with."""

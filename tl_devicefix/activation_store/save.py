@@ -58,8 +58,10 @@ def save_activations(
     each of them.
 
     However a call ends, the shards that its index lists are complete. The same call with
-    ``resume=True`` goes on, and ends with the same bytes. It runs the first batch again, and then
-    those that are not written, and reads `batches` from the beginning to compare the tokens.
+    ``resume=True`` goes on, and ends with the same bytes. It runs the first batch again, to see
+    what is saved, and then those that are not written, and reads `batches` from the beginning to
+    compare the tokens. Values of activations are not compared: give the same model, hooks and
+    `transform`.
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
@@ -180,7 +182,6 @@ class _Saving:
         else:
             self._saved.compare_index(index)
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
-            self._saved.compare_activations(tensors)
         is_on_disk = saved is not None and saved.n_examples >= n_examples
         self._of_first = {} if is_on_disk else tensors
 

@@ -1,6 +1,7 @@
-"""Check a live model: whether all of it is where the placement says, with values, and nothing else.
+"""Check a live model: whether all of it is where the placement says, and no hooks are left.
 
-`places` and `values` ask the same of either class; what differs is in `hooked` and the adapters.
+`places` and `user_hooks` ask the same of either class; what differs is in `hooked` and the
+adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tl_devicefix.checking.places import (
     setup_findings,
 )
 from tl_devicefix.checking.report import Finding, Report
-from tl_devicefix.checking.values import hook_findings, hook_notes, meta_findings, storage_findings
+from tl_devicefix.checking.user_hooks import hook_findings, hook_notes
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
 
 __all__ = ["Finding", "Report", "check"]
@@ -32,9 +33,9 @@ def check(model: Any, repair: bool = False) -> Report:
     """Look through a live model for what work on it may have left wrong.
 
     Every parameter and buffer is compared with `model.placement` (without one, with `cfg.device`);
-    then come values that are missing, parameters that share storage, a HookedTransformer's norms
-    that are not folded as the config says, processing that was interrupted, and hooks left behind.
-    No value is read, and nothing is changed unless `repair` is set.
+    then come a HookedTransformer's norms that are not folded as the config says, processing that
+    was interrupted, and hooks left behind. No value is read, and nothing is changed unless `repair`
+    is set.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
@@ -73,8 +74,6 @@ def check(model: Any, repair: bool = False) -> Report:
             *interrupted,
             *findings,
             *host_findings(model),
-            *meta_findings(model),
-            *storage_findings(model, attached, adapter.are_tied),
             *(hooked.norm_findings(model) if hooked else ()),
             *hook_findings(model),
         ),

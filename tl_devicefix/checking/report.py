@@ -17,8 +17,6 @@ Kind = Literal[
     "config",  # cfg.device or cfg.n_devices is not what the placement says
     "device",  # a tensor is not where the placement says
     "setup",  # a module was put in, and the model not told
-    "meta",  # a tensor without values
-    "storage",  # two parameters in one memory
     "norms",  # folded, or not folded, against the config
     "hooks",  # left behind
     "attached",  # an SAE or the like that runs on a device of its own: a note

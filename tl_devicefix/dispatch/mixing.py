@@ -8,18 +8,15 @@ and what it changed there is written back.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.dispatch.naming import line_of_user
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
-from tl_devicefix.placement.memory import gib
 
 
 class OutsideBlocks:
@@ -48,9 +45,6 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Where to bring tensors of these devices, if none is changed in place or indexed."""
         return self._device
-
-    def count(self, nbytes: int) -> None:
-        """Count the bytes that a call has copied."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -93,28 +87,25 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
 
         That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
         """
-        others, nbytes = self.devices() - {target}, 0
+        others = self.devices() - {target}
         # By the `id` of a tensor: it, its copy, and how often that had been changed.
         copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
 
         def joined(value: Any) -> Any:
-            nonlocal nbytes
             if not isinstance(value, torch.Tensor) or value.device not in others:
                 return mapped(value, joined)
             if id(value) not in copies:
                 copy = value.to(target)
-                nbytes += bytes_of(copy)
                 copies[id(value)] = value, copy, _version(copy)
             return copies[id(value)][1]
 
         result = func(*joined(args), **joined(kwargs))
+        del joined  # which holds itself, and with it the copies
         originals = {}
         for original, copy, version in copies.values():
             if _version(copy) != version or any(original is tensor for tensor in changed):
                 original.copy_(copy)
-                nbytes += bytes_of(copy)
             originals[id(copy)] = original
-        self.count(nbytes)
         return originals.get(id(result), result)
 
     def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -145,7 +136,6 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             return gradients
         if not {gradients.device, outputs.device} <= self.devices():
             return gradients
-        self.count(bytes_of(gradients))
         return gradients.to(outputs.device)
 
 
@@ -271,14 +261,6 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
 # For a whole script
 
 
-class Copied(NamedTuple):
-    """What one line of a script had copied: "script.py:12", bytes, and in how many copies."""
-
-    line: str
-    nbytes: int
-    times: int
-
-
 class mix_devices(JoinedAt):
     """Let torch functions mix tensors of the devices in use, within a `with`.
 
@@ -297,41 +279,12 @@ class mix_devices(JoinedAt):
     within it mix there too, those of modules (`register_full_backward_hook`) do not. Code that
     torch compiles is left as it is. While it is on, torch calls Python at each of its functions.
 
-    Args:
-        report: print what was copied, and for which lines, at the end of the `with`.
-
-    >>> with mix_devices(report=True):  # doctest: +SKIP
+    >>> with mix_devices():  # doctest: +SKIP
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
     """
 
-    def __init__(self, *, report: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(HOST, frozenset())  # it says which ones each time that it is asked
-        self._report = report
-        self._lines: dict[str, list[int]] = {}
-        self._depth = 0
-
-    def __enter__(self) -> mix_devices:
-        self._depth += 1
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._depth -= 1
-        if self._report and not self._depth:
-            print(self)
-
-    @property
-    def copied(self) -> list[Copied]:
-        """What was copied so far, by the lines that had it copied, most bytes first."""
-        lines = (Copied(line, *counts) for line, counts in self._lines.items())
-        return sorted(lines, key=lambda copied: copied.nbytes, reverse=True)
-
-    def __repr__(self) -> str:
-        lines = self.copied
-        everything = Copied("all", sum(c.nbytes for c in lines), sum(c.times for c in lines))
-        rows = [f"{gib(c.nbytes):>12} {c.times:>7} x  {c.line}" for c in (everything, *lines)]
-        return "\n".join(["mix_devices copied", *rows])
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -353,15 +306,6 @@ class mix_devices(JoinedAt):
         if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device
         return home
-
-    def count(self, nbytes: int) -> None:
-        """Count the bytes for the line that mixes, here and in the modes around this one."""
-        line = line_of_user(sys._getframe(1))
-        modes = _get_current_function_mode_stack()
-        for mixing in {self, *(mode for mode in modes if isinstance(mode, mix_devices))}:
-            counts = mixing._lines.setdefault(line, [0, 0])
-            counts[0] += nbytes
-            counts[1] += 1
 
 
 _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")

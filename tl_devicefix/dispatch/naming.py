@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from tl_devicefix.attention.implementation import by_shortest_name
+from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 WRAPPED = "_original_component"
 """A Bridge's component holds the Hugging Face module that it wraps by this name."""
 
 _NOT_THE_USERS = {
-    *("torch", "transformer_lens", "tl_devicefix", "transformers", "accelerate"),
+    *("tl_devicefix", *LIBRARIES),
     *("einops", "fancy_einsum", "jaxtyping", "contextlib", "functools"),
 }
 
@@ -71,13 +72,6 @@ def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
     of_component = path.removesuffix(f".{WRAPPED}")
     short = of_component.replace(f".{WRAPPED}", "")
     return path if short != of_component and short in modules else short
-
-
-def line_of_user(frame: FrameType | None) -> str:
-    """The innermost line that is not of these libraries: "script.py:12"."""
-    frames = _frames_to_user(frame)
-    innermost = frames[-1] if frames else frame
-    return "?" if innermost is None else f"{innermost.f_code.co_filename}:{innermost.f_lineno}"
 
 
 def stacklevel_of_user(frame: FrameType) -> int:

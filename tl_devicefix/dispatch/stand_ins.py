@@ -180,7 +180,7 @@ class Definitions:
                 return name
         for get, namespace in self._of_namespaces:
             for value in get(namespace)[1:]:
-                if not self._is_written_by(value, (*_LIBRARIES, _top_level(namespace))):
+                if not self._is_written_by(value, (*_CALLED_LIBRARIES, _top_level(namespace))):
                     return f"{namespace['__name__']}.{getattr(value, '__name__', value)}"
         return None
 
@@ -231,7 +231,7 @@ def _top_level(namespace: dict[str, Any]) -> str:
     return str(namespace.get("__name__")).partition(".")[0]
 
 
-_LIBRARIES = ("torch", "einops", "typing")
+_CALLED_LIBRARIES = ("torch", "einops", "typing")
 
 
 @cache

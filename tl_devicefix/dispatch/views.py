@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.hooking import HookAcrossDevices
+from tl_devicefix.monkeypatch.patch import LIBRARIES
 from tl_devicefix.offload.visiting import ForwardWithVisitors
 
 _AS_MADE = "_tl_devicefix_as_made"
@@ -91,7 +92,7 @@ _PLAIN = frozenset(
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
 _CALLABLES = frozenset((types.FunctionType, types.MethodType, functools.partial))
 
-_LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate", "sae_lens")
+_LIBRARIES = (*LIBRARIES, "sae_lens")
 _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "accelerate.hooks", "torch.nn.modules.module"),

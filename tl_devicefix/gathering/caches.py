@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.dispatch.carrying import move
-from tl_devicefix.gathering.gathering import ReadOn, ReadWhereRun, home_of
+from tl_devicefix.dispatch.carrying import bring_home, move
+from tl_devicefix.gathering.gathering import home_of, read_together
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import with_index
-from tl_devicefix.placement.in_use import chosen_device, gather_nowhere, gather_on
+from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.tracebacks import noting_mixed_devices
 
 
 class CacheAtHome(dict[str, torch.Tensor]):
@@ -138,16 +137,18 @@ def read_one(original: Any, self: Any, *args: Any) -> Any:
 
 
 @patches("ActivationCache", "items", "values", takes="self", why=_READ)
-def read_all(original: Any, self: Any, *args: Any) -> Any:
+def read_all(original: Any, self: Any) -> Any:
     """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
     device = _read_on(self)
-    return original(self if device is None else _read_at(self, device), *args)
+    if device is None or isinstance(self.cache_dict, CacheAtHome):
+        return original(self)
+    return getattr(CacheAtHome(device).of(self.cache_dict), original.__name__)()
 
 
 @patches(
     "ActivationCache",
-    *("apply_ln_to_stack", "get_full_resid_decomposition", "get_neuron_results", "logit_attrs"),
-    *("stack_head_results", "stack_neuron_results"),
+    *("apply_ln_to_stack", "compute_head_results", "get_full_resid_decomposition"),
+    *("get_neuron_results", "logit_attrs", "stack_head_results", "stack_neuron_results"),
     takes="self",
     why="cached activations meet weights on one device",
 )
@@ -155,43 +156,16 @@ def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     """A method of ActivationCache that reads activations and weights of several blocks together.
 
     They come to the device on which the cache is read: home, or that of `gather_on`, or where
-    `cache.to(...)` brought it. The model stays where it is.
+    `cache.to(...)` brought it. Each block's head results are computed where the block runs, and
+    stay there until they are read, as they are larger than what they are computed from.
     """
     device = _read_on(self)
-    if device is None:
-        return original(self, *args, **kwargs)
-    view = _read_at(self, device)
-    view.model = ReadOn(_model_of(self), device)
-    with gather_on(device), noting_mixed_devices():
-        result = original(
-            view,
-            *(move(value, device) for value in args),
-            **{name: move(value, device) for name, value in kwargs.items()},
-        )
-    for name in view.cache_dict:
-        if name not in self.cache_dict:  # head results, for later
-            self.cache_dict[name] = view.cache_dict[name]
-    return result
-
-
-@patches("ActivationCache", takes="self", why="each block's head results on its own device")
-def compute_head_results(original: Any, self: Any) -> None:
-    """`ActivationCache.compute_head_results`, each block's on the block's own device.
-
-    The results are larger than what they are computed from, and so stay there until they are read.
-    """
-    placement = getattr(_model_of(self), "placement", None)
-    if not isinstance(self.cache_dict, CacheAtHome) or placement is None:
-        reading_together(original, self)
-        return
-    in_place = _in_place(self)
-    in_place.model = ReadWhereRun(_model_of(self))
-    for name, value in in_place.cache_dict.items():
-        if name.endswith("attn.hook_z"):  # someone may have put it elsewhere
-            in_place.cache_dict[name] = move(value, placement.read_at(name))
-    with gather_nowhere():
-        original(in_place)
-    self.cache_dict.update(in_place.cache_dict)
+    if device is not None:
+        args, kwargs = bring_home((args, kwargs), device)
+    read = functools.partial(original, self, *args, **kwargs)
+    name = original.__name__
+    in_place = name == "compute_head_results"
+    return read_together(device, self.model, f"cache.{name}", read, in_place)
 
 
 @patches("ActivationCache", takes="self", why=_STAY)
@@ -226,7 +200,7 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     is_at_home = isinstance(self.cache_dict, CacheAtHome)
     moved = original(_in_place(self) if is_at_home else self, *args, **kwargs).cache_dict
     device = next(iter(_devices_of(moved).values()), None)
-    if device is not None and (is_at_home or _is_spread(_model_of(self))):
+    if device is not None and (is_at_home or _is_spread(self.model)):
         moved = CacheAtHome(device).of(moved)  # read there, wherever home is
     self.cache_dict = moved
     return self
@@ -249,25 +223,13 @@ def _in_place(cache: Any) -> Any:
     return view
 
 
-def _read_at(cache: Any, device: torch.device) -> Any:
-    """The same cache, also one in a plain dict, read on a device."""
-    view = copy.copy(cache)
-    if not isinstance(cache.cache_dict, CacheAtHome):
-        view.cache_dict = CacheAtHome(device).of(cache.cache_dict)
-    return view
-
-
-def _model_of(cache: Any) -> Any:
-    return cache.model.read if isinstance(cache.model, ReadOn) else cache.model
-
-
 def _read_on(cache: Any) -> torch.device | None:
     """Where a cache is read; None if TransformerLens needs no help there.
 
     A plain dict's activations are read at home if they lie where they were computed, and where they
     are if they were all brought to one device.
     """
-    model = _model_of(cache)
+    model = cache.model
     if (chosen := chosen_device(home_of(model))) is not None:
         return chosen
     if isinstance(cache.cache_dict, CacheAtHome):

@@ -1,23 +1,22 @@
 """What is spread over the blocks, read on one device: stacked weights, and what is made from them.
 
-That device is home, or the one of `gather_on`. Weights are copied there when they are read, block
+That device is home, or the one of `gather_on`. Weights are copied there when they are used, block
 by block; the model stays where it is.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from tl_devicefix.dispatch.carrying import move
+from tl_devicefix.dispatch.mixing import JoinedAt, mapped
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.devices import free_memory, printed
+from tl_devicefix.placement.devices import HOST, free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.tracebacks import noting_mixed_devices
@@ -38,72 +37,54 @@ def home_of(model: Any) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-STACKED = {
-    **{name: f"attn.{name}" for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")},
-    **{name: f"mlp.{name}" for name in ("W_in", "W_gate", "W_out", "b_in", "b_out")},
-}
-"""HookedTransformer's properties that stack a weight of every block: name -> path in the block."""
+class ReadAt(JoinedAt):
+    """Within it, functions that are written for one device read a model on several.
 
-
-def stack_on(
-    device: torch.device, weights: Sequence[torch.Tensor], what: str, copies: int = 1
-) -> torch.Tensor:
-    """Weights of several blocks, each from its own device, stacked on one; differentiable.
-
-    Where `copies` times their size is not free, the error says `what` they are.
+    Tensors of two devices meet on the device of the reading; stacks are made there, in one copy.
+    Weights that are offloaded come to the activations that they are used with. What the functions
+    bring home comes to the device instead, or, `in_place`, stays where it is until it is used: of a
+    W_U that is indexed, the rows are copied.
     """
-    check_room(copies * sum(weight.nbytes for weight in weights), device, what)
-    stack: torch.Tensor = _StackOn.apply(device, *weights)
-    return stack
 
+    def __init__(self, device: torch.device, model: Any, what: str, in_place: bool) -> None:
+        home, placement = home_of(model), getattr(model, "placement", None)
+        memories = () if placement is None else placement.memories
+        super().__init__(device, frozenset({device, home or device, *memories}))
+        self._home, self._what, self._in_place = home, what, in_place
 
-_GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
-_READ_THERE = "read on the device of `gather_on`"
+    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+        """The device of the reading; if what is offloaded meets one other device, that one."""
+        others = devices - {HOST}
+        return next(iter(others)) if len(others) == 1 and self._device != HOST else self._device
 
-
-@patches("HookedTransformer", "W_E", "W_U", "b_U", "W_pos", why=_READ_THERE)
-@patches("TransformerBridge", "W_E", "W_U", "b_U", why=_READ_THERE)
-@patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
-def single_weight(original: Any, self: Any) -> Any:
-    """The getter of `HookedTransformer.W_E` and its like: a copy, if it is read elsewhere."""
-    weight, device = original(self), gathering_device(self)
-    if device is None or weight.device == device:
-        return weight
-    check_room(weight.nbytes, device, f"model.{original.__name__}")
-    return weight.to(device)
-
-
-@patches("HookedTransformer", *STACKED, why="stack weights of any devices in one copy")
-def stacked(original: Any, self: Any) -> Any:
-    """The getter of `HookedTransformer.W_Q` and its like: [n_layers, ...], in one copy."""
-    name = original.__name__
-    path = STACKED[name].split(".")
-    device = gathering_device(self)
-    if device is None or (name == "W_gate" and not self.cfg.gated_mlp):
-        return original(self)
-    repeats = 1
-    if hasattr(self.blocks[0].attn, f"_{path[-1]}"):  # of key-value heads, each for its group
-        repeats = self.blocks[0].attn.repeat_kv_heads
-        path = ["attn", f"_{path[-1]}"]
-    weights = [functools.reduce(getattr, path, block) for block in self.blocks]
-    stack = stack_on(device, weights, f"model.{name}", 1 if repeats == 1 else repeats + 1)
-    return stack.repeat_interleave(repeats, dim=1) if repeats > 1 else stack
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_brought = func is torch.Tensor.to and args[1:] in ((self._home,), (self._device,))
+        if is_brought and not kwargs and args[0].device in self._devices:
+            return args[0] if self._in_place else args[0].to(self._device)
+        if func is torch.stack and len(args) == 1 and kwargs in (None, {}, {"dim": 0}):
+            tensors = args[0]
+            if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
+                check_room(sum(tensor.nbytes for tensor in tensors), self._device, self._what)
+                return _StackOn.apply(self._device, *tensors)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _StackOn(torch.autograd.Function):
     """torch.stack of tensors of any devices on one, without a second copy; differentiable."""
 
     @staticmethod
-    def forward(device: torch.device, *weights: torch.Tensor) -> torch.Tensor:
-        first = weights[0]
-        stack = torch.empty((len(weights), *first.shape), dtype=first.dtype, device=device)
-        for layer, weight in enumerate(weights):
-            stack[layer].copy_(weight)
+    def forward(device: torch.device, *tensors: torch.Tensor) -> torch.Tensor:
+        first = tensors[0]
+        stack = torch.empty((len(tensors), *first.shape), dtype=first.dtype, device=device)
+        for part, tensor in zip(stack, tensors):
+            part.copy_(tensor)
         return stack
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.devices = [weight.device for weight in inputs[1:]]
+        ctx.devices = [tensor.device for tensor in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -119,74 +100,60 @@ def check_room(needed: int, device: torch.device, what: str) -> None:
         other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
         raise torch.OutOfMemoryError(
             f"{what} is {gib(needed)}, but {printed(device)} has {gib(room)} free: read it {other}"
-            "block by block from model.blocks"
+            "block by block"
         )
 
 
-class ReadOn:
-    """A model, or a module of it, whose tensors are read on one device.
+def read_together(
+    device: torch.device | None,
+    model: Any,
+    what: str,
+    read: Callable[[], Any],
+    in_place: bool = True,
+) -> Any:
+    """Call a function that is written for one device, and bring what it gives to this device.
 
-    For methods of TransformerLens that are written for one device: they are given this as `self`.
-    The module stays where it is, and each tensor is copied when it is read.
+    Without a device, just call it. See `ReadAt` for the rest.
     """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.read = module
-        self._device = device
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.read, name)
-        if isinstance(value, nn.ModuleList):
-            return [ReadOn(module, self._device) for module in value]
-        if isinstance(value, nn.Module):
-            return ReadOn(value, self._device)
-        if name == "cfg":
-            value = copy.copy(value)
-            value.device = str(self._device)
-        return move(value, self._device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module where it is, and bring the result to the device."""
-        runs_on = next((weight.device for weight in self.read.parameters()), self._device)
-        args = tuple(move(value, runs_on) for value in args)
-        kwargs = {name: move(value, runs_on) for name, value in kwargs.items()}
-        return move(self.read(*args, **kwargs), self._device)
+    if device is None:
+        return read()
+    with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
+        result = read()
+    return move(mapped(result, lambda part: move(part, device)), device)
 
 
-class ReadWhereRun:
-    """A model on several devices, the weights of each block read where the block runs.
-
-    That is where they are, unless the block is offloaded.
-    """
-
-    def __init__(self, model: Any) -> None:
-        device_of = model.placement.read_at
-        self.cfg = model.cfg
-        self.blocks = [
-            ReadOn(block, device_of(f"blocks.{layer}")) for layer, block in enumerate(model.blocks)
-        ]
+_OF_KEY_VALUE_HEADS = ("W_K", "W_V", "b_K", "b_V")
+_OF_BLOCKS = ("W_Q", "W_O", "W_in", "W_gate", "W_out", "b_Q", "b_O", "b_in", "b_out")
+STACKED = (*_OF_KEY_VALUE_HEADS, *_OF_BLOCKS)
+"""Properties of a model that stack a weight of every block."""
+_OF_SEVERAL = ("accumulated_bias", "all_composition_scores", "tokens_to_residual_directions")
+_SINGLE = ("W_E", "W_U", "b_U")
+_GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
 
 
-@patches("HookedTransformer", "accumulated_bias", takes="self", why=_GATHERS)
-@patches("HookedTransformer", "all_composition_scores", takes="self mode", why=_GATHERS)
-@patches("TransformerBridge", "accumulated_bias", takes="self", why=_GATHERS)
-@patches("TransformerBridge", "all_composition_scores", takes="self mode", why=_GATHERS)
+@patches("HookedTransformer", *_SINGLE, "W_pos", *_OF_BLOCKS, *_OF_SEVERAL, why=_GATHERS)
+@patches("TransformerBridge", *_SINGLE, *STACKED, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
+@patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
 def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of a model that reads weights of several components together."""
-    device = gathering_device(self)
-    if device is None:
-        return original(self, *args, **kwargs)
-    with gather_on(device), noting_mixed_devices():
-        return original(ReadOn(self, device), *args, **kwargs)
+    """A weight, weights of all blocks in one copy, or what is computed from several."""
+    what = f"model.{original.__name__}"
+    read = functools.partial(original, self, *args, **kwargs)
+    return read_together(gathering_device(self), self, what, read)
 
 
-@patches("HookedTransformer", takes="self tokens", why=_GATHERS)
-@patches("TransformerBridge", takes="self tokens", why=_GATHERS)
-def tokens_to_residual_directions(original: Any, self: Any, tokens: Any) -> torch.Tensor:
-    """See TransformerLens's. The directions are read from W_U where that is, and gathered."""
+@patches("HookedTransformer", *_OF_KEY_VALUE_HEADS, why=_GATHERS)
+def of_key_value_heads(original: Any, self: Any) -> Any:
+    """`HookedTransformer.W_K` and its like; those of grouped heads are repeated once stacked."""
+    name, attn = original.__name__, self.blocks[0].attn
     device = gathering_device(self)
-    if device is None:
-        return original(self, tokens)
-    with gather_on(self.unembed.W_U.device):
-        directions = original(self, move(tokens, self.unembed.W_U.device))
-    return move(directions, device)
+    if device is None or not hasattr(attn, f"_{name}"):
+        return gathered(original, self)
+
+    what = f"model.{name}"
+
+    def repeated() -> torch.Tensor:
+        stack = torch.stack([getattr(block.attn, f"_{name}") for block in self.blocks])
+        check_room(stack.nbytes * attn.repeat_kv_heads, device, what)
+        return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)
+
+    return read_together(device, self, what, repeated)

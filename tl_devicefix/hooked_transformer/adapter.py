@@ -40,11 +40,6 @@ def passes_stream_alone(model: Any) -> bool:
     return True
 
 
-def are_tied(model: Any, one: str, other: str) -> bool:
-    """No two parameters of a HookedTransformer are: each has its own memory."""
-    return False
-
-
 def realign(model: Any, placement: Placement | None) -> None:
     """See `Adapter.realign`."""
     moving.share_buffers(model)

@@ -101,6 +101,10 @@ def registered() -> tuple[Patch, ...]:
     return tuple(sorted(of_installed, key=lambda patch: (patch.owner or "~", patch.name)))
 
 
+LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate")
+"""Whose modules, hooks and lines of code are not the user's, beside this package's own."""
+
+
 def package_of(item: Any) -> str:
     """The top-level package of a class, a function, or an instance's class."""
     return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]

@@ -22,7 +22,7 @@ from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
 from tl_devicefix.misspelt import which_hook_point
-from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.pipeline_map import (
     ONE_AT_A_TIME,
     Weights,
@@ -165,7 +165,7 @@ _KNOWN = {
 """Arguments with which a run may start at any block: none of them is changed by a run."""
 
 # Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
-_LIBRARIES = {"bitsandbytes", "peft", "torch", "transformer_lens", "transformers"}
+_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
 _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
 
@@ -282,7 +282,7 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
     package = package_of(hook)
     if package == "tl_devicefix":
         return False
-    return isinstance(module, HookPoint) or package not in (*_LIBRARIES, "accelerate")
+    return isinstance(module, HookPoint) or package not in _LIBRARIES
 
 
 class _ResidualStreams:

@@ -45,11 +45,6 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
         yield
 
 
-def gather_nowhere() -> contextlib.AbstractContextManager[None]:
-    """Switch an outer `gather_on` off, within a `with` block."""
-    return setting(_chosen, None)
-
-
 @contextlib.contextmanager
 def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
     """Within it, a context variable has another value."""

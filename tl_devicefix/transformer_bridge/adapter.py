@@ -48,17 +48,6 @@ def passes_stream_alone(model: Any) -> bool:
     return model.cfg.architecture in _RESIDUAL_STREAM_ALONE and not is_generating
 
 
-def are_tied(bridge: Any, one: str, other: str) -> bool:
-    """The embedding and the unembedding may be, until the weights are processed.
-
-    So may parts of one attention or MLP, as q, k and v are views of GPT-2's combined weight.
-    """
-    heads = {one.partition(".")[0], other.partition(".")[0]}
-    if heads == {"embed", "unembed"}:
-        return not bridge._weights_processed
-    return one.startswith("blocks.") and one.split(".")[:3] == other.split(".")[:3]
-
-
 def realign(bridge: Any, placement: Placement | None) -> None:
     """See `Adapter.realign`."""
     if placement is not None:

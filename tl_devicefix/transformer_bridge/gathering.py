@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import warnings
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformer_lens import ActivationCache
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
-from tl_devicefix.gathering.gathering import gathering_device, stack_on
+from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.patch import patches
 
 
@@ -51,38 +50,6 @@ def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     device = gathering_device(self)
     weights: dict[str, torch.Tensor] = original(self)
     return weights if device is None else CacheAtHome(device).of(weights)
-
-
-@patches(
-    "TransformerBridge",
-    *("_stack_block_params", "stack_params_for"),
-    takes="self attr_path reshape_fn",
-    why="stack weights of any devices in one copy",
-)
-def stack(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`TransformerBridge._stack_block_params` and its like, of blocks on any devices, in one copy.
-
-    Which blocks have the weight, and what is said of those that lack it, is TransformerLens's: it
-    gets next to nothing to stack.
-    """
-    device = gathering_device(self)
-    if device is None:
-        return original(self, *args, **kwargs)
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
-    reshape = bound.arguments.get("reshape_fn")
-    weights: list[torch.Tensor] = []
-
-    def keep(weight: torch.Tensor) -> torch.Tensor:
-        if weight is None:  # TransformerLens 3.9 finds out when it stacks them
-            raise TypeError("the blocks have no such parameter (a projection without biases)")
-        weights.append(weight if reshape is None else reshape(weight))
-        return torch.empty(0, device=device)
-
-    bound.arguments["reshape_fn"] = keep
-    result = original(*bound.args, **bound.kwargs)
-    name = bound.arguments["attr_path"].rpartition(".")[2]
-    stacked = stack_on(device, weights, f"bridge.{name}")
-    return (result[0], stacked) if isinstance(result, tuple) else stacked  # with their indices
 
 
 @patches(

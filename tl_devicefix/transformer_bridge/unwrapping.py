@@ -23,7 +23,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
-from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 
 
 class NotPlain(Exception):
@@ -78,7 +78,7 @@ class Unwrapped:
         has_wrappers = any(map(is_wrapper, module.modules()))
         if not (is_accelerated or has_wrappers):
             return module
-        if package_of(kind) not in _LIBRARIES:  # a user's may keep what it sees
+        if package_of(kind) not in LIBRARIES:  # a user's may keep what it sees
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
@@ -122,7 +122,6 @@ class Unwrapped:
         self._split.add(id(joint))
 
 
-_LIBRARIES = ("torch", "transformers", "transformer_lens")
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") and "state" not in name]
 
 
