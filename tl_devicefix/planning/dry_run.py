@@ -12,16 +12,13 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tl_devicefix.attention.implementation import (
-    check_attn_implementation,
-    looking_away,
-    set_attn_implementation,
-)
+from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
@@ -46,8 +43,8 @@ class OnDevice:
     peak: int
     """The most that is allocated there, the weights among it."""
     module: str
-    """The module that runs at the peak; "the weights" if nothing takes more, "outside the model" if
-    none runs, as in a backward."""
+    """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
+    if none runs, as in a backward."""
     capacity: int | None
     """The memory that it has; None if that is not known."""
 
@@ -212,7 +209,7 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
     result, error, stopped_at = None, None, None
     machine.on_peak = note_peak
     try:
-        with _naming_what_runs(model, running, set(placement.device_map), note_end):
+        with _noting_what_runs(model, placement, running, note_end):
             result = run(model)
     except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
         error, stopped_at = caught, _where(caught, model)
@@ -241,35 +238,28 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
 
 
 @contextlib.contextmanager
-def _naming_what_runs(
-    model: Any, running: list[str], components: set[str], note_end: Callable[[str], None]
+def _noting_what_runs(
+    model: Any, placement: Placement, running: list[str], note_end: Callable[[str], None]
 ) -> Iterator[None]:
-    """Keep `running` as the names of the modules whose forward is under way, innermost last."""
+    """Keep `running` as the names of the components that run, innermost last.
 
-    def before(name: str) -> Callable[..., None]:
-        return looking_away(lambda *_: running.append(name))
+    Hooks on modules within them would have more memory held.
+    """
 
-    def after(name: str) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            running.pop()
-            if name in components:
-                note_end(name)
+    def leave(name: str, *_: Any) -> None:
+        running.pop()
+        note_end(name)
 
-        return looking_away(leave)
-
-    handles = []
-    modules: dict[str, torch.nn.Module] = {}
-    for name, module in named_modules(model):
-        modules.setdefault(name, module)  # a Bridge's component, and not also what it wraps
-    for name, module in modules.items():
-        if name:
-            handles.append(module.register_forward_pre_hook(before(name), prepend=True))
-            handles.append(module.register_forward_hook(after(name), always_call=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        for component, module in placement.modules_of(model):
+            enter = partial(lambda name, *_: running.append(name), component.name)
+            hooks = (
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(partial(leave, component.name), always_call=True),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _LIBRARIES = (
