@@ -90,7 +90,7 @@ def test_it_is_what_a_loaded_model_takes(
 def grows(name: str, few: int, many: int, **options: Any) -> int:
     """What more tokens to generate take."""
     sizes = [
-        estimate(name, batch_size=2, seq_len=8, max_new_tokens=new, **options).devices[0].peak
+        estimate(name, batch_size=16, seq_len=8, max_new_tokens=new, **options).devices[0].peak
         for new in (few, many)
     ]
     return sizes[1] - sizes[0]
@@ -100,13 +100,13 @@ def grows(name: str, few: int, many: int, **options: Any) -> int:
     ("name", "layers", "width"), [("gpt2", 12, 768), ("Qwen/Qwen2-0.5B", 24, 2 * 64)]
 )
 def test_the_kv_cache_is_that_of_all_tokens(name: str, layers: int, width: int) -> None:
-    in_blocks = 2 * 2 * 400 * width * 4 * layers
-    assert grows(name, 500, 900) == pytest.approx(in_blocks, rel=0.15)
+    in_blocks = 16 * 2 * 400 * width * 4 * layers
+    assert in_blocks < grows(name, 500, 900) < 1.6 * in_blocks  # a block has its own again
 
 
 @a_bridge_s
 def test_attention_in_a_window_caches_the_window() -> None:
-    in_blocks = 2 * 2 * 2000 * 4 * 256 * 2 * 13  # every other block sees all tokens
+    in_blocks = 16 * 2 * 2000 * 4 * 256 * 2 * 13  # every other block sees all tokens
     grown = grows("google/gemma-2-2b", 5000, 7000, dtype="bfloat16")
     assert grown == pytest.approx(in_blocks, rel=0.15)
 
