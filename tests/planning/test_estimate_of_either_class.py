@@ -108,7 +108,7 @@ def test_the_kv_cache_is_that_of_all_tokens(name: str, layers: int, width: int) 
 def test_attention_in_a_window_caches_the_window() -> None:
     in_blocks = 16 * 2 * 2000 * 4 * 256 * 2 * 13  # every other block sees all tokens
     grown = grows("google/gemma-2-2b", 5000, 7000, dtype="bfloat16")
-    assert grown == pytest.approx(in_blocks, rel=0.15)
+    assert in_blocks < grown < 1.6 * in_blocks
 
 
 def test_gradients_take_those_of_the_weights_and_more() -> None:

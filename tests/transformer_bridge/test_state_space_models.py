@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from hf_models import N_LAYERS
 from transformers import DynamicCache
 
 import tl_devicefix
