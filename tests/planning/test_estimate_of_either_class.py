@@ -84,7 +84,7 @@ def test_it_is_what_a_loaded_model_takes(
     )
 
     assert [item.weights for item in result.devices] == pytest.approx(weights, rel=0.05)
-    assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.05)
+    assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
 
 
 def grows(name: str, few: int, many: int, **options: Any) -> int:
