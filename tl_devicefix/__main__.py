@@ -6,8 +6,6 @@ It is parsed before anything large is imported, so that help and mistakes are to
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
 import json
 import re
 import sys
@@ -202,22 +200,8 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     if chosen.n_ctx is None:  # else the model's config is made with it
         del options["n_ctx"]
     result = estimate(chosen.model, **options)
-    result = dataclasses.replace(result, advice=_as_options(result.advice))
     print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)
     return result.fits
-
-
-def _as_options(advice: str) -> str:
-    """Advice in which arguments of `estimate()` are spelt as the command line does."""
-
-    def option(match: re.Match[str]) -> str:
-        name, value = match[1].replace("_", "-"), match[2].strip("'")
-        if value.startswith("{"):
-            sizes = ast.literal_eval(value).items()
-            value = ",".join(f"{device}={size}" for device, size in sizes)
-        return f"--{name} {value}"
-
-    return re.sub(r"(\w+)=(\{.*?\}|'?\w+'?)", option, advice)
 
 
 def _run_demo(chosen: argparse.Namespace) -> bool:

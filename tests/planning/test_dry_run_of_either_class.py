@@ -39,8 +39,8 @@ def test_it_takes_what_the_job_takes(
     dry = dry_run(config, job, n_devices, tokenizer=tokenizer)
 
     assert dry.runs, dry
-    assert list(dry.weights) == pytest.approx(weights, rel=0.05)
-    assert [peak.bytes for peak in dry.peaks] == pytest.approx(peaks, rel=0.05)
+    assert [item.weights for item in dry.devices] == pytest.approx(weights, rel=0.05)
+    assert [item.peak for item in dry.devices] == pytest.approx(peaks, rel=0.05)
     assert n_transfers(dry.transfers) == transfers
 
 
@@ -67,7 +67,7 @@ def test_a_70b_model_runs_caches_and_generates(tokenizer: Any) -> None:
     assert dry.runs, dry
     assert dry.result[:2] == ((1, 128, 32000), (80, 1, 128, 8192))
     assert dry.result[2] == (1, 130) or installed() == Version("3.0.0")
-    assert sum(dry.weights) == pytest.approx(2 * 68.98e9, rel=0.01)
+    assert sum(item.weights for item in dry.devices) == pytest.approx(2 * 68.98e9, rel=0.01)
     assert "it runs" in repr(dry)
     assert dry.timeline[0].component == "embed"
 
@@ -124,8 +124,8 @@ def test_the_peak_is_where_it_was_and_the_timeline_says_when() -> None:
 
     dry = dry_run("gpt2", job, n_devices=2)
 
-    assert dry.peaks[0].module == "unembed"
-    assert dry.peaks[1].module.startswith("blocks.")
+    assert dry.devices[0].module == "unembed"
+    assert dry.devices[1].module.startswith("blocks.")
     names = [moment.component for moment in dry.timeline]
     blocks = [f"blocks.{index}" for index in range(12)]
     assert names == ["embed", "pos_embed", *blocks, "ln_final", "unembed"]
@@ -141,7 +141,7 @@ def test_offloaded_blocks_visit_their_device() -> None:
     assert dry.runs, dry
     components = dry.placement.components
     block = next(item.weights for item in components if item.name == "blocks.0")
-    resident, peak = dry.weights[0], dry.peaks[0].bytes
+    resident, peak = dry.devices[0].weights, dry.devices[0].peak
     assert resident + 2 * block < 30 * 2**30
     assert resident + 2 * block < peak < resident + 2.2 * block
     offloaded = sum(item.weights for item in components if item.offloaded)
@@ -198,8 +198,8 @@ def test_compatibility_mode_takes_little_more_than_the_weights() -> None:
 
     assert dry.runs, dry
     largest = max(component.weights for component in dry.placement.components)
-    for peak, held in zip(dry.peaks, dry.weights):
-        assert peak.bytes - held < 4 * largest  # in float32, twice
+    for item in dry.devices:
+        assert item.peak - item.weights < 4 * largest  # in float32, twice
 
 
 @a_bridge_s

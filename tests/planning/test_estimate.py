@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from ast import literal_eval
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from tl_devicefix import Estimate, estimate, plan
 from tl_devicefix.__main__ import main
-from tl_devicefix.planning.usage import Setting
 
 GIB = 2**30
 
@@ -20,9 +18,9 @@ GIB = 2**30
 def test_printing_shows_a_table_and_the_verdict() -> None:
     lines = repr(estimate("gpt2", 2, cache="resid_post", max_memory="24GiB")).splitlines()
     assert lines[0] == "gpt2, float32: batch 1, 1024 tokens, caching resid_post"
-    heads = ("device", "components", "weights", "buffers", "cached", "working", "total", "headroom")
-    assert lines[1].split() == list(heads)
+    assert lines[1].split() == ["device", "components", "weights", "peak", "headroom", "peak", "in"]
     assert lines[2].startswith("0 (home)  embed, pos_embed, blocks.0, ln_final, unembed")
+    assert lines[2].endswith(" unembed")
     assert lines[-1] == "It fits into 24.00 GiB a device."
 
 
@@ -57,8 +55,11 @@ def test_what_is_no_model(function: Any, model: Any) -> None:
 
 
 def test_cached_names_are_whole_and_may_have_spaces_between() -> None:
-    both = estimate("gpt2", cache=" resid_post , hook_z", seq_len=8).devices[0].cached
-    assert both == 2 * 12 * 8 * 768 * 4
+    job: dict[str, Any] = {"batch_size": 4, "seq_len": 512}
+    sizes = [
+        estimate("gpt2", cache=c, **job).devices[0].peak for c in (None, " resid_post , hook_z")
+    ]
+    assert sizes[1] - sizes[0] == pytest.approx(2 * 12 * 4 * 512 * 768 * 4, rel=0.1)
 
 
 def test_devices_may_be_named_as_where_there_are_gpus() -> None:
@@ -69,86 +70,40 @@ def test_devices_may_be_named_as_where_there_are_gpus() -> None:
     )
 
 
-def test_generating_is_without_gradients_and_without_the_forward_s_peak() -> None:
-    plain = estimate("gpt2", 2, max_new_tokens=8, seq_len=256)
-    both = estimate("gpt2", 2, max_new_tokens=8, seq_len=256, gradients=True)
-    assert [d.kv_cache for d in plain.devices] == [d.kv_cache for d in both.devices]
-    forward = estimate("gpt2", 2, seq_len=256)
-    assert plain.devices[1].working < forward.devices[1].working
-
-
 def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
     result = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
-    assert result.devices[-1].total == 2 * result.devices[-1].weights > 0
+    assert result.devices[-1].peak == 2 * result.devices[-1].weights > 0
 
 
 # --------------------------------------------------------------------------------------------
 # What would fit
 
 
-def told(result: Estimate, change: str) -> Any:
-    """The value of an argument with which it would fit."""
-    assert not result.fits
-    message = re.search(rf"{change}=(\{{.*?\}}|\w+)", result.advice)
-    assert message is not None, result.advice
-    return message[1] if message[1].isidentifier() else literal_eval(message[1])
+def test_so_many_devices_as_it_says_are_enough() -> None:
+    options: dict[str, Any] = {"first_n_layers": 8, "max_memory": "4GiB", "seq_len": 64}
+    name = "EleutherAI/pythia-6.9b"
+    advice = estimate(name, **options).advice
+
+    n_devices = int(re.findall(r"^It would fit on (\d+) devices", advice)[0])
+
+    assert estimate(name, n_devices, **options).fits
+    assert not estimate(name, n_devices - 1, **options).fits
 
 
 @pytest.mark.parametrize(
-    ("options", "change"),
+    ("options", "first"),
     [
-        ({"max_memory": "4GiB"}, "n_devices"),
-        ({"max_memory": "4GiB"}, "dtype"),
-        ({"batch_size": 16, "seq_len": 512, "max_memory": "6.4GiB"}, "batch_size"),
+        ({"max_memory": "1MiB"}, "a smaller dtype"),
+        ({"max_memory": {0: "300MiB", 1: "200MiB"}}, "more devices"),
+        ({"max_memory": "200MiB", "device_map": {"": 0, "blocks.3": 1}}, "more devices"),
     ],
 )
-def test_what_it_says_would_fit_does(options: dict[str, Any], change: str) -> None:
-    options["first_n_layers"] = 4
-    value = told(estimate("EleutherAI/pythia-6.9b", **options), change)
-    assert estimate("EleutherAI/pythia-6.9b", **{**options, change: value}).fits
-
-
-@pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
-    """The settings that are tried, as they are."""
-    settings: list[Setting] = []
-    on_device = Setting._on_device
-
-    def note(self: Setting, index: int, *args: Any) -> Any:
-        settings.extend([self] if index == 0 else [])
-        return on_device(self, index, *args)
-
-    monkeypatch.setattr(Setting, "_on_device", note)
-    return settings
-
-
-def test_what_cannot_hold_the_weights_is_not_tried(tried: Any) -> None:
-    result = estimate("meta-llama/Llama-2-70b-hf", 1, seq_len=64)
-    assert "n_devices=4, or max_memory={0: " in result.advice
-    assert any(item.n_devices == 4 for item in tried)
-    assert len(tried) <= 4
-    assert not any(item.n_devices in (2, 3) for item in tried)
-
-
-def test_more_devices_are_told_as_the_user_named_them() -> None:
-    options: Any = {"first_n_layers": 8, "dtype": "bfloat16", "seq_len": 64}
-    result = estimate("meta-llama/Llama-2-70b-hf", max_memory={0: "6GiB", 1: "6GiB"}, **options)
-    room = told(result, "max_memory")
-    assert set(room.values()) == {"6GiB"}
-    assert len(room) > 2
-    assert estimate("meta-llama/Llama-2-70b-hf", max_memory=room, **options).fits
-
-
-def test_a_limit_with_which_it_would_fit_is_told_and_does() -> None:
-    room = {0: "4GiB", "cpu": "10GiB"}
-    options: Any = {"first_n_layers": 8, "batch_size": 4, "seq_len": 512}
-    result = estimate("EleutherAI/pythia-6.9b", max_memory=room, **options)
-    limits = told(result, "max_memory")
-
-    changed = estimate("EleutherAI/pythia-6.9b", max_memory=limits, memory=room, **options)
-
-    assert changed.fits
-    assert changed.devices[-1].weights > 0
+def test_what_else_to_try_where_more_devices_do_not_help(
+    options: dict[str, Any], first: str
+) -> None:
+    advice = estimate("gpt2", seq_len=8, **options).advice
+    assert advice.startswith(f"Try {first}, ")
+    assert "offloaded blocks" in advice
 
 
 # --------------------------------------------------------------------------------------------
@@ -160,9 +115,7 @@ def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
     assert status == 1
     printed = capsys.readouterr().out
     assert "It does not fit: device 0 (home) needs" in printed
-    assert re.search(
-        r"fit: --dtype bfloat16, or --max-memory 0=\d+MiB,1=\d+MiB,cpu=\d+MiB for", printed
-    )
+    assert printed.rstrip().endswith("SDPA or offloaded blocks.")
 
 
 def test_the_command_gives_json(capsys: Any) -> None:

@@ -65,7 +65,7 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
         assert plan("gpt2", 4) == planned
     assert "3 (host1/2)" in capsys.readouterr().out
     assert not too_large.fits
-    assert "n_devices" not in too_large.advice
+    assert too_large.advice.startswith("Try more devices")
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -106,15 +106,6 @@ def _blocks(result: Any) -> list[Any]:
     return [item for item in result.placement.components if item.name.startswith("blocks")]
 
 
-def test_more_hosts_are_what_would_fit() -> None:
-    options: dict[str, Any] = {"max_memory": "2.5GiB", "dtype": "bfloat16", "seq_len": 8}
-    result = estimate("EleutherAI/pythia-6.9b", 4, hosts=2, **options)
-
-    assert not result.fits
-    assert "n_devices=6, hosts=3" in result.advice
-    assert estimate("EleutherAI/pythia-6.9b", 6, hosts=3, **options).fits
-
-
 def test_a_dry_run_says_what_went_between_hosts() -> None:
     def forward(model: Any) -> None:
         with torch.no_grad():
@@ -124,7 +115,7 @@ def test_a_dry_run_says_what_went_between_hosts() -> None:
 
     assert dry.between_hosts == dry.placement.between_hosts(1, 16)
     lines = repr(dry).splitlines()
-    assert lines[3].split()[:2] == ["2", "(host1/0)"]
+    assert lines[3].startswith("2 (host1/0) ")
     assert "; between hosts: host0 -> host1 48.0 KiB, host1 -> host0 48.0 KiB" in lines[-2]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformer_lens.hook_points import HookPoint
@@ -21,27 +21,11 @@ SDPA, or NotImplemented for an attention of another class.
 """
 
 
-_LOOKS_AWAY = "_tl_devicefix_looks_away"
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
-
-
-def looking_away(hook: _Hook) -> _Hook:
-    """A hook of torch's that notes when a module runs, and not what it is given or gives."""
-    setattr(hook, _LOOKS_AWAY, True)
-    return hook
-
-
 def listens(point: Any) -> bool:
     """Whether somebody sees the activation of a hook point: by a hook, or in its place."""
     if type(point) is not HookPoint or "forward" in vars(point):
         return True
-    hooks = (hook for name in HOOKS for hook in vars(point)[name].values())
-    return not all(map(looks_away, hooks))
-
-
-def looks_away(hook: Any) -> bool:
-    """Whether a hook of torch's is `looking_away`."""
-    return hasattr(hook, _LOOKS_AWAY)
+    return any(vars(point)[name] for name in HOOKS)
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

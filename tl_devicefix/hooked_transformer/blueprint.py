@@ -44,12 +44,6 @@ class HookedBlueprint:
         name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
         return cls(name, cfg, model_class or HookedTransformer)
 
-    def in_dtype(self, dtype: torch.dtype) -> HookedBlueprint:
-        """The same model with weights of another dtype."""
-        cfg = copy.deepcopy(self._cfg)
-        cfg.dtype = dtype
-        return HookedBlueprint(self.name, cfg, self._cls)
-
     def sizes(self) -> tuple[ComponentSize, ...]:
         """Sizes of its components, in the order they run."""
         return component_sizes(self._cfg)

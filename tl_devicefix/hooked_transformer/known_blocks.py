@@ -35,7 +35,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
-from tl_devicefix.attention.implementation import HOOKS, looks_away
+from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.attention.one_forward import made_once
 from tl_devicefix.dispatch.stand_ins import Definitions, Modules, why_not_now
 from tl_devicefix.dispatch.views import LOOK
@@ -67,13 +67,7 @@ def is_heard(module: Any) -> bool:
 def sees(module: Any) -> bool:
     """Whether a hook sees the input or output of a module or of its submodules."""
     modules = (module, *module._modules.values())
-    hooks = (
-        hook
-        for submodule in modules
-        for name in HOOKS
-        for hook in submodule.__dict__[name].values()
-    )
-    return not all(map(looks_away, hooks)) or any(
+    return any(submodule.__dict__[name] for submodule in modules for name in HOOKS) or any(
         "forward" in submodule.__dict__ or type(submodule) not in OWN for submodule in modules
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -70,17 +70,6 @@ class PlacedComponent(ComponentSize):
     def stored_on(self) -> torch.device:
         """Where its weights are while it does not run."""
         return HOST if self.offloaded else self.device
-
-
-class Crossing(NamedTuple):
-    """A transfer from a device of one host to one of another; the CPU is the script's host's."""
-
-    source: torch.device
-    target: torch.device
-    per_token: int = 0
-    """Bytes for each token of each sequence."""
-    per_forward: int = 0
-    """Bytes however many tokens there are."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,26 +235,13 @@ class Placement:
             if component.name in modules:
                 yield component, modules[component.name]
 
-    @cached_property
-    def crossings(self) -> tuple[Crossing, ...]:
-        """Transfers between hosts in a forward, in order; a backward reverses them.
-
-        The residual stream, once for each boundary and once home; and the weights of offloaded
-        blocks, which are in the memory of the script's host.
-        """
-        passing_on = [component for component in self.components if component.gives]
-        moves = []
-        for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
-            if component.offloaded:
-                moves.append(Crossing(HOST, component.device, per_forward=component.weights))
-            moves.append(Crossing(component.device, following.device, per_token=component.gives))
-        return tuple(move for move in moves if len(set(_hosts(move, self.sites))) > 1)
-
     def between_hosts(self, batch: int = 1, pos: int = 1) -> BetweenHosts:
         """Bytes that a forward sends from each host to each other, by their names.
 
-        A backward sends as many of the residual stream back, of its gradient. What is read from
-        another host, as a cache at home, comes on top.
+        The residual stream, once for each boundary and once home; and the weights of offloaded
+        blocks, which are in the memory of the script's host. A backward sends as many of the
+        residual stream back, of its gradient. What is read from another host, as a cache at home,
+        comes on top.
 
         Args:
             batch: how many sequences.
@@ -274,8 +250,13 @@ class Placement:
         Returns:
             Bytes by (source host, target host).
         """
-        moved = ((c, c.per_token * batch * pos + c.per_forward) for c in self.crossings)
-        return by_hosts(moved, self.sites)
+        passing_on = [component for component in self.components if component.gives]
+        moves = []
+        for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
+            if component.offloaded:
+                moves.append((HOST, component.device, component.weights))
+            moves.append((component.device, following.device, component.gives * batch * pos))
+        return by_hosts(moves, self.sites)
 
     def __repr__(self) -> str:
         rows = [("device", "components", "weights", "total")]
@@ -286,9 +267,8 @@ class Placement:
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         lines = [format_table(rows, "<<>>")]
-        if self.crossings:
-            crossing = in_words(self.between_hosts())
-            lines.append(f"between hosts, in a forward of one token: {crossing}")
+        if sent := self.between_hosts():
+            lines.append(f"between hosts, in a forward of one token: {in_words(sent)}")
         return "\n".join(lines)
 
     def label(self, memory: torch.device) -> str:
@@ -343,21 +323,21 @@ def _number(block: str) -> int:
     return int(block.rpartition(".")[2])
 
 
-def by_hosts(moved: Iterable[tuple[Any, int]], sites: Sequence[Site]) -> BetweenHosts:
-    """Sum the bytes of what goes from a device (`source`) to another (`target`), by their hosts."""
+def by_hosts(
+    moves: Iterable[tuple[torch.device, torch.device, int]], sites: Sequence[Site]
+) -> BetweenHosts:
+    """Sum the bytes of (source, target, bytes) by the hosts; the CPU is the script's host's."""
+
+    def host(device: torch.device) -> str:
+        site = site_of(device, sites) or next(iter(sites), None)
+        return site.hostname if site else ""
+
     sums: BetweenHosts = {}
-    for move, size in moved:
-        source, target = _hosts(move, sites)
-        if size and source != target:
-            sums[source, target] = sums.get((source, target), 0) + size
+    for source, target, size in moves:
+        pair = host(source), host(target)
+        if size and pair[0] != pair[1]:
+            sums[pair] = sums.get(pair, 0) + size
     return sums
-
-
-def _hosts(move: Any, sites: Sequence[Site]) -> tuple[str, str]:
-    """The names of the hosts of `source` and `target`; by default, of that of the script."""
-    own = sites[0].hostname if sites else ""
-    source, target = site_of(move.source, sites), site_of(move.target, sites)
-    return source.hostname if source else own, target.hostname if target else own
 
 
 def in_words(sums: BetweenHosts) -> str:

@@ -1,1 +1,1 @@
-"""Before anything is loaded: the plan, what a job takes, dry runs of it, and what would fit."""
+"""Before anything is loaded: the plan, dry runs of a job, and what a usual job takes."""

@@ -37,9 +37,6 @@ class Blueprint(Protocol):
     n_ctx: int
     n_layers: int
 
-    def in_dtype(self, dtype: torch.dtype) -> Blueprint:
-        """The same model with weights of another dtype."""
-
     def sizes(self) -> tuple[ComponentSize, ...]:
         """The sizes of its components, in the order they run."""
 

@@ -12,16 +12,13 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tl_devicefix.attention.implementation import (
-    check_attn_implementation,
-    looking_away,
-    set_attn_implementation,
-)
+from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
@@ -34,13 +31,42 @@ from tl_devicefix.simulation import Machine, Transfers, simulate_apart
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The most that was allocated on a device, in bytes, and the module that was running then."""
+class OnDevice:
+    """The memory that a job takes on one device; all sizes are in bytes."""
 
-    bytes: int
-    """All that was allocated, the weights among it."""
+    device: str
+    """Its index ("0 (home)", "1"), with its host if there are several, or "cpu"."""
+    components: str
+    """Those that live there, in short: "embed, blocks.0-3"."""
+    weights: int
+    """Weights and buffers that live there: not offloaded blocks that visit."""
+    peak: int
+    """The most that is allocated there, the weights among it."""
     module: str
-    """Its name; "the weights" if nothing took more, "outside the model" if none was running."""
+    """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
+    if none runs, as in a backward."""
+    capacity: int | None
+    """The memory that it has; None if that is not known."""
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes that the peak leaves of `capacity`; negative if the job does not fit."""
+        return None if self.capacity is None else self.capacity - self.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for the peak."""
+        return self.headroom is None or self.headroom >= 0
+
+
+def memory_table(devices: Sequence[OnDevice]) -> str:
+    """A line for each device."""
+    rows = [("device", "components", "weights", "peak", "headroom", "peak in")]
+    for row in devices:
+        headroom = "" if row.headroom is None else gib(row.headroom)
+        sizes = gib(row.weights), gib(row.peak), headroom
+        rows.append((row.device, row.components, *sizes, row.module))
+    return format_table(rows, "<<>>><")
 
 
 @dataclass(frozen=True)
@@ -59,12 +85,8 @@ class DryRun:
 
     placement: Placement
     """Where each component is."""
-    weights: tuple[int, ...]
-    """Bytes of weights and buffers on each device, before the job."""
-    memory: tuple[int, ...]
-    """Bytes that each device has."""
-    peaks: tuple[Peak, ...]
-    """The most that each device held during the job, and in which module."""
+    devices: tuple[OnDevice, ...]
+    """What each device held before the job and at most, and in which module that was."""
     timeline: tuple[Moment, ...]
     """What each device held when a component had run, in the order they ran."""
     transfers: Transfers
@@ -79,7 +101,8 @@ class DryRun:
     @property
     def between_hosts(self) -> BetweenHosts:
         """Bytes that went from one host to another, by their names."""
-        return by_hosts(((move, move.bytes) for move in self.transfers), self.placement.sites)
+        moves = ((move.source, move.target, move.bytes) for move in self.transfers)
+        return by_hosts(moves, self.placement.sites)
 
     @property
     def runs(self) -> bool:
@@ -87,22 +110,17 @@ class DryRun:
         return self.error is None
 
     def __repr__(self) -> str:
-        rows = [("device", "weights", "peak", "of", "peak in")]
-        sites = self.placement.sites
-        for index, (held, peak, room) in enumerate(zip(self.weights, self.peaks, self.memory)):
-            device = f"{index} ({sites[index].name})" if sites else str(index)
-            rows.append((device, gib(held), gib(peak.bytes), gib(room), peak.module))
         pairs = ", ".join(
             " -> ".join(str(device).removeprefix(f"{DEVICE_TYPE}:") for device in pair)
             + f" {gib(moved.bytes)}"
             for pair, moved in self.transfers.by_pair().items()
         )
-        between = f"; between hosts: {in_words(self.between_hosts)}" if sites else ""
+        between = f"; between hosts: {in_words(self.between_hosts)}" if self.placement.sites else ""
         transfers = f"{len(self.transfers)} transfers: {pairs or 'none'}{between}"
         outcome = "it runs"
         if self.error is not None:
             outcome = f"it stops at {self.stopped_at}: {type(self.error).__name__}: {self.error}"
-        return "\n".join([format_table(rows, ">>>><"), transfers, outcome])
+        return "\n".join([memory_table(self.devices), transfers, outcome])
 
 
 def dry_run(
@@ -160,19 +178,17 @@ def dry_run(
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     sizes = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
     request = described(n_devices, hosts, device_map, max_memory, sizes)
-    says_which = request.device_map is not None or request.names_used
-    spread = None if says_which else request.n_devices
     with enabled(), simulate_apart(request.n_devices, memory, hosts) as machine, grad_mode:
         planned = blueprint(config_or_model_name, dtype, options, cls)
-        devices = spread, None, request.device_map, request.max_memory
+        devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
         model = planned.make(placement, tokenizer)
         if attn_implementation is not None:
             set_attn_implementation(model, attn_implementation)
-        return _watch(machine, model, placement, run)
+        return watch(machine, model, placement, run)
 
 
-def _watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any], Any]) -> DryRun:
+def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any], Any]) -> DryRun:
     """Run the function, and record what it does on each device."""
     devices = range(len(machine.devices))
     weights = tuple(machine.memory_allocated(index) for index in devices)
@@ -193,7 +209,7 @@ def _watch(machine: Machine, model: Any, placement: Placement, run: Callable[[An
     result, error, stopped_at = None, None, None
     machine.on_peak = note_peak
     try:
-        with _naming_what_runs(model, running, set(placement.device_map), note_end):
+        with _noting_what_runs(model, placement, running, note_end):
             result = run(model)
     except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
         error, stopped_at = caught, _where(caught, model)
@@ -202,9 +218,17 @@ def _watch(machine: Machine, model: Any, placement: Placement, run: Callable[[An
         machine.on_peak = None
     return DryRun(
         placement=placement,
-        weights=weights,
-        memory=tuple(machine.mem_get_info(index)[1] for index in devices),
-        peaks=tuple(Peak(machine.max_memory_allocated(i), at_peak[i]) for i in devices),
+        devices=tuple(
+            OnDevice(
+                device=placement.label(device).removeprefix(f"{DEVICE_TYPE}:"),
+                components=placement.held_in(device),
+                weights=weights[index],
+                peak=machine.max_memory_allocated(index),
+                module=at_peak[index],
+                capacity=machine.mem_get_info(index)[1],
+            )
+            for index, device in enumerate(machine.devices)
+        ),
         timeline=tuple(timeline),
         transfers=Transfers(machine.transfers),
         result=result,
@@ -214,35 +238,28 @@ def _watch(machine: Machine, model: Any, placement: Placement, run: Callable[[An
 
 
 @contextlib.contextmanager
-def _naming_what_runs(
-    model: Any, running: list[str], components: set[str], note_end: Callable[[str], None]
+def _noting_what_runs(
+    model: Any, placement: Placement, running: list[str], note_end: Callable[[str], None]
 ) -> Iterator[None]:
-    """Keep `running` as the names of the modules whose forward is under way, innermost last."""
+    """Keep `running` as the names of the components that run, innermost last.
 
-    def before(name: str) -> Callable[..., None]:
-        return looking_away(lambda *_: running.append(name))
+    Hooks on modules within them would have more memory held.
+    """
 
-    def after(name: str) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            running.pop()
-            if name in components:
-                note_end(name)
+    def leave(name: str, *_: Any) -> None:
+        running.pop()
+        note_end(name)
 
-        return looking_away(leave)
-
-    handles = []
-    modules: dict[str, torch.nn.Module] = {}
-    for name, module in named_modules(model):
-        modules.setdefault(name, module)  # a Bridge's component, and not also what it wraps
-    for name, module in modules.items():
-        if name:
-            handles.append(module.register_forward_pre_hook(before(name), prepend=True))
-            handles.append(module.register_forward_hook(after(name), always_call=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        for component, module in placement.modules_of(model):
+            enter = partial(lambda name, *_: running.append(name), component.name)
+            hooks = (
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(partial(leave, component.name), always_call=True),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _LIBRARIES = (

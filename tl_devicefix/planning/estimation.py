@@ -1,29 +1,88 @@
-"""Whether a job fits, before anything is loaded: `estimate(...)`, a table of its memory.
+"""Whether a job fits, before anything is loaded: `estimate(...)`, a dry run of a usual job.
 
-If it does not fit, changes are tested by a dry run, and those that would fit are told.
+No formula: it is what the installed TransformerLens allocates, on tensors without values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from tl_devicefix.attention.implementation import SDPA, check_attn_implementation
+from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
+from tl_devicefix.gathering.caches import CacheAtHome
+from tl_devicefix.gathering.gathering import STACKED
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.patches import enabled
-from tl_devicefix.placement.deciding import DeviceMap
-from tl_devicefix.placement.devices import Hosts
-from tl_devicefix.placement.memory import MaxMemory, format_table, gib
-from tl_devicefix.placement.placement import BetweenHosts, Placement, in_words
+from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
+from tl_devicefix.placement.devices import DEVICE_TYPE, HOST, Hosts
+from tl_devicefix.placement.in_use import gather_on
+from tl_devicefix.placement.memory import MaxMemory, by_device, gib
+from tl_devicefix.placement.placement import (
+    BetweenHosts,
+    Placement,
+    by_hosts,
+    in_short,
+    in_words,
+    shared_once,
+)
 from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
-from tl_devicefix.planning.plan import described, rooms
-from tl_devicefix.planning.usage import Job, OnDevice, Setting
+from tl_devicefix.planning.dry_run import OnDevice, memory_table, watch
+from tl_devicefix.planning.plan import UNLIMITED, described
+from tl_devicefix.simulation import Machine, simulate_apart
 
 LEFT_ON_GPUS = 0.1
 """The share of a GPU's memory for CUDA's context, fragments and the work space of kernels."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: the forward, cache, generation or backward that an estimate is about."""
+
+    batch_size: int = 1
+    """Sequences."""
+    seq_len: int = 1024
+    """Tokens in each sequence."""
+    cache: str | None = None
+    """What `run_with_cache` keeps: hook names less "hook_" ("resid_post,z"), "all", or None."""
+    max_new_tokens: int = 0
+    """New tokens for each sequence, with a KV cache."""
+    gradients: bool = False
+    """Whether gradients are on; then a backward from the loss is taken too."""
+    gather: str | int | None = None
+    """Where stacked weights (`model.W_in`) are gathered: "cpu", a device's index, or nowhere."""
+    attn_implementation: str | None = None
+    """How blocks attend: "sdpa", without a pattern where none is kept, or as installed."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether `run_with_cache` keeps the activation of this hook point."""
+        return self.cache == "all" or any(part_of(part, name) for part in self.parts)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names in `cache`."""
+        return [part.strip() for part in (self.cache or "").split(",") if part.strip()]
+
+    def __str__(self) -> str:
+        parts = [f"batch {self.batch_size}, {self.seq_len} tokens"]
+        parts += [f"caching {self.cache}"] if self.cache else []
+        parts += [f"generating {self.max_new_tokens}"] if self.max_new_tokens else []
+        parts += ["with gradients"] if self.gradients else []
+        parts += [f"gathering on {self.gather}"] if self.gather is not None else []
+        attends = self.attn_implementation
+        parts += [f"attn_implementation {attends}"] if attends else []
+        return ", ".join(parts)
+
+
+def part_of(part: str, name: str) -> bool:
+    """Whether `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
+    short = part.removeprefix("hook_")
+    return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,11 +99,11 @@ class Estimate:
     """What each device holds, in bytes; home first, and host memory last if blocks live there."""
     placement: Placement
     """Where each component would live."""
-    advice: str = ""
-    """What would fit, if this does not."""
     between_hosts: dict[str, BetweenHosts] = field(default_factory=dict)
     """What goes from host to host, in bytes by their names: in "a forward", "its backward", in
     "the cache, read at home", "the prompt" and "a generated token"; empty if there is one host."""
+    advice: str = ""
+    """How many devices would do, and what else to try, if it does not fit."""
 
     @property
     def fits(self) -> bool:
@@ -57,10 +116,7 @@ class Estimate:
             "model": self.model,
             "dtype": self.dtype,
             "job": asdict(self.job),
-            "devices": [
-                {**asdict(device), "total": device.total, "headroom": device.headroom}
-                for device in self.devices
-            ],
+            "devices": [{**asdict(device), "headroom": device.headroom} for device in self.devices],
             "between_hosts": {
                 what: {" -> ".join(pair): size for pair, size in sums.items()}
                 for what, sums in self.between_hosts.items()
@@ -70,47 +126,29 @@ class Estimate:
         }
 
     def __repr__(self) -> str:
-        columns = ["weights", "buffers", "kv_cache", "cached", "gathered", "working", "total"]
-        shown = [name for name in columns if any(getattr(device, name) for device in self.devices)]
-        if any(device.loads_more for device in self.devices):
-            shown.insert(-1, "loading")
-        rows = [("device", "components", *(name.replace("_", " ") for name in shown), "headroom")]
-        for device in self.devices:
-            sizes = (gib(getattr(device, name)) for name in shown)
-            left = "" if device.headroom is None else gib(device.headroom)
-            rows.append((device.device, device.components, *sizes, left))
-        sums = (gib(sum(getattr(device, name) for device in self.devices)) for name in shown)
-        rows.append(("total", "", *sums, ""))
-        lines = [f"{self.model}, {self.dtype}: {self.job}", format_table(rows, "<<>")]
+        lines = [f"{self.model}, {self.dtype}: {self.job}", memory_table(self.devices)]
         if self.between_hosts:
             lines.append("between hosts:")
             lines += [f"- {what}: {in_words(sums)}" for what, sums in self.between_hosts.items()]
         return "\n".join([*lines, self._verdict()])
 
     def _verdict(self) -> str:
-        over = [device for device in self.devices if not device.fits]
-        if not over:
-            return self._with_little_left()
-        worst = min(over, key=lambda device: device.headroom or 0)
-        needs = f"device {worst.device} needs {gib(worst.total)} but has {gib(worst.capacity or 0)}"
-        return f"It does not fit: {needs}. {self.advice}"
-
-    def _with_little_left(self) -> str:
-        """It fits; a GPU also needs memory that a dry run does not count."""
-        shares = {
-            device: (device.headroom or 0) / device.capacity
-            for device in self.devices
-            if device.capacity and device.device != "cpu"
-        }
-        least = min(shares, key=shares.__getitem__, default=None)
-        if least is None or shares[least] >= LEFT_ON_GPUS:
-            capacities = {device.capacity for device in self.devices if device.device != "cpu"}
-            capacity = capacities.pop() if len(capacities) == 1 else None
-            return "It fits." if capacity is None else f"It fits into {gib(capacity)} a device."
-        return (
-            f"It fits, but device {least.device} has only {gib(least.headroom or 0)} "
-            f"({shares[least]:.0%}) left: leave {LEFT_ON_GPUS:.0%} of a GPU's memory free."
-        )
+        rows = [
+            (d.capacity - d.peak, d.capacity, d) for d in self.devices if d.capacity is not None
+        ]
+        left, capacity, device = min(rows, key=lambda row: row[0])
+        if left < 0:
+            needs = f"device {device.device} needs {gib(device.peak)} but has {gib(capacity)}"
+            return f"It does not fit: {needs}. {self.advice}"
+        gpus = [row for row in rows if row[2].device != "cpu"]
+        if tight := [row for row in gpus if row[0] < LEFT_ON_GPUS * row[1]]:
+            left, capacity, device = min(tight, key=lambda row: row[0])
+            return (
+                f"It fits, but device {device.device} has only {gib(left)} ({left / capacity:.0%}) "
+                f"left: leave {LEFT_ON_GPUS:.0%} of a GPU's memory free."
+            )
+        capacities = {capacity for _, capacity, _ in gpus}
+        return "It fits" + (f" into {gib(capacity)} a device." if len(capacities) == 1 else ".")
 
 
 def estimate(
@@ -176,22 +214,92 @@ def estimate(
         job = Job(
             batch_size, seq_len, cache, max_new_tokens, gradients, gather, attn_implementation
         )
-        request = described(n_devices, hosts, device_map, max_memory, memory)
-        _check(job, model, request.n_devices)
+        on = partial(_estimate, model, job, device_map, max_memory, memory)
+        result = on(n_devices, hosts)
+        if result.fits:
+            return result
+        is_placed = device_map is not None and device_map not in STRATEGIES
+        sizes_differ = isinstance(max_memory, Mapping) or isinstance(memory, Mapping)
+        may_be_more = not (is_placed or sizes_differ or hosts)
+        most = min(_MOST_DEVICES, model.n_layers) if may_be_more else 0
+        counts = range((n_devices or 1) + 1, most + 1)
+        enough = bisect_left(counts, True, key=lambda count: on(count, None).fits)
+        others = "a smaller dtype, a smaller job, SDPA or offloaded blocks"
+        if enough < len(counts):
+            advice = f"It would fit on {counts[enough]} devices. You can also try {others}."
+        else:
+            advice = f"Try {'' if may_be_more else 'more devices, '}{others}."
+        return replace(result, advice=advice)
+
+
+_MOST_DEVICES = 16
+"""So many are tried."""
+
+
+def _estimate(
+    model: Blueprint,
+    job: Job,
+    device_map: DeviceMap | None,
+    max_memory: Any,
+    memory: Any,
+    n_devices: int | None,
+    hosts: Hosts | None,
+) -> Estimate:
+    """A dry run of the job on devices without limits, beside what each has."""
+    request = described(n_devices, hosts, device_map, max_memory, memory)
+    _check(job, model, request.n_devices)
+    limits = request.max_memory
+    if not request.names_used:
+        limits = _of_each(limits, request.n_devices)
+    between_hosts: dict[str, BetweenHosts] = {}
+    with simulate_apart(request.n_devices, UNLIMITED, hosts) as machine:
+        placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
         has = request.max_memory if memory is None else request.memory
-        limits = None
-        if request.names_used:
-            limits = request.max_memory
-        elif memory is not None:
-            limits = rooms(request.max_memory, request.n_devices)
-        capacities = rooms(has, request.n_devices)
-        asked = Setting(
-            model, request.n_devices, request.device_map, capacities, job, limits, hosts
-        )
-        devices, placement, between_hosts = asked.measured
-        advice = "" if all(device.fits for device in devices) else what_would_fit(asked)
-    dtype_name = str(model.dtype).removeprefix("torch.")
-    return Estimate(model.name, dtype_name, job, devices, placement, advice, between_hosts)
+        capacities = by_device(_of_each(has, request.n_devices), placement.home, "memory") or {}
+        live = model.make(placement)
+        _check_cache(job, live)
+        if job.attn_implementation is not None:
+            set_attn_implementation(live, job.attn_implementation)
+
+        def note(part: str, moves: Iterable[Any] | None = None) -> None:
+            """Note what went from host to host: by default, all transfers since the last part."""
+            if placement.sites:
+                made = [(move.source, move.target, move.bytes) for move in machine.transfers]
+                between_hosts[part] = by_hosts(made if moves is None else moves, placement.sites)
+                machine.reset_transfers()
+
+        dry = watch(machine, live, placement, partial(_run, job, model, note))
+        if dry.error is not None:
+            raise dry.error
+        gathered = 0 if job.gather is None else _largest_stack(machine, live)
+        devices = []
+        for index, (device, row) in enumerate(zip(machine.devices, dry.devices)):
+            runs = [component for component in placement.components if component.device == device]
+            resident = sum(component.weights for component in runs if not component.offloaded)
+            # A Bridge may weigh an unembedding that it ties.
+            weights = max(row.weights, resident + shared_once(runs))
+            peak = row.peak - row.weights + weights + (gathered if job.gather == index else 0)
+            module = row.module
+            if runs and peak < (loading := weights + model.room_to_load(placement)):
+                peak, module = loading, "loading"
+            capacity = capacities.get(device)
+            devices.append(
+                replace(row, weights=weights, peak=peak, module=module, capacity=capacity)
+            )
+        on_host = [component for component in placement.components if component.stored_on == HOST]
+        if on_host or job.gather == "cpu":
+            names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
+            peak = weights * (1 + job.gradients) + (gathered if job.gather == "cpu" else 0)
+            capacity = capacities.get(HOST)
+            devices.append(OnDevice("cpu", names, weights, peak, "the weights", capacity))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Estimate(model.name, dtype, job, tuple(devices), placement, between_hosts)
+
+
+def _of_each(memory: Any, n_devices: int) -> dict[Any, Any]:
+    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
+    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
+    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
 
 
 def _check(job: Job, model: Blueprint, n_devices: int) -> None:
@@ -216,117 +324,60 @@ def _check(job: Job, model: Blueprint, n_devices: int) -> None:
         )
 
 
-_MOST_DEVICES = 16
-
-Change = tuple[str, Setting]
-"""What to say, and what the estimate then depends on."""
-
-
-def what_would_fit(asked: Setting) -> str:
-    """The least change of each kind with which the job would fit, as a sentence."""
-    kinds = _CHANGES if asked.weights_fit() else [k for k in _CHANGES if k not in _OF_THE_JOB]
-    suggestions = [words for words in (_least(list(kind(asked))) for kind in kinds) if words]
-    if not suggestions:
-        return "No single change would do: combine more devices, a smaller dtype and a smaller job."
-    return f"What would fit: {', or '.join(suggestions)}."
+def _check_cache(job: Job, model: Any) -> None:
+    for part in job.parts if job.cache != "all" else ():
+        if not any(part_of(part, name) for name in model.hook_dict):
+            short = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
+            raise ValueError(
+                f"cache={job.cache!r} names {part!r}, but this model has no such hook"
+                f"{did_you_mean(part, short)}"
+            )
 
 
-def _least(changes: list[Change]) -> str | None:
-    """The words of the first change that fits; each change frees more than the one before.
-
-    Tested is only what has room for the weights, and the last one early, as it fits if any does.
-    """
-    able = [change for change in changes if change[1].weights_fit()]
-    if not able or not (_fits(able[0][1]) or _fits(able[-1][1])):
-        return None
-    return next(words for words, setting in able if _fits(setting))
-
-
-def _fits(setting: Setting) -> bool:
-    return all(device.fits for device in setting.measured.devices)
-
-
-def _more_devices(asked: Setting) -> Iterator[Change]:
-    sizes = {size for key, size in asked.memory.items() if key != "cpu"}
-    limits, hosts = asked.limits or {}, asked.hosts
-    limits_are_all = all(asked.memory.get(key) == size for key, size in limits.items())
-    if len(sizes) > 1 or isinstance(asked.device_map, Mapping) or not limits_are_all:
-        return
-    if isinstance(hosts, list | tuple):  # of which there are no more of one kind
-        return
-    step = asked.n_devices // (hosts or asked.n_devices)
-    most = min(_MOST_DEVICES * (hosts or 1), asked.model.n_layers)
-    for n in range(asked.n_devices + step, most + 1, step):
-        memory = {**asked.memory, **dict.fromkeys(range(n), *sizes)}
-        more = replace(asked, n_devices=n, memory=memory, hosts=hosts and n // step)
-        if asked.limits is None:
-            yield f"n_devices={n}" + (f", hosts={n // step}" if hosts else ""), more
-        else:  # by which the devices are named
-            yield f"max_memory={memory!r}", replace(more, limits=memory)
+def _run(job: Job, blueprint: Blueprint, note: Callable[..., None], model: Any) -> Any:
+    """Do the job, and return what its user keeps; `note` is told of each part as it ends."""
+    kept = None
+    if job.cache is not None or job.gradients or not job.max_new_tokens:
+        with torch.set_grad_enabled(job.gradients):
+            kept = _run_forward(job, note, model)
+    if job.max_new_tokens:
+        with torch.no_grad():
+            generation = blueprint.generation(model, job.batch_size, job.seq_len)
+            generation.prompt()
+            note("the prompt")
+            generation.skip_to(job.seq_len + job.max_new_tokens - 1)
+            generation.last_token()
+            note("a generated token")
+    return kept
 
 
-def _smaller_dtype(asked: Setting) -> Iterator[Change]:
-    if asked.model.dtype.itemsize > 2:
-        yield "dtype=bfloat16", replace(asked, model=asked.model.in_dtype(torch.bfloat16))
+def _run_forward(job: Job, note: Callable[..., None], model: Any) -> Any:
+    tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
+    output, kept = model.run_with_cache(
+        tokens,
+        names_filter=job.keeps,
+        return_type="loss" if job.gradients else "logits",
+        return_cache_object=False,
+    )
+    note("a forward")
+    if job.cache is not None:
+        stored = kept.stored() if isinstance(kept, CacheAtHome) else kept
+        reads = [(value.device, tokens.device, value.nbytes) for value in stored.values()]
+        note("the cache, read at home", reads)
+    if job.gradients:
+        output.backward()
+        note("its backward")
+        model.zero_grad(set_to_none=True)
+    return kept
 
 
-def _offloaded(asked: Setting) -> Iterator[Change]:
-    """Leave free the memory that the job takes beside weights; offload blocks that do not fit.
-
-    That changes which blocks a device runs, and with them what it takes: hence some attempts.
-    """
-    if isinstance(asked.device_map, Mapping):
-        return
-    tried = asked
-    for _ in range(4):
-        devices, placement, _ = tried.measured
-        limits: dict[Any, Any] = {
-            index: (device.capacity or 0) - (device.total - device.weights - device.buffers)
-            for index, device in enumerate(devices[: asked.n_devices])
-            if asked.limits is None or index in asked.limits
-        }
-        if min(limits.values()) < _MIB:
-            return
-        host = asked.memory.get("cpu", sum(component.weights for component in placement.components))
-        max_memory = {index: f"{room // _MIB - 1}MiB" for index, room in limits.items()}
-        max_memory["cpu"] = host if isinstance(host, str) else f"{host // _MIB}MiB"
-        tried = replace(asked, limits={**max_memory, "cpu": host})
-        if _fits(tried):
-            yield f"max_memory={max_memory!r} for the weights", tried
-            return
-
-
-_MIB = 2**20
-
-
-def _without_pattern(asked: Setting) -> Iterator[Change]:
-    if asked.job.attn_implementation == SDPA:
-        return
-    tried = replace(asked, job=replace(asked.job, attn_implementation=SDPA))
-    try:
-        _fits(tried)
-    except ValueError:  # nothing in the model attends as TransformerLens's blocks do
-        return
-    yield f"attn_implementation={SDPA!r}", tried
-
-
-def _halved(name: str, least: int, asked: Setting) -> Iterator[Change]:
-    value = getattr(asked.job, name) // 2
-    while value >= least:
-        changed: dict[str, Any] = {name: value}
-        yield f"{name}={value}", replace(asked, job=replace(asked.job, **changed))
-        value //= 2
-
-
-def _less_cached(asked: Setting) -> Iterator[Change]:
-    if asked.job.cache is not None:
-        yield "caching nothing", replace(asked, job=replace(asked.job, cache=None))
-
-
-_OF_THE_JOB = (
-    _without_pattern,
-    partial(_halved, "batch_size", 1),
-    partial(_halved, "seq_len", 64),
-    _less_cached,
-)
-_CHANGES = (_more_devices, _smaller_dtype, _offloaded, *_OF_THE_JOB)
+def _largest_stack(machine: Machine, model: Any) -> int:
+    """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
+    before = machine.memory_allocated(0)
+    machine.reset_peak_memory_stats(0)
+    with gather_on(f"{DEVICE_TYPE}:0"), torch.no_grad():
+        for name in STACKED:
+            # Blocks may have none, or none that can be stacked.
+            with suppress(AttributeError, ValueError, NotImplementedError):
+                getattr(model, name)
+    return machine.max_memory_allocated(0) - before

@@ -112,6 +112,11 @@ class Described(NamedTuple):
     names_used: bool
     """Whether `max_memory` alone says which of them are used."""
 
+    @property
+    def spread(self) -> int | None:
+        """Over how many the blocks are spread; None if the other arguments say which are used."""
+        return None if self.names_used or self.device_map is not None else self.n_devices
+
 
 def described(
     n_devices: int | None, hosts: Hosts | None, device_map: Any, max_memory: Any, memory: Any
@@ -137,9 +142,3 @@ def described(
 
 def _called(index: int) -> str:
     return f"{DEVICE_TYPE}:{index}"
-
-
-def rooms(memory: Any, n_devices: int) -> dict[Any, Any]:
-    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
-    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
-    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}

@@ -31,7 +31,6 @@ from tl_devicefix.attention.implementation import (
     WHY_NOT,
     by_shortest_name,
     is_sdpa,
-    looks_away,
 )
 from tl_devicefix.attention.sdpa import why_not_here
 from tl_devicefix.dispatch.stand_ins import (
@@ -420,12 +419,11 @@ def _relays(point: nn.Module) -> Iterator[int]:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether a hook only notes that a module runs, or what transformers is asked to record.
+    """Whether a hook only notes what transformers is asked to record.
 
     TransformerLens asks for attentions in each forward, and gives them to nobody.
     """
-    module = getattr(hook, "__module__", None)
-    return module == "transformers.utils.output_capturing" or looks_away(hook)
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _why_eager(model: Any, name: str, attention: Any) -> str | None:

@@ -58,10 +58,6 @@ class BridgeBlueprint:
             name = str(config_or_model_name)
         return cls(name, config, torch.float32 if dtype is None else torch_dtype(dtype))
 
-    def in_dtype(self, dtype: torch.dtype) -> BridgeBlueprint:
-        """The same model with weights of another dtype."""
-        return BridgeBlueprint(self.name, self._config, dtype)
-
     def sizes(self) -> tuple[ComponentSize, ...]:
         """What its components weigh, in the order they run; a tied unembedding is weighed too."""
         hf_model, layout = self._empty()
