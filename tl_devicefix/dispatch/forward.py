@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
-from tl_devicefix.dispatch.hooking import let_hooks_be, let_hooks_mix
+from tl_devicefix.dispatch.hooking import allow_mixing_in_hooks, forbid_mixing_in_hooks
 from tl_devicefix.dispatch.scheduler import current_run, going_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
-from tl_devicefix.offload.visiting import let_stay, let_visit, touring
+from tl_devicefix.offload.visiting import keep_resident, offload_blocks, touring
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
@@ -41,9 +41,9 @@ def align(
     unalign(model)
     if len(placement.memories) > 1:
         model.__dict__[_HANDLES] = carry(model, placement, brings_home)
-        let_visit(model, placement.here)
+        offload_blocks(model, placement.here)
         watch(model, placement.here, is_own)
-        let_hooks_mix(model, placement.here)
+        allow_mixing_in_hooks(model, placement.here)
 
 
 def unalign(model: Any) -> None:
@@ -51,8 +51,8 @@ def unalign(model: Any) -> None:
     for handle in model.__dict__.pop(_HANDLES, ()):
         handle.remove()
     detach(model)
-    let_stay(model)
-    let_hooks_be(model)
+    keep_resident(model)
+    forbid_mixing_in_hooks(model)
 
 
 def is_aligned(model: Any) -> bool:

@@ -24,15 +24,15 @@ from tl_devicefix.placement.placement import Placement
 _DEVICES = "_tl_devicefix_devices"
 
 
-def let_hooks_mix(model: Any, placement: Placement) -> None:
+def allow_mixing_in_hooks(model: Any, placement: Placement) -> None:
     """Let the hooks of a model that is on several devices use tensors from all of them."""
     for module in model.modules():
         if isinstance(module, HookPoint):
             module.__dict__[_DEVICES] = frozenset(placement.memories)
 
 
-def let_hooks_be(model: Any) -> None:
-    """Undo `let_hooks_mix`."""
+def forbid_mixing_in_hooks(model: Any) -> None:
+    """Undo `allow_mixing_in_hooks`."""
     for module in model.modules():
         module.__dict__.pop(_DEVICES, None)
 

@@ -13,7 +13,11 @@ from transformer_lens.components import AbstractAttention, GroupedQueryAttention
 from tl_devicefix.attention import kv_cache, sdpa
 from tl_devicefix.attention.implementation import WHY_NOT, is_sdpa, listens
 from tl_devicefix.attention.one_forward import cached_fact, made_once, state_of
-from tl_devicefix.hooked_transformer.known_blocks import IS_2, at, why_attention_as_installed
+from tl_devicefix.hooked_transformer.known_blocks import (
+    IS_2,
+    call_hook_point,
+    why_attention_as_installed,
+)
 from tl_devicefix.hooked_transformer.layers import PRECISE, run_norm
 from tl_devicefix.placement.devices import has_values
 
@@ -30,11 +34,11 @@ def run_attention(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
-    heard: bool = True,
+    is_hooked: bool = True,
 ) -> Residual:
     """Compute a block's attention from what queries, keys and values are made of.
 
-    Its `why_attention_as_installed` is None. If it is not `heard`, nobody listens in it.
+    Its `why_attention_as_installed` is None. If it is not `is_hooked`, nobody listens in it.
     """
     entry = past_kv_cache_entry
     cfg, modules, weights = attn.cfg, attn._modules, attn._parameters
@@ -45,23 +49,23 @@ def run_attention(
     else:
         W_K, W_V, b_K, b_V = weights["_W_K"], weights["_W_V"], weights["_b_K"], weights["_b_V"]
     q = _by_head(inputs[0], weights["W_Q"], weights["b_Q"])
-    if heard:
-        q = at(modules, "hook_q", q)
+    if is_hooked:
+        q = call_hook_point(modules, "hook_q", q)
     k = _by_head(inputs[1], W_K, b_K)
-    if heard:
-        k = at(modules, "hook_k", k)
+    if is_hooked:
+        k = call_hook_point(modules, "hook_k", k)
     v = _by_head(inputs[2], W_V, b_V)
-    if heard:
-        v = at(modules, "hook_v", v)
+    if is_hooked:
+        v = call_hook_point(modules, "hook_v", v)
     if cfg.use_qk_norm:
-        q = run_norm(modules["q_norm"], q.reshape(-1, q.shape[-1]), heard).reshape(q.shape)
-        k = run_norm(modules["k_norm"], k.reshape(-1, k.shape[-1]), heard).reshape(k.shape)
+        q = run_norm(modules["q_norm"], q.reshape(-1, q.shape[-1]), is_hooked).reshape(q.shape)
+        k = run_norm(modules["k_norm"], k.reshape(-1, k.shape[-1]), is_hooked).reshape(k.shape)
     elif not IS_2 and cfg.original_architecture in _WHOLE_VECTOR_NORMS:
-        q = run_norm(modules["q_norm"], q.flatten(2), heard).reshape(q.shape)
-        k = run_norm(modules["k_norm"], k.flatten(2), heard).reshape(k.shape)
+        q = run_norm(modules["q_norm"], q.flatten(2), is_hooked).reshape(q.shape)
+        k = run_norm(modules["k_norm"], k.flatten(2), is_hooked).reshape(k.shape)
     if not IS_2 and cfg.clip_qkv is not None:
         q, k, v = (tensor.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for tensor in (q, k, v))
-    by_sdpa = is_sdpa(attn) and why_eager(attn, heard) is None
+    by_sdpa = is_sdpa(attn) and why_eager(attn, is_hooked) is None
     offset = 0
     if entry is not None:
         offset = entry.past_keys.size(1)
@@ -69,8 +73,8 @@ def run_attention(
     tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
     if cfg.positional_embedding_type == "rotary":
         q = _rotated(attn, q, offset, attention_mask, tables.of_queries)
-        if heard:
-            q = at(modules, "hook_rot_q", q)
+        if is_hooked:
+            q = call_hook_point(modules, "hook_rot_q", q)
         if by_sdpa and entry is not None:
 
             def rotate(some: Heads, start: int) -> Heads:
@@ -80,19 +84,19 @@ def run_attention(
             k = kv_cache.rotated_keys(entry, k, tables.names, rotate)
         else:
             k = _rotated(attn, k, 0, attention_mask, tables.of_keys)
-        if heard:
-            k = at(modules, "hook_rot_k", k)
-    if by_sdpa and heard and not _takes_sdpa(attn, q, k):
+        if is_hooked:
+            k = call_hook_point(modules, "hook_rot_k", k)
+    if by_sdpa and is_hooked and not _takes_sdpa(attn, q, k):
         by_sdpa = False
         tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
     if by_sdpa:
         z = _mixed_by_sdpa(attn, q, k, v, tables.seen)
-        if heard and z.requires_grad:
+        if is_hooked and z.requires_grad:
             z = z.clone()  # a hook may edit it in place, and SDPA's backward needs its result
     else:
-        z = _mixed(attn, q, k, v, tables.seen, heard)
-    if heard:
-        z = at(modules, "hook_z", z)
+        z = _mixed(attn, q, k, v, tables.seen, is_hooked)
+    if is_hooked:
+        z = call_hook_point(modules, "hook_z", z)
     if IS_2:
         W_O = weights["W_O"].permute(2, 0, 1).flatten(1)
     else:
@@ -109,7 +113,7 @@ def _by_head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Heads
 
 
 def _mixed(
-    attn: Any, q: Heads, k: Heads, v: Heads, seen: torch.Tensor | None, heard: bool
+    attn: Any, q: Heads, k: Heads, v: Heads, seen: torch.Tensor | None, is_hooked: bool
 ) -> Heads:
     """Values mixed by a pattern of all queries and keys."""
     cfg, modules = attn.cfg, attn._modules
@@ -128,8 +132,8 @@ def _mixed(
         scores += alibi_bias(attn, n_keys, scores.device)[:, -n_queries:, :n_keys]
     if seen is not None:
         scores = torch.where(seen, scores, attn._buffers["IGNORE"])
-    if heard:
-        scores = at(modules, "hook_attn_scores", scores)
+    if is_hooked:
+        scores = call_hook_point(modules, "hook_attn_scores", scores)
     if not IS_2 and cfg.use_attention_sinks:
         sinks = attn._parameters["sinks"].reshape(1, -1, 1, 1)
         sinks = sinks.expand(scores.shape[0], -1, scores.shape[-2], -1).to(scores.dtype)
@@ -142,8 +146,8 @@ def _mixed(
         pattern = torch.where(torch.isnan(pattern), torch.zeros_like(pattern), pattern)
     else:
         pattern.nan_to_num_(0.0)  # the same, as no probability is infinite
-    if heard:
-        pattern = at(modules, "hook_pattern", pattern)
+    if is_hooked:
+        pattern = call_hook_point(modules, "hook_pattern", pattern)
     pattern = pattern.to(v.device, cfg.dtype if IS_2 else v.dtype)
     if grouped:
         v = _for_each_query_head(v, attn.repeat_kv_heads)
@@ -167,9 +171,9 @@ def _mixed_by_sdpa(attn: Any, q: Heads, k: Heads, v: Heads, seen: sdpa.Seen | No
     return sdpa.attend(*by_head, 1 / attn.attn_scale, seen, bias).transpose(1, 2)
 
 
-def why_eager(attn: Any, heard: bool = True) -> str | None:
+def why_eager(attn: Any, is_hooked: bool = True) -> str | None:
     """Why a block builds a pattern now although SDPA is set for it; None if it does not."""
-    for name in ("hook_attn_scores", "hook_pattern") if heard else ():
+    for name in ("hook_attn_scores", "hook_pattern") if is_hooked else ():
         if listens(attn._modules[name]):
             return f"{name} has hooks"
     return _why_always_eager(attn) or sdpa.why_not_here()

@@ -20,11 +20,11 @@ from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_b
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
-    at,
+    call_hook_point,
     fits,
-    is_heard,
+    has_hooks,
+    is_observed,
     look_at,
-    sees,
     why_as_installed,
     why_attention_as_installed,
 )
@@ -58,9 +58,9 @@ def block_forward(
         look_again()
         return original(self, *inputs)  # type: ignore[no-any-return]
     look = look_at(self)
-    heard = look.is_heard()
-    output = run_block(self, *inputs, heard)
-    if heard or any(hooks_of(self.__dict__)):
+    is_hooked = look.has_hooks()
+    output = run_block(self, *inputs, is_hooked)
+    if is_hooked or any(hooks_of(self.__dict__)):
         look_again()
     return output
 
@@ -107,33 +107,33 @@ def run_block(
     shortformer_pos_embed: Residual | None = None,
     past_kv_cache_entry: Any = None,
     attention_mask: Padding | None = None,
-    heard: bool = True,
+    is_hooked: bool = True,
 ) -> Residual:
-    """What a block makes of the residual stream; if it is not `heard`, nobody listens in it."""
+    """What a block makes of the residual stream; if it is not `is_hooked`, nobody listens in it."""
     modules, cfg = block._modules, block.cfg
     post_norm = not IS_2 and cfg.original_architecture in POST_NORM
-    if heard:
-        resid_pre = at(modules, "hook_resid_pre", resid_pre)
+    if is_hooked:
+        resid_pre = call_hook_point(modules, "hook_resid_pre", resid_pre)
     ln1, attn = modules["ln1"], modules["attn"]
     if post_norm:
         q_input = k_input = v_input = resid_pre
-    elif torch.is_grad_enabled() or (heard and sees(ln1)):
+    elif torch.is_grad_enabled() or (is_hooked and is_observed(ln1)):
         # The installed forward normalises three times. Each calls the hooks, and has a gradient of
         # its own, whose sum would be rounded otherwise.
-        q_input, k_input, v_input = (run_norm(ln1, resid_pre, heard) for _ in range(3))
+        q_input, k_input, v_input = (run_norm(ln1, resid_pre, is_hooked) for _ in range(3))
     else:
-        q_input = k_input = v_input = run_norm(ln1, resid_pre, heard)
+        q_input = k_input = v_input = run_norm(ln1, resid_pre, is_hooked)
     if shortformer_pos_embed is not None:
         q_input, k_input = q_input + shortformer_pos_embed, k_input + shortformer_pos_embed
     elif type(ln1) is nn.Identity and not post_norm:  # as the installed forward makes them, and
         q_input, k_input = q_input + 0.0, k_input + 0.0  # their layout decides how is rounded
     inputs = q_input, k_input, v_input
     if (
-        (heard and is_heard(attn))
+        (is_hooked and has_hooks(attn))
         or why_attention_as_installed(attn) is not None
         or not fits(attn, inputs, past_kv_cache_entry)
     ):
-        if shortformer_pos_embed is None and not post_norm and sees(attn):
+        if shortformer_pos_embed is None and not post_norm and is_observed(attn):
             # A tensor of its own, as the installed forward has it: hooks may edit it in place.
             q_input, k_input = q_input + 0.0, k_input + 0.0
         attn_out = attn(
@@ -144,36 +144,36 @@ def run_block(
             attention_mask=attention_mask,
         )
     else:
-        attn_out = run_attention(attn, inputs, past_kv_cache_entry, attention_mask, heard)
+        attn_out = run_attention(attn, inputs, past_kv_cache_entry, attention_mask, is_hooked)
     if cfg.use_normalization_before_and_after:
-        attn_out = run_norm(modules["ln1_post"], attn_out, heard)
+        attn_out = run_norm(modules["ln1_post"], attn_out, is_hooked)
     if post_norm:
-        attn_out = run_norm(ln1, attn_out, heard)
-    if heard:
-        attn_out = at(modules, "hook_attn_out", attn_out)
+        attn_out = run_norm(ln1, attn_out, is_hooked)
+    if is_hooked:
+        attn_out = call_hook_point(modules, "hook_attn_out", attn_out)
         resid_pre = resid_pre.to(attn_out.device)
     if cfg.parallel_attn_mlp:
         resid_mid = resid_pre
     else:
         resid_mid = resid_pre + attn_out
-        if heard and not cfg.attn_only:
-            resid_mid = at(modules, "hook_resid_mid", resid_mid)
+        if is_hooked and not cfg.attn_only:
+            resid_mid = call_hook_point(modules, "hook_resid_mid", resid_mid)
     if cfg.attn_only and not cfg.parallel_attn_mlp:
         resid_post = resid_mid
     else:
         mlp_in = resid_mid
         if cfg.use_hook_mlp_in:
-            mlp_in = at(modules, "hook_mlp_in", resid_mid.clone())
+            mlp_in = call_hook_point(modules, "hook_mlp_in", resid_mid.clone())
         if not post_norm or cfg.parallel_attn_mlp:
-            mlp_in = run_norm(modules["ln2"], mlp_in, heard)
-        mlp_out = run_mlp(modules["mlp"], mlp_in, heard)
+            mlp_in = run_norm(modules["ln2"], mlp_in, is_hooked)
+        mlp_out = run_mlp(modules["mlp"], mlp_in, is_hooked)
         if cfg.use_normalization_before_and_after:
-            mlp_out = run_norm(modules["ln2_post"], mlp_out, heard)
+            mlp_out = run_norm(modules["ln2_post"], mlp_out, is_hooked)
         if post_norm:
-            mlp_out = run_norm(modules["ln2"], mlp_out, heard)
-        if heard:
-            mlp_out = at(modules, "hook_mlp_out", mlp_out)
+            mlp_out = run_norm(modules["ln2"], mlp_out, is_hooked)
+        if is_hooked:
+            mlp_out = call_hook_point(modules, "hook_mlp_out", mlp_out)
         if cfg.parallel_attn_mlp:
             resid_mid = resid_pre + attn_out
         resid_post = resid_mid + mlp_out
-    return at(modules, "hook_resid_post", resid_post) if heard else resid_post
+    return call_hook_point(modules, "hook_resid_post", resid_post) if is_hooked else resid_post

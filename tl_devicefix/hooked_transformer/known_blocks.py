@@ -52,7 +52,7 @@ MLPS = frozenset((MLP, GatedMLP))
 OWN = frozenset((*NORMS, *MLPS, Attention, GroupedQueryAttention, HookPoint))
 
 
-def is_heard(module: Any) -> bool:
+def has_hooks(module: Any) -> bool:
     """Whether calling a module does more than its class's forward."""
     attributes = module.__dict__
     return bool(
@@ -64,7 +64,7 @@ def is_heard(module: Any) -> bool:
     )
 
 
-def sees(module: Any) -> bool:
+def is_observed(module: Any) -> bool:
     """Whether a hook sees the input or output of a module or of its submodules."""
     modules = (module, *module._modules.values())
     return any(submodule.__dict__[name] for submodule in modules for name in HOOKS) or any(
@@ -72,12 +72,12 @@ def sees(module: Any) -> bool:
     )
 
 
-def at(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
+def call_hook_point(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
     """An activation as it leaves its hook point, which is called if somebody listens there."""
     point = modules[name]
     if type(point) is not HookPoint:
         return point(x)  # type: ignore[no-any-return]
-    if not is_heard(point):
+    if not has_hooks(point):
         return x
     attributes = point.__dict__
     if (
@@ -161,7 +161,7 @@ class Look:
         """Whether the module has the same modules in it."""
         return self._modules is not None and self._modules.are_same()
 
-    def is_heard(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         assert self._modules is not None
         return (

@@ -8,17 +8,23 @@ import torch
 import torch.nn.functional as F
 from transformer_lens.components import MLP, LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
-from tl_devicefix.hooked_transformer.known_blocks import IS_2, MLPS, NORMS, at, is_heard
+from tl_devicefix.hooked_transformer.known_blocks import (
+    IS_2,
+    MLPS,
+    NORMS,
+    call_hook_point,
+    has_hooks,
+)
 
 PRECISE = (torch.float32, torch.float64)
 _N_WEIGHTS = {LayerNorm: 2, RMSNorm: 1, LayerNormPre: 0, RMSNormPre: 0}
 """How many parameters each has; where there are fewer, something else is in place of one."""
 
 
-def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
+def run_norm(norm: Any, x: torch.Tensor, is_hooked: bool = True) -> torch.Tensor:
     """Normalise [..., d_model] by a LayerNorm or RMSNorm, folded or not."""
     cls, weights = type(norm), norm._parameters
-    if cls not in NORMS or (heard and is_heard(norm)) or len(weights) != _N_WEIGHTS[cls]:
+    if cls not in NORMS or (is_hooked and has_hooks(norm)) or len(weights) != _N_WEIGHTS[cls]:
         output: torch.Tensor = norm(x)
         return output
     dtype = norm.cfg.dtype
@@ -27,13 +33,13 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
     if cls is LayerNormPre or cls is LayerNorm:
         x = x - x.mean(-1, keepdim=True)
     scale = (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt()
-    if heard:
-        scale = at(norm._modules, "hook_scale", scale)
+    if is_hooked:
+        scale = call_hook_point(norm._modules, "hook_scale", scale)
     x = x / scale
     if IS_2 and cls is LayerNorm:
         x = x * weights["w"] + weights["b"]
-    if heard:
-        x = at(norm._modules, "hook_normalized", x)
+    if is_hooked:
+        x = call_hook_point(norm._modules, "hook_normalized", x)
     if x.dtype != dtype:
         x = x.to(dtype)
     if weights and not (IS_2 and cls is LayerNorm):
@@ -45,12 +51,12 @@ def run_norm(norm: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
     return x
 
 
-def run_mlp(mlp: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
+def run_mlp(mlp: Any, x: torch.Tensor, is_hooked: bool = True) -> torch.Tensor:
     """Compute a block's MLP from its normalised input; a mixture of experts is called."""
     cls, modules, weights = type(mlp), mlp._modules, mlp._parameters
     if (
         cls not in MLPS
-        or (heard and is_heard(mlp))
+        or (is_hooked and has_hooks(mlp))
         or "hook_mid" in modules
         or len(weights) != (4 if cls is MLP else 5)  # a tensor in place of a parameter
         or weights["W_in"].device != x.device
@@ -61,20 +67,20 @@ def run_mlp(mlp: Any, x: torch.Tensor, heard: bool = True) -> torch.Tensor:
     act_fn = mlp.act_fn
     if cls is MLP:
         pre = _addmm(weights["b_in"], x, W_in)
-        if heard:
-            pre = at(modules, "hook_pre", pre)
+        if is_hooked:
+            pre = call_hook_point(modules, "hook_pre", pre)
         post = act_fn(pre)
     else:
         W_gate = weights["W_gate"]
         pre = torch.matmul(x, W_gate) if IS_2 else F.linear(x, W_gate.T.contiguous())
-        if heard:
-            pre = at(modules, "hook_pre", pre)
+        if is_hooked:
+            pre = call_hook_point(modules, "hook_pre", pre)
         linear = torch.matmul(x, W_in) if IS_2 else F.linear(x, W_in.T.contiguous())
-        if heard:
-            linear = at(modules, "hook_pre_linear", linear)
+        if is_hooked:
+            linear = call_hook_point(modules, "hook_pre_linear", linear)
         post = act_fn(pre) * linear + weights["b_in"]
-    if heard:
-        post = at(modules, "hook_post", post)
+    if is_hooked:
+        post = call_hook_point(modules, "hook_post", post)
     if IS_2 or cls is MLP:
         return _addmm(weights["b_out"], post, W_out)
     return F.linear(post, W_out.T.contiguous(), weights["b_out"])

@@ -37,15 +37,15 @@ Kind = TypeVar("Kind", bound="AroundForward")
 _exchanging = threading.RLock()
 
 
-def let_visit(model: Any, placement: Placement) -> None:
+def offload_blocks(model: Any, placement: Placement) -> None:
     """Have each offloaded block's weights visit its device when it runs."""
     for block, device in _offloaded_blocks(model, placement):
         ForwardWithVisitors(block, device).put()
     pin(model, placement)
 
 
-def let_stay(model: Any) -> None:
-    """Undo `let_visit`."""
+def keep_resident(model: Any) -> None:
+    """Undo `offload_blocks`."""
     for block in getattr(model, "blocks", ()):
         visits = ForwardWithVisitors.of(block)
         if visits is not None:

@@ -102,7 +102,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward, around transformers' own layer where nobody listens in it."""
     unit, now = _unit_of(self), this_forward()
     # By itself, a block makes by its wrappers what its layer would have to be given.
-    is_plain = now.is_of_bridge and unit.is_unheard(self)
+    is_plain = now.is_of_bridge and unit.may_be_plain(self)
     if now.config_of_sdpa or unit.attends_by_sdpa or (now.may_pad and unit.minds_padding(self)):
         is_plain, args, kwargs = unit.with_its_mask(self, is_plain, args, kwargs)
     if is_plain:
@@ -119,7 +119,7 @@ def why_installed(block: Any) -> str | None:
     if _goes_its_own_way(type(block)):
         return f"a {type(block).__name__} computes in its own way"
     unit = _unit_of(block)
-    return None if unit.is_unheard(block) else unit.why(block)
+    return None if unit.may_be_plain(block) else unit.why(block)
 
 
 def forward_of_each(model: Any) -> dict[str, str]:
@@ -207,10 +207,10 @@ class PlainUnit:
             "forward" in attributes
             or attributes.get("_start_at_layer_idx") is not None
             or attributes.get("_stop_at_layer_idx") is not None
-            or not self.is_unheard(wrapper)
+            or not self.may_be_plain(wrapper)
             or not self._is_all
             or type(wrapper).forward is not self._forward
-            or (self._seen is not None and self._seen.is_heard_around())  # as it is seen now
+            or (self._seen is not None and self._seen.has_hooks_around())  # as it is seen now
         ):
             return None
         if wrapper.is_list_item and (
@@ -220,14 +220,14 @@ class PlainUnit:
             return None  # it may have to be given another mask
         return self._layer
 
-    def is_unheard(self, wrapper: Any) -> bool:
+    def may_be_plain(self, wrapper: Any) -> bool:
         """Whether transformers' own layer may run in this very forward."""
         seen = self._seen
         if seen is None or not seen.is_as_seen():
             seen = self._look_through(wrapper)
         return (
             self._why is None
-            and not seen.heard()
+            and not seen.hooks_within()
             and self._why_replaced() is None
             and not (self.attends_by_sdpa and why_not_here())
         )
@@ -237,12 +237,12 @@ class PlainUnit:
         if self._why is not None:
             return self._why
         assert self._seen is not None
-        heard = self._seen.heard()
-        if heard is not None:
+        hooks = self._seen.hooks_within()
+        if hooks is not None:
             names = [
                 name
                 for name, module in wrapper.named_modules(remove_duplicate=False)
-                if any(hooks is heard for hooks in hooks_of(vars(module)))
+                if any(of_kind is hooks for of_kind in hooks_of(vars(module)))
             ]
             return f"{min(names, key=lambda name: ('_original' in name, len(name)))} has hooks"
         return self._why_replaced() or "SDPA is not in place"
@@ -385,7 +385,7 @@ class _Seen:
         except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
             return False
 
-    def heard(self) -> Any:
+    def hooks_within(self) -> Any:
         """Hooks that listen, of the first module that has any."""
         for hooks in filter(None, chain.from_iterable(map(hooks_of, self._inside))):
             if not hooks.keys() <= self._harmless:
@@ -395,7 +395,7 @@ class _Seen:
                     return hooks
         return None
 
-    def is_heard_around(self) -> bool:
+    def has_hooks_around(self) -> bool:
         """Whether there are hooks on a block, its first or its last hook point."""
         return any(chain.from_iterable(map(hooks_of, self._around)))
 
