@@ -45,7 +45,6 @@ CONTRIBUTORS_PAGES = {
     "docs/architecture.md": 1200,
     "docs/adding.md": 600,
     "docs/testing_on_gpus.md": 1000,
-    "docs/races.md": 500,
 }
 """A page, and the most words that it may have; tables of README, the index too, come on top."""
 

@@ -10,32 +10,13 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
-from tl_devicefix.simulation import streams
-from tl_devicefix.simulation.backward import type_of_devices
-from tl_devicefix.simulation.executor import AsynchronousExecutor, Executor
-from tl_devicefix.simulation.geometry import geometry_of
 from tl_devicefix.simulation.machine import active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
-from tl_devicefix.simulation.tensor import run, wrap
+from tl_devicefix.simulation.tensor import SimTensor, run, wrap
 
 aten = torch.ops.aten
 
 _libraries: list[torch.library.Library] = []
-_accelerator: torch.device | None = None
-
-
-def real_accelerator() -> torch.device | None:
-    """Return the type of device that torch would use if none had ever been simulated."""
-    if _libraries:  # from when on torch takes simulated devices for its accelerator
-        return _accelerator
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
-_OF_STREAMS = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
-_OF_MACHINE = {
-    *("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
-}
-
 
 class DeviceModule:
     """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
@@ -53,35 +34,30 @@ class DeviceModule:
 
     def current_device(self) -> int:
         """Return the index of the current device of this thread."""
-        return active_machine().current_index
+        return active_machine().current.index
 
     def set_device(self, device: int | str | torch.device) -> None:
         """Make a device the one that factories put tensors on for ``sim``, in this thread."""
         machine = active_machine()
-        machine.current_index = machine.index_of(device)
+        machine.current.index = machine.index_of(device)
 
     def synchronize(self, device: int | str | torch.device | None = None) -> None:
-        """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
-        machine = active_machine()
-        machine.executor.synchronize(machine.index_of(device))
+        """Check that there is such a device; an operation is done when it returns."""
+        active_machine().index_of(device)
 
     def __getattr__(self, name: str) -> Any:
-        """Offer what the machine measures; if devices are asynchronous, streams and events."""
-        if name in _OF_MACHINE:
+        """Offer what the machine measures."""
+        if name in (
+            *("mem_get_info", "memory_allocated"),
+            *("max_memory_allocated", "reset_peak_memory_stats"),
+        ):
             return getattr(active_machine(), name)
-        if name in _OF_STREAMS and isinstance(self.executor(), AsynchronousExecutor):
-            return getattr(streams, name)
-        raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
+        raise AttributeError(f"simulated devices have no {name!r}")
 
     def sites(self) -> tuple[Site, ...]:
         """Return the host of each device; nothing if there is one host."""
         machine = entered_machine()
         return () if machine is None else machine.sites
-
-    def executor(self) -> Executor | None:
-        """Return the executor of the machine that is entered, if one is."""
-        machine = entered_machine()
-        return None if machine is None else machine.executor
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -118,15 +94,15 @@ _DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", obje
 class _Guard(_DeviceGuard):
     """The type of the devices; torch makes up the rest."""
 
-    type_ = type_of_devices
+    type_ = staticmethod(
+        functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
+    )
 
 
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
-    global _accelerator
     if _libraries:
         return
-    _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
     )
@@ -169,7 +145,7 @@ def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **options: 
 def _empty_strided(
     size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **options: Any
 ) -> Any:
-    return _allocate(aten.empty_strided, (size, stride), device, options)
+    return _allocate(aten.empty_strided.default, (size, stride), device, options)
 
 
 def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[str, Any]) -> Any:
@@ -178,7 +154,8 @@ def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[s
     # Before the CPU allocates what the simulated device has no room for.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
-    made = machine.executor.allocate(geometry_of(without), device.index)
+    options["device"] = machine.executor.place
+    made = machine.executor.run(make, geometry, options, device.index)
     return wrap(made, machine, device)
 
 
@@ -195,8 +172,7 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     machine = active_machine()
     kwargs["device"] = machine.executor.place
     device = machine.devices[machine.index_of(device)]
-    made = machine.executor.upload(func(*args, **kwargs), device.index)
-    return wrap(made, machine, device)
+    return wrap(machine.executor.run(func, args, kwargs, device.index), machine, device)
 
 
 def _zeros(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
@@ -225,7 +201,8 @@ def _attention(
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
     choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
-    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    on_cpu = map(_behind, (query, key, value, attn_mask))
+    choice = choose(*on_cpu, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -233,6 +210,20 @@ def _attention(
     return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, **options
     )[0]
+
+
+def _behind(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The CPU tensor behind one, asking for gradients as it does.
+
+    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
+    on shapes, dtypes and the stride of the last dimension.
+    """
+    if type(tensor) is not SimTensor:
+        return tensor
+    cpu = tensor._cpu
+    if cpu.is_meta:
+        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
+    return cpu.detach().requires_grad_() if tensor.requires_grad else cpu
 
 
 # Autocast: operations change dtype as they do on the CPU, for its numbers.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.executor import zeros_for
@@ -42,7 +41,7 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         to = target.index
     elif target.type != "cpu":
         return func(source._cpu, **kwargs, device=target)
-    result = machine.executor.convert(source._cpu, allocation.device.index, to, kwargs)
+    result = machine.executor.run(func, (source._cpu,), kwargs, to)
     machine.record_transfer(allocation.device, target, result)
     return result if to is None else wrap(result, machine, target)
 
@@ -60,9 +59,9 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
     cpu_target, cpu_source = (
         tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
     )
-    to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
+    to = target.device.index if type(target) is SimTensor else None
     machine = simulated._allocation.machine
-    machine.executor.copy(cpu_target, cpu_source, to, of, non_blocking)
+    machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, to)
     machine.record_transfer(source.device, target.device, cpu_target)
 
 
@@ -70,25 +69,6 @@ def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any])
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
     cpu = read(args[0])
     return func(zeros_for(cpu) if cpu.is_meta else cpu)
-
-
-def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Choose the attention kernel that the CPU would choose."""
-    return func(*tree_map(_chosen_for, args), **tree_map(_chosen_for, kwargs))
-
-
-def _chosen_for(value: Any) -> Any:
-    """The CPU tensor behind one, asking for gradients as it does.
-
-    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
-    on shapes, dtypes and the stride of the last dimension.
-    """
-    if type(value) is not SimTensor:
-        return value
-    cpu = value._cpu
-    if cpu.is_meta:
-        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
-    return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
 
 def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,7 +120,7 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         # A CPU scalar may be written anywhere.
         machine, device = allocation.machine, allocation.device
-        rest[0] = wrap(machine.executor.upload(rest[0].clone(), device.index), machine, device)
+        rest[0] = wrap(rest[0].to(machine.executor.place, copy=True), machine, device)
     cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 
@@ -154,7 +134,6 @@ HANDLERS.update(
         aten._to_copy.default: _to_copy,
         aten.copy_.default: _copy_,
         aten._local_scalar_dense.default: _read_number,
-        aten._fused_sdp_choice.default: _choose_kernel,
         aten.equal.default: _equal,
         aten.allclose.default: _equal,
         aten._is_all_true.default: _is_all_true,

@@ -11,8 +11,7 @@ import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import zeros_for
-from tl_devicefix.simulation.geometry import tensors_in
+from tl_devicefix.simulation.executor import tensors_in, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -83,8 +82,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        values = copy.deepcopy(read(self), memo)
-        copied = wrap(machine.executor.upload(values, device.index), machine, device)
+        copied = wrap(copy.deepcopy(read(self), memo), machine, device)
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -122,12 +120,6 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy"
             " the tensor to host memory first."
         )
-
-    def record_stream(self, stream: Any) -> None:
-        """Keep the memory from being handed out before what a stream has been given has run."""
-        memory, key = self._allocation.memory, (self.device.index, stream.stream_id)
-        if memory is not None and memory.allocated is not None and memory.allocated.where != key:
-            memory.is_recorded = True
 
     def new_tensor(  # type: ignore[override]
         self,
@@ -214,7 +206,7 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     # `is_conj` lets other threads go on first, and of others than complex ones the answer is known.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
-        cpu = machine.executor.resolve(cpu, device.index)
+        cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
     # Of a sparse tensor, those of its values and its indices; it has neither strides nor an offset.
     allocations = [machine.allocation_of(part, device) for part in tensors_in(cpu) or [cpu]]
     lies: Any = {}
@@ -284,7 +276,7 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     only_reads = func.is_view or func is aten.clone.default  # a part or a copy of a tensor
     machine, device = common_device(simulated, needs_machine=not only_reads)
     if others:
-        _check_cpu_operands(func, args[0], others, device, machine)
+        _check_cpu_operands(func, args[0], others, device)
     target = cpu_kwargs.pop("device", None)
     if target is not None:
         if target.type != DEVICE_TYPE:
@@ -330,11 +322,7 @@ def common_device(
 
 
 def _check_cpu_operands(
-    func: Operation,
-    first: Any,
-    operands: list[torch.Tensor],
-    device: torch.device,
-    machine: Machine,
+    func: Operation, first: Any, operands: list[torch.Tensor], device: torch.device
 ) -> None:
     """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
@@ -364,7 +352,6 @@ def _refresh(tensor: SimTensor) -> None:
     allocation = old.machine.allocation_of(cpu, old.device)
     if tensor.size() == cpu.size() and tensor.stride() == cpu.stride() and allocation is old:
         return
-    old.machine.resize(allocation, cpu)
     tensor.data = wrap(cpu.detach(), old.machine, old.device)
     tensor._cpu = cpu
 
