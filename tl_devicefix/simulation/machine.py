@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -70,16 +71,24 @@ class Transfers(list[Transfer]):
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("device", "machine", "nbytes")
+    __slots__ = ("__weakref__", "device", "life", "machine")
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self.machine = machine
         self.device = device
-        self.nbytes = 0
+        # It may end in any thread, in the middle of anything, where a `__del__` in Python would
+        # swallow Ctrl-C: `Machine._settle` does the rest.
+        self.life = _Life(self, machine._freed.append)
+        self.life.index, self.life.nbytes = device.index, 0
 
-    def __del__(self) -> None:
-        # By any thread, in the middle of anything: `Machine._settle` does the rest.
-        self.machine._freed.append((self.device.index, self.nbytes))
+
+class _Life(weakref.ref["Allocation"]):
+    """How many bytes an allocation has, on which device; also when it is gone."""
+
+    __slots__ = ("index", "nbytes")
+
+    index: int
+    nbytes: int
 
 
 class _Current(threading.local):
@@ -126,7 +135,7 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        self._freed: deque[tuple[int, int]] = deque()
+        self._freed: deque[_Life] = deque()
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -216,7 +225,7 @@ class Machine:
         if allocation is None:
             self.check_room(device, storage.nbytes())
             allocation = vars(storage)[_ALLOCATION] = Allocation(self, device)
-        growth = storage.nbytes() - allocation.nbytes
+        growth = storage.nbytes() - allocation.life.nbytes
         if growth:
             self.check_room(device, growth)
             self._add(allocation, growth)
@@ -238,7 +247,7 @@ class Machine:
         index = allocation.device.index
         with self._adding:  # transformers loads in several threads
             self._settle()
-            allocation.nbytes += nbytes
+            allocation.life.nbytes += nbytes
             self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
                 self._peak[index] = self._allocated[index]
@@ -249,8 +258,8 @@ class Machine:
         """Stop counting memory that has been freed."""
         with self._adding:
             while self._freed:
-                index, nbytes = self._freed.popleft()
-                self._allocated[index] -= nbytes
+                life = self._freed.popleft()
+                self._allocated[life.index] -= life.nbytes
 
 
 _active: Machine | None = None
