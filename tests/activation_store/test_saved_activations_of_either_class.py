@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
 
-import tl_devicefix
 from tl_devicefix import save_activations
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from spread_of_either_class import *  # noqa: F403
+
 from racing import asynchronous
 from racing.machine import RacingMachine
-from spread_of_either_class import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from racing.ordering import Launcher, Memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from racing.ordering import Launcher, Memory
 from tl_devicefix.simulation.executor import Executor, tensors_in
 
 aten = torch.ops.aten
@@ -152,9 +152,7 @@ class RacingExecutor(Executor):
 
 def _is_view(func: Any) -> bool:
     """Whether an operation gives other views of memory, and computes nothing."""
-    return (
-        func.is_view or func is aten._unsafe_view.default or torch.Tag.inplace_view in func.tags
-    )
+    return func.is_view or func is aten._unsafe_view.default or torch.Tag.inplace_view in func.tags
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:

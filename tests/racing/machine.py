@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import real_devices
 import torch
+
 from racing import streams
 from racing.executor import RacingExecutor, WatchingHost, is_pinned, memory_of, pin_memory
-
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation.executor import Executor
 from tl_devicefix.simulation.machine import Allocation, Machine

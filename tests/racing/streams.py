@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
 from racing.executor import RacingExecutor
 from racing.ordering import Clock, Launcher
-
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.machine import active_machine
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from racing import RaceError, asynchronous
 
+from racing import RaceError, asynchronous
 from tl_devicefix.demo import selfcheck
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.simulation import Machine

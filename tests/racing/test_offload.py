@@ -12,8 +12,8 @@ import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
-from racing.machine import RacingMachine
 
+from racing.machine import RacingMachine
 from tl_devicefix.offload.copying import Sent
 
 DEVICE = "sim:0"
@@ -123,7 +123,9 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
     assert_same_weights(model, reference)
 
 
-def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine: RacingMachine) -> None:
+def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(
+    machine: RacingMachine,
+) -> None:
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
 
     def queueing() -> Iterator[torch.Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal
-from racing.machine import RacingMachine
 from runs_of_users import (
     Run,
     a_number_that_is_waited_for,
@@ -17,8 +16,8 @@ from runs_of_users import (
     steered_at_a_block_elsewhere,
 )
 
+from racing.machine import RacingMachine
 from tl_devicefix import pipeline_map
-
 
 RUNS = (generated, gradients_of_weights, some_of_the_cache, steered_at_a_block_elsewhere)
 

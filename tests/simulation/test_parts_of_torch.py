@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -208,5 +206,3 @@ def test_a_backward_may_be_called_in_any_thread(machine: Machine, call: str) -> 
 
     assert [gradient.tolist() for gradient in elsewhere(differentiate)] == [[14.0] * 3, [10.0] * 3]
     assert torch.autograd.is_multithreading_enabled()  # the caller's setting is as it was
-
-

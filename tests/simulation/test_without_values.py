@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 
-from tl_devicefix.simulation import Machine, simulate
-from tl_devicefix.simulation import executor
+from tl_devicefix.simulation import Machine, executor, simulate
 
 
 @pytest.fixture

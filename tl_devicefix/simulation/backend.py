@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 _libraries: list[torch.library.Library] = []
 
+
 class DeviceModule:
     """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
 
@@ -94,9 +95,7 @@ _DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", obje
 class _Guard(_DeviceGuard):
     """The type of the devices; torch makes up the rest."""
 
-    type_ = staticmethod(
-        functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
-    )
+    type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 
 def register() -> None:

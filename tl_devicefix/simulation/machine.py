@@ -278,8 +278,8 @@ def active_machine() -> Machine:
     """
     if _active is None:
         raise RuntimeError(
-            f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):`, and load "
-            "the model within it"
+            f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):`, and "
+            "load the model within it"
         )
     return _active
 
