@@ -3,8 +3,8 @@
     python benchmarks/loading.py [--devices 4] [--bytes-per-second 5e6] [--rounds 3] [--json FILE]
 
 A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, over simulated devices. Each copy
-to one sleeps for its bytes, as if the link were slow. Two ways take turns in one process, so that noise on the machine
-hits both; medians are shown:
+to one sleeps for its bytes, as if the link were slow. Two ways take turns in one process, so that
+noise on the machine hits both; medians are shown:
 
     in turn         one component after the other
     at once         a worker a device, as `from_pretrained` does it

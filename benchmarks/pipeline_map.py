@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -76,7 +77,7 @@ def busy(arguments: argparse.Namespace) -> Rows:
     for n in arguments.n:
         with tl_devicefix.simulate(n):
             model = shipped(n)
-            python = min(seconds(lambda: forward(model, 0)) for _ in range(3))
+            python = min(seconds(functools.partial(forward, model, 0)) for _ in range(3))
             keep_busy(model, n, arguments.seconds)
             rows += [
                 {**of_runs(model, n, m, arguments.seconds), "python": python} for m in arguments.m
