@@ -28,6 +28,7 @@ import torch
 import tl_devicefix
 from tl_devicefix.placement import devices
 from tl_devicefix.simulation import Machine
+from tl_devicefix.simulation.executor import Executor
 
 TYPE = os.environ.get("TL_DEVICEFIX_TEST_DEVICE", "")
 """The type of the devices; empty for simulated ones."""
@@ -83,7 +84,7 @@ class _Devices(list[torch.device]):
         return super().__len__()
 
 
-_OF_MACHINES = frozenset(dir(Machine([])))
+_OF_MACHINES = frozenset(dir(Machine([], Executor())))
 
 
 class RealMachine:

@@ -10,7 +10,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
-from tl_devicefix.simulation.machine import active_machine, entered_machine
+from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import SimTensor, run, wrap
 
@@ -48,10 +48,7 @@ class DeviceModule:
 
     def __getattr__(self, name: str) -> Any:
         """Offer what the machine measures."""
-        if name in (
-            *("mem_get_info", "memory_allocated"),
-            *("max_memory_allocated", "reset_peak_memory_stats"),
-        ):
+        if "mem" in name and hasattr(Machine, name):
             return getattr(active_machine(), name)
         raise AttributeError(f"simulated devices have no {name!r}")
 
@@ -74,11 +71,10 @@ class DeviceModule:
         return False
 
 
-# A torch that has no such class is refused by `simulate` in a sentence of its own.
-_PrivateUse1Hooks: Any = getattr(getattr(torch._C, "_acc", None), "PrivateUse1Hooks", object)
+_acc: Any = getattr(torch._C, "_acc", None)  # a torch without is refused by `simulate`
 
 
-class _Hooks(_PrivateUse1Hooks):
+class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
     def is_available(self) -> bool:
         return entered_machine() is not None
 
@@ -89,10 +85,7 @@ class _Hooks(_PrivateUse1Hooks):
         return True
 
 
-_DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", object)
-
-
-class _Guard(_DeviceGuard):
+class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
     """The type of the devices; torch makes up the rest."""
 
     type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
@@ -106,13 +99,13 @@ def register() -> None:
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
     )
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, "PrivateUse1")
-    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    for make in (_EMPTY, aten.empty_strided.default):
+        library.impl(make, functools.partial(_allocate, make), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for operation in _WITH_KERNELS:
-        library.impl(operation._schema.name, functools.partial(_run, operation), "PrivateUse1")
+        library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
     for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
@@ -121,6 +114,7 @@ def register() -> None:
     _libraries.extend((library, everything_else))
 
 
+_EMPTY = aten.empty.memory_format
 _WITH_KERNELS = (
     aten.silu_backward.default,
     aten.mish_backward.default,
@@ -133,21 +127,9 @@ last, of scalars in the data of `torch.tensor([...])`, below Python, where it fi
 """
 
 
-def _run(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, kwargs)
-
-
-def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
-    return _allocate(aten.empty.memory_format, (size,), device, options)
-
-
-def _empty_strided(
-    size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **options: Any
+def _allocate(
+    make: Any, *geometry: Any, device: Any = None, pin_memory: Any = None, **options: Any
 ) -> Any:
-    return _allocate(aten.empty_strided.default, (size, stride), device, options)
-
-
-def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[str, Any]) -> Any:
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates what the simulated device has no room for.
@@ -174,12 +156,12 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return wrap(machine.executor.run(func, args, kwargs, device.index), machine, device)
 
 
-def _zeros(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
+def _zeros(size: Any, **options: Any) -> Any:
     """Give zeros for a tensor without memory that stands for them, in forward-mode autograd.
 
     A wrapper cannot carry what says that it is one, so a kernel would read from it.
     """
-    return _allocate(aten.empty.memory_format, (size,), device, options).zero_()
+    return _allocate(_EMPTY, size, **options).zero_()
 
 
 def _attention(

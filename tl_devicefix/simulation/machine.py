@@ -120,14 +120,11 @@ class Machine:
     """
 
     def __init__(
-        self,
-        capacities: Sequence[int],
-        executor: Executor | None = None,
-        sites: Sequence[Site] = (),
+        self, capacities: Sequence[int], executor: Executor, sites: Sequence[Site] = ()
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.sites = tuple(sites)
-        self.executor = Executor() if executor is None else executor
+        self.executor = executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
         self.current = _Current()
@@ -202,9 +199,7 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            which = f"Device {index}"
-            if self.sites:
-                which = f"{device} ({self.sites[index].name})"
+            which = f"{device} ({self.sites[index].name})" if self.sites else f"Device {index}"
             raise_or_keep(
                 torch.OutOfMemoryError(
                     f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. {which}"
@@ -221,14 +216,13 @@ class Machine:
         """
         # Views share the storage; torch keeps its object, and what is on it, as long as it is.
         storage = tensor.untyped_storage()
-        allocation: Allocation | None = vars(storage).get(_ALLOCATION)
-        if allocation is None:
-            self.check_room(device, storage.nbytes())
-            allocation = vars(storage)[_ALLOCATION] = Allocation(self, device)
+        allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.life.nbytes
         if growth:
             self.check_room(device, growth)
-            self._add(allocation, growth)
+            self._add(device.index, growth)
+            allocation.life.nbytes += growth
+        vars(storage)[_ALLOCATION] = allocation
         return allocation
 
     def record_transfer(
@@ -243,11 +237,9 @@ class Machine:
         if nbytes := sum(part.nbytes for part in tensors_in(copy)):
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
-    def _add(self, allocation: Allocation, nbytes: int) -> None:
-        index = allocation.device.index
+    def _add(self, index: int, nbytes: int) -> None:
         with self._adding:  # transformers loads in several threads
             self._settle()
-            allocation.life.nbytes += nbytes
             self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
                 self._peak[index] = self._allocated[index]

@@ -20,6 +20,7 @@ from tl_devicefix.simulation.tensor import (
     left_error,
     read,
     run_on_one_device,
+    unwrap,
     wrap,
 )
 
@@ -54,13 +55,10 @@ def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
     """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
-    simulated = target if isinstance(target, SimTensor) else source
-    assert isinstance(simulated, SimTensor)
-    cpu_target, cpu_source = (
-        tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
-    )
+    simulated: list[SimTensor] = []
+    cpu_target, cpu_source = (unwrap(tensor, simulated, []) for tensor in (target, source))
     to = target.device.index if type(target) is SimTensor else None
-    machine = simulated._allocation.machine
+    machine = simulated[0]._allocation.machine
     machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, to)
     machine.record_transfer(source.device, target.device, cpu_target)
 
@@ -126,7 +124,7 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _CheckedIndices(list[Any]):
-    """CPU index tensors, which `_unwrap` leaves alone as it looks into plain lists only."""
+    """CPU index tensors, which `unwrap` leaves alone as it looks into plain lists only."""
 
 
 HANDLERS.update(

@@ -9,7 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from packaging.version import Version
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
@@ -20,8 +20,7 @@ from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
 # torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
 # these two and with 2.13.
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 10), (2, 15)
-_TESTED_TORCH = f"{_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} to {_NEWEST_TORCH[0]}.{_NEWEST_TORCH[1]}"
+_OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 
 
 @contextmanager
@@ -35,9 +34,8 @@ def simulate(
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
     Numbers are exactly the CPU's, random ones too, and operands on different devices raise torch's
-    errors. ``"sim"`` without an index is ``sim:0`` for ``.to``, and this thread's current device
-    for factories. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on the thread
-    that calls it, autocast casts as on the CPU, and a tensor that is pickled arrives on the CPU.
+    errors. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on the thread that
+    calls it, autocast casts as on the CPU, and a tensor that is pickled arrives on the CPU.
 
     torch keeps the name of the device type until the process ends, so use real GPUs in another
     process. The simulation uses private parts of torch, those of torch 2.10 to 2.15.
@@ -57,9 +55,8 @@ def simulate(
         The machine, which tells transfers and memory.
 
     Raises:
-        RuntimeError: if torch is a version whose private parts are not known here, if the
-            process has another backend of this kind, or inside another `simulate` or
-            ``torch.inference_mode``.
+        RuntimeError: if torch is another version, if the process has another backend of this
+            kind, or inside another `simulate` or ``torch.inference_mode``.
         ValueError: if ``n_devices``, ``memory`` or ``hosts`` make no sense.
 
     >>> with simulate(2) as machine:
@@ -70,8 +67,6 @@ def simulate(
     >>> machine.transfers
     sim:1 -> sim:0  1  12 bytes
     all             1  12 bytes
-    >>> machine.transfers[0].shape
-    torch.Size([3])
     """
     capacities, executor = _capacities(n_devices, memory), Executor() if values else MetaExecutor()
     with entering(lambda: Machine(capacities, executor, sites_on(n_devices, hosts))) as machine:
@@ -115,27 +110,26 @@ def simulated_sites(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, .
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
     check_number(n_devices)
-    if isinstance(memory, (int, str)):
-        return [bytes_of(memory)] * n_devices
-    if not isinstance(memory, (list, tuple)):
+    sizes = [memory] * n_devices if isinstance(memory, (int, str)) else memory
+    if not isinstance(sizes, (list, tuple)):
         raise ValueError(
             f"memory must be a size such as '24GiB', or a list of one for each device, but is "
             f"{memory!r}"
         )
-    if len(memory) != n_devices:
+    if len(sizes) != n_devices:
         raise ValueError(
-            f"memory must have one size for each of {n_devices} devices, but has {len(memory)}"
+            f"memory must have one size for each of {n_devices} devices, but has {len(sizes)}"
         )
-    return [bytes_of(size) for size in memory]
+    return [bytes_of(size) for size in sizes]
 
 
 def _prepare_torch() -> None:
     """Have torch know the type of devices, unless this torch or this place does not allow it."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not _OLDEST_TORCH <= version <= _NEWEST_TORCH:
+    version = ".".join(torch.__version__.split(".")[:2])
+    if not Version(_OLDEST_TORCH) <= Version(version) <= Version(_NEWEST_TORCH):
         raise RuntimeError(
-            f"simulate needs torch {_TESTED_TORCH}, whose private parts it uses, but this is torch"
-            f" {torch.__version__}: install one of those, or use real devices"
+            f"simulate needs torch {_OLDEST_TORCH} to {_NEWEST_TORCH}, whose private parts it uses,"
+            f" but this is torch {torch.__version__}: install one of those, or use real devices"
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -182,7 +176,8 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
-    function, saved = torch.autograd.function.BackwardCFunction, saved_tensors_hooks
+    function = torch.autograd.function.BackwardCFunction
+    saved = torch.autograd.graph.saved_tensors_hooks
     _replace(stack, function, "apply", backward.applying(function.apply))
     _replace(stack, saved, "__init__", backward.saving(saved.__init__))
 

@@ -149,14 +149,6 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         start = _storage_of(self._cpu).data_ptr()
         return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
 
-    def share_memory_(self) -> SimTensor:
-        """Do nothing, as to a tensor on CUDA."""
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether other processes may have it: always, as torch says of CUDA."""
-        return True
-
     @property
     def has_values(self) -> bool:
         """Whether there are values; without, only placement is simulated."""
@@ -271,8 +263,8 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     """Run an operation on the tensors behind, and label its results with their device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
-    cpu_args = [_unwrap(arg, simulated, others) for arg in args]
-    cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
+    cpu_args = [unwrap(arg, simulated, others) for arg in args]
+    cpu_kwargs = {name: unwrap(arg, simulated, others) for name, arg in kwargs.items()}
     only_reads = func.is_view or func is aten.clone.default  # a part or a copy of a tensor
     machine, device = common_device(simulated, needs_machine=not only_reads)
     if others:
@@ -286,7 +278,7 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     return _label(result, simulated, machine, device)
 
 
-def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
+def unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
     """Return ``arg`` with CPU tensors in place of simulated ones; collect both kinds."""
     kind = type(arg)
     if kind is SimTensor:
@@ -295,7 +287,7 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     if kind is list or kind is tuple:
         if arg and type(arg[0]) is int:  # A shape: the most frequent list, and no tensors in it.
             return arg
-        return [_unwrap(item, simulated, others) for item in arg]
+        return [unwrap(item, simulated, others) for item in arg]
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
@@ -357,22 +349,11 @@ def _refresh(tensor: SimTensor) -> None:
 
 
 # Kernels that take a CPU scalar although torch does not tag them as elementwise.
-_CPU_SCALAR_NAMES = {
-    "aten::fill_",
-    "aten::fill",
-    "aten::masked_fill",
-    "aten::masked_fill_",
-    "aten::index_fill",
-    "aten::index_fill_",
-}
+_TAKE_CPU_SCALARS = ("aten::fill", "aten::masked_fill", "aten::index_fill", "aten::_foreach")
 
 
 def _takes_cpu_scalars(func: Operation) -> bool:
-    return (
-        torch.Tag.pointwise in func.tags
-        or func._schema.name in _CPU_SCALAR_NAMES
-        or func._schema.name.startswith("aten::_foreach")
-    )
+    return torch.Tag.pointwise in func.tags or func._schema.name.startswith(_TAKE_CPU_SCALARS)
 
 
 def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
