@@ -22,9 +22,9 @@ Engine = Callable[..., Any]
 class _Running(threading.local):
     """The engines and the users' hooks that run in this thread, and the errors they raised."""
 
+    engines = hooks = 0
+
     def __init__(self) -> None:
-        self.engines = 0
-        self.hooks = 0
         self.errors: list[BaseException] = []
 
 

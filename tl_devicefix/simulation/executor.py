@@ -8,7 +8,7 @@ model are alike: so they are remembered.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -66,45 +66,18 @@ class MetaExecutor(Executor):
 
 def zeros_for(meta: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU, which take no memory until they are written to."""
-    blank = torch.from_numpy(numpy.zeros(Geometry.of(meta).nbytes, numpy.uint8))
+    blank = torch.from_numpy(numpy.zeros(_extent(meta), numpy.uint8))
     return blank.view(meta.dtype).as_strided(meta.shape, meta.stride())
 
 
-class Geometry(NamedTuple):
-    """The shape, strides and dtype of a tensor."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """That of a tensor.
-
-        Raises:
-            NotImplementedError: if it is sparse.
-        """
-        if tensor.layout is not torch.strided:
-            raise NotImplementedError(
-                f"a tensor of layout {tensor.layout} cannot be used here: call to_dense() first"
-            )
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of a storage that just holds it."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride))
-        return (last + 1) * self.dtype.itemsize
-
-    def empty(self) -> torch.Tensor:
-        """A tensor without values that lies so."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+def _extent(tensor: torch.Tensor) -> int:
+    """The bytes of a storage that just holds a tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
-_results: dict[Any, list[Geometry]] = {}
-"""By operation and arguments."""
+_results: dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
+"""Shapes, strides and dtypes, by operation and arguments."""
 _MOST = 10_000  # of several models; then they are forgotten
 
 
@@ -116,9 +89,12 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
         key = func, _described(args), _described(sorted(kwargs.items()))
     except _DecidesByValues:
         return func(*args, **kwargs)
-    geometries = _results.get(key)  # other threads may clear it meanwhile
-    if geometries is not None:
-        made = [geometry.empty() for geometry in geometries]
+    layouts = _results.get(key)  # other threads may clear it meanwhile
+    if layouts is not None:
+        made = [
+            torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            for shape, stride, dtype in layouts
+        ]
         return made[0] if len(func._schema.returns) == 1 else tuple(made)
     result = func(*args, **kwargs)
     results = result if isinstance(result, tuple) else (result,)
@@ -127,7 +103,7 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
     if all(_is_new(tensor, used) for tensor in results):
         if len(_results) >= _MOST:
             _results.clear()
-        _results[key] = [Geometry.of(tensor) for tensor in results]
+        _results[key] = [(result.shape, result.stride(), result.dtype) for result in results]
     return result
 
 
@@ -136,10 +112,9 @@ def _is_new(tensor: Any, used: set[int]) -> bool:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()
-    return (
-        not (tensor.storage_offset() or lazy or storage._cdata in used)
-        and storage.nbytes() == Geometry.of(tensor).nbytes
-    )
+    return not (
+        tensor.storage_offset() or lazy or storage._cdata in used
+    ) and storage.nbytes() == _extent(tensor)
 
 
 _PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format, torch.device)

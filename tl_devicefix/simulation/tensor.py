@@ -51,11 +51,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Operation,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on the CPU tensors and label what it returns."""
         return run(func, args, kwargs or {})
@@ -74,8 +70,6 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copy a leaf, keeping the sharing of storages that ``memo`` knows."""
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
@@ -122,12 +116,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         )
 
     def new_tensor(  # type: ignore[override]
-        self,
-        data: Any,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
-        requires_grad: bool = False,
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
     ) -> torch.Tensor:
         """Make a tensor on this device; torch would ask the guard, which knows of index 0 only."""
         dtype, device = dtype or self.dtype, self.device if device is None else device
@@ -217,14 +206,13 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     ``nn.Module.to`` moves parameters in this way, so that their identity, and so ties, survive.
     """
+    if (type(tensor) is SimTensor) != (type(value) is SimTensor):
+        _change_kind(tensor, value)
+        return
+    TENSOR_DATA.__set__(tensor, value)
     if type(tensor) is SimTensor and type(value) is SimTensor:
         # torch exchanges the metadata below Python, so the values must follow here.
-        TENSOR_DATA.__set__(tensor, value)
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
-    elif type(tensor) is SimTensor or type(value) is SimTensor:
-        _change_kind(tensor, value)
-    else:
-        TENSOR_DATA.__set__(tensor, value)
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -253,10 +241,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
-    handler = HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs)
-    return run_on_one_device(func, args, kwargs)
+    return HANDLERS.get(func, run_on_one_device)(func, args, kwargs)
 
 
 def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
