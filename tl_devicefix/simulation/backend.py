@@ -256,11 +256,7 @@ class Generator(_CPU_GENERATOR, metaclass=_AlsoTorchs):
     _device: torch.device
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """Make one, or torch's own for any other type of device.
-
-        Raises:
-            RuntimeError: if the machine has no such device.
-        """
+        """Make one, or torch's own for any other type of device."""
         device = torch.device(device)
         if device.type != DEVICE_TYPE:
             return _CPU_GENERATOR(device)

@@ -92,11 +92,7 @@ def _check_device(index: int, expected: Any, gradient: Any) -> None:
 
 
 def raise_or_keep(error: Exception) -> None:
-    """Raise an operation's error; in a backward, keep it, and let the operation go on.
-
-    Raises:
-        Exception: the error.
-    """
+    """Raise an operation's error; in a backward, keep it, and let the operation go on."""
     if _running.engines and not _running.hooks:
         _running.errors.append(error)
         return
@@ -121,11 +117,7 @@ def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
 
 
 class KeptErrors:
-    """A hook of a backward, whose error is kept and which then changes nothing.
-
-    Args:
-        hook: the user's.
-    """
+    """A user's hook of a backward, whose error is kept and which then changes nothing."""
 
     holds_users_hook = True  # of which a view of the model has its own
 

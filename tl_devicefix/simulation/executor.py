@@ -44,11 +44,7 @@ class MetaExecutor(Executor):
     place = torch.device("meta")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int | None) -> Any:
-        """Make what the operation would give; what goes to the host is 0.
-
-        Raises:
-            NotImplementedError: if that depends on values.
-        """
+        """Make what the operation would give, unless that depends on values; the host gets 0."""
         if func is aten.copy_.default and args[1].is_meta and device is None:
             # Integers may be indices; writing to others would take memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
@@ -112,9 +108,8 @@ def _is_new(tensor: Any, used: set[int]) -> bool:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()
-    return not (
-        tensor.storage_offset() or lazy or storage._cdata in used
-    ) and storage.nbytes() == _extent(tensor)
+    uses_all = not tensor.storage_offset() and storage.nbytes() == _extent(tensor)
+    return uses_all and not lazy and storage._cdata not in used
 
 
 _PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format, torch.device)

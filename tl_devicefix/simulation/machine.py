@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,8 +136,7 @@ class Machine:
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
-        state = "" if self.is_open else ", left"
-        return f"Machine({len(self.devices)} devices{state})"
+        return f"Machine({len(self.devices)} devices{'' if self.is_open else ', left'})"
 
     @property
     def has_values(self) -> bool:
@@ -190,11 +189,7 @@ class Machine:
         return index
 
     def check_room(self, device: torch.device, nbytes: int) -> None:
-        """Raise if ``nbytes`` more do not fit on ``device``.
-
-        Raises:
-            torch.OutOfMemoryError: with CUDA's wording.
-        """
+        """Raise CUDA's error if ``nbytes`` more do not fit on ``device``."""
         self._settle()
         index = device.index
         free = self._capacities[index] - self._allocated[index]
@@ -211,8 +206,7 @@ class Machine:
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
         """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``.
 
-        Raises:
-            torch.OutOfMemoryError: if it is new, or has grown in place, and does not fit.
+        It may be new, or have grown in place; if it does not fit, that is CUDA's error.
         """
         # Views share the storage; torch keeps its object, and what is on it, as long as it is.
         storage = tensor.untyped_storage()
@@ -232,9 +226,8 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        if source == target:
-            return
-        if nbytes := sum(part.nbytes for part in tensors_in(copy)):
+        nbytes = sum(part.nbytes for part in tensors_in(copy))
+        if nbytes and source != target:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _add(self, index: int, nbytes: int) -> None:
@@ -263,11 +256,7 @@ def entered_machine() -> Machine | None:
 
 
 def active_machine() -> Machine:
-    """Return the machine of the `simulate` that is entered.
-
-    Raises:
-        RuntimeError: outside of `simulate`.
-    """
+    """Return the machine of the `simulate` that is entered; raise if none is."""
     if _active is None:
         raise RuntimeError(
             f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):`, and "
@@ -284,10 +273,9 @@ def entered(machine: Machine) -> Iterator[Machine]:
     """
     global _active
     patch: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
-    select_all = patch(meta_nonzero_assume_all_nonzero=True)
     outer, _active = _active, machine
     try:
-        with nullcontext() if machine.has_values else select_all:
+        with patch(meta_nonzero_assume_all_nonzero=not machine.has_values):
             yield machine
     finally:
         machine.is_open = False

@@ -49,7 +49,7 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy between any two devices, in place."""
-    copy_into(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    copy_into(*args, **kwargs)
     return args[0]
 
 

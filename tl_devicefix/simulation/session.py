@@ -97,7 +97,7 @@ def simulate_apart(
     """`simulate(..., values=False)`, also inside another `simulate`, which goes on afterwards."""
     if entered_machine() is None:
         return simulate(n_devices, memory, values=False, hosts=hosts)
-    capacities, sites = _capacities(n_devices, memory), simulated_sites(n_devices, hosts)
+    capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
     return entered(Machine(capacities, MetaExecutor(), sites))  # torch is changed already
 
 

@@ -179,11 +179,7 @@ def read(tensor: SimTensor) -> torch.Tensor:
 
 
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
-    """Return ``cpu`` as a tensor on ``device``, which must have an index.
-
-    Raises:
-        torch.OutOfMemoryError: if its storage is new on the device, and does not fit.
-    """
+    """Return ``cpu`` as a tensor on ``device``, which must have an index, if there is room."""
     # `is_conj` lets other threads go on first, and of others than complex ones the answer is known.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
