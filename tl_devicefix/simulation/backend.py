@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
-from tl_devicefix.simulation.tensor import SimTensor, run, wrap
+from tl_devicefix.simulation.tensor import run, wrap
 
 aten = torch.ops.aten
 
@@ -182,8 +182,7 @@ def _attention(
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
     choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
-    on_cpu = map(_behind, (query, key, value, attn_mask))
-    choice = choose(*on_cpu, dropout_p, is_causal, **options)
+    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -191,20 +190,6 @@ def _attention(
     return aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, **options
     )[0]
-
-
-def _behind(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The CPU tensor behind one, asking for gradients as it does.
-
-    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
-    on shapes, dtypes and the stride of the last dimension.
-    """
-    if type(tensor) is not SimTensor:
-        return tensor
-    cpu = tensor._cpu
-    if cpu.is_meta:
-        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
-    return cpu.detach().requires_grad_() if tensor.requires_grad else cpu
 
 
 # Autocast: operations change dtype as they do on the CPU, for its numbers.

@@ -69,6 +69,25 @@ def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any])
     return func(zeros_for(cpu) if cpu.is_meta else cpu)
 
 
+def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Choose the attention kernel that the CPU would choose."""
+    return func(*map(_chosen_for, args), **kwargs)
+
+
+def _chosen_for(value: Any) -> Any:
+    """The CPU tensor behind one, asking for gradients as it does.
+
+    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
+    on shapes, dtypes and the stride of the last dimension.
+    """
+    if type(value) is not SimTensor:
+        return value
+    cpu = value._cpu
+    if cpu.is_meta:
+        cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
+    return cpu.detach().requires_grad_() if value.requires_grad else cpu
+
+
 def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
     if any(type(arg) is SimTensor and not arg.has_values for arg in args):
@@ -132,6 +151,7 @@ HANDLERS.update(
         aten._to_copy.default: _to_copy,
         aten.copy_.default: _copy_,
         aten._local_scalar_dense.default: _read_number,
+        aten._fused_sdp_choice.default: _choose_kernel,
         aten.equal.default: _equal,
         aten.allclose.default: _equal,
         aten._is_all_true.default: _is_all_true,
