@@ -137,6 +137,8 @@ class RacingExecutor(Executor):
             launcher.order(stream, launcher.record(taking))
         used = _memories_of([source]), _memories_of([target])
         launched = launcher.launch("copy_", stream, *used, is_copy=to != of)
+        if to != of and target.numel():
+            launcher.copies.append(stream)
         if host is not None:
             launcher.arrive(launcher.clock_of(stream))
         if to is None and not waits:

@@ -266,8 +266,6 @@ class Launcher:
             clock[stream] = clock.get(stream, 0) + 1
             self._host[HOST] += 1  # what it does from now on is not ordered before the operation
             access = Access(operation, clock[stream], writes[0] if is_copy and writes else None)
-            if is_copy:
-                self.copies.append(stream)
             for memory, changes in [
                 *((memory, False) for memory in reads if memory not in writes),
                 *((memory, True) for memory in writes),
