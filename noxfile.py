@@ -107,7 +107,7 @@ def package(session: nox.Session) -> None:
     drawn = str(tmp / "patching.svg")
     session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
     example = str(repository / "examples/save_activations_and_sweep.py")
-    session.run("python", example, "--trace", str(tmp / "trace.json"))
+    session.run("python", example)
     session.run("python", str(repository / "examples/several_hosts.py"))
 
     session.chdir(repository)
@@ -181,9 +181,9 @@ for version in IN_CI:
 
 @nox.session
 def asynchronous(session: nox.Session) -> None:
-    """Test running and offloading on simulated devices that run behind the host."""
+    """Look for races: the tests of running and offloading on devices that run behind the host."""
     install_tests(session, "3.9.0")
-    folders = ("tests/dispatch", "tests/offload")
+    folders = ("tests/racing", "tests/dispatch", "tests/offload", "tests/pipelining")
     session.run("pytest", "-n", "2", "--asynchronous", *(session.posargs or folders))
 
 

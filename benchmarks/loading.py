@@ -2,14 +2,14 @@
 
     python benchmarks/loading.py [--devices 4] [--bytes-per-second 5e6] [--rounds 3] [--json FILE]
 
-A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, over simulated devices that take
-time to copy (`bytes_per_second`). Two ways take turns in one process, so that noise on the machine
-hits both; medians are shown:
+A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, over simulated devices. Each copy
+to one sleeps for its bytes, as if the link were slow. Two ways take turns in one process, so that
+noise on the machine hits both; medians are shown:
 
     in turn         one component after the other
     at once         a worker a device, as `from_pretrained` does it
 
-`--bytes-per-second 0` is for devices that take no time: all is work for the CPU's cores then.
+`--bytes-per-second 0` is for copies that take no time: all is work for the CPU's cores then.
 """
 
 from __future__ import annotations
@@ -34,11 +34,25 @@ from transformers.utils import logging as hf_logging
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import units
+from tl_devicefix.simulation.executor import Executor
 
 CONFIG = LlamaConfig(
     hidden_size=384, intermediate_size=1056, num_hidden_layers=12, num_attention_heads=8,
     num_key_value_heads=2, vocab_size=1024, tie_word_embeddings=False,
 )  # fmt: skip
+
+
+def taking_time(bytes_per_second: float) -> Any:
+    """In the place of `Executor.run`: a copy to a device sleeps for its bytes."""
+    run = Executor.run
+
+    def run_slowly(self: Any, func: Any, args: Any, kwargs: Any, device: int | None) -> Any:
+        result = run(self, func, args, kwargs, device)
+        if func is torch.ops.aten.copy_.default and device is not None and bytes_per_second:
+            time.sleep(result.nbytes / bytes_per_second)
+        return result
+
+    return mock.patch.object(Executor, "run", run_slowly)
 
 
 def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
@@ -59,8 +73,6 @@ def seconds_to_load(checkpoint: Path, n_devices: int, how: str) -> tuple[float, 
         model = HookedTransformer.from_pretrained(
             checkpoint, n_devices=n_devices, dtype=torch.bfloat16
         )
-        for parameter in model.parameters():  # waits for what is still on its way
-            parameter.detach().flatten()[0].item()
         seconds = time.perf_counter() - begun
     shares = [model.placement.bytes_on(device) for device in model.placement.devices]
     return seconds, sum(shares) / max(shares)
@@ -78,15 +90,12 @@ def main() -> None:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     logging.disable(logging.WARNING)  # that there is no tokenizer
-    busy: dict[str, Any] = {}
-    if arguments.bytes_per_second:
-        busy = {"asynchronous": True, "bytes_per_second": arguments.bytes_per_second}
     runs: dict[str, list[float]] = {"in turn": [], "at once": []}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory)
         torch.manual_seed(0)
         LlamaForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(checkpoint)
-        with tl_devicefix.simulate(arguments.devices, **busy):
+        with tl_devicefix.simulate(arguments.devices), taking_time(arguments.bytes_per_second):
             # Once, for what is made once.
             _, ideal = seconds_to_load(checkpoint, arguments.devices, "at once")
             for _ in range(arguments.rounds):

@@ -2,20 +2,17 @@
 
     python benchmarks/pipeline_map.py [PART ...] [--n 2 4 8] [--m 1 4 16 64] [--seconds 0.3] ...
 
-Parts: `busy`, `waits`, `sweep`, `clock`, `overhead`, `views`; all by default.
+Parts: `busy`, `sweep`, `clock`, `overhead`, `views`; all by default.
 
 `busy`: m runs of the shipped model over n simulated devices, each of which is kept busy for
-`--seconds` by its share of the blocks. m runs pass n such stages in m + n - 1 stages at best; the
-wall time is that of the devices' own clocks. `waits`: the same, and each run has a hook that waits
-for its device (`.item()`). Either is 300 stages by default: 5 minutes with --seconds 1. Python
-gives the devices their work one operation after the other: a stage has to be longer than it needs
-for a run, which is printed.
+`--seconds` by its share of the blocks, which sleep. m runs pass n such stages in m + n - 1 stages
+at best. It is 300 stages by default: 5 minutes with --seconds 1. Python's time comes on top: a
+stage has to be longer than it needs for a run, which is printed.
 
 `sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same
-within `sequential()`, which is TransformerLens's loop. They are as fast as to take `--seconds` each
-for a forward, without a hook, with which a sweep would not skip blocks. The last device bounds it,
-as every run comes there: with 8 layers and 16 positions it works for 120 of the loop's 512 stages,
-and the first run comes there after three. What a sweep saves on one device: benchmarks/sweeps.py.
+within `sequential()`, which is TransformerLens's loop. The last device bounds it, as every run
+comes there: with 8 layers and 16 positions it works for 120 of the loop's 512 stages, and the first
+run comes there after three. What a sweep saves on one device: benchmarks/sweeps.py.
 
 `clock`: a Llama-shaped model over two simulated devices that compute what they compute, a core
 each; a loop and `pipeline_map` alternate. Beside it is what two threads gain at that time with
@@ -46,7 +43,6 @@ from typing import Any
 os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,110 +71,66 @@ def shipped(n_devices: int) -> Any:
 # On simulated devices that take time
 
 
-def busy(arguments: argparse.Namespace, waits: bool) -> Rows:
+def busy(arguments: argparse.Namespace) -> Rows:
     """Share of the ideal, for each number of devices and of runs."""
     rows = []
     for n in arguments.n:
-        with tl_devicefix.simulate(n, asynchronous=True) as machine:
+        with tl_devicefix.simulate(n):
             model = shipped(n)
-            python = of_python(model, waits)
-            keep_busy(model, machine, arguments.seconds * n / len(model.blocks))
+            python = min(seconds(functools.partial(forward, model, 0)) for _ in range(3))
+            keep_busy(model, n, arguments.seconds)
             rows += [
-                {**of_runs(model, machine, m, arguments.seconds, waits), "python": python}
-                for m in arguments.m
+                {**of_runs(model, n, m, arguments.seconds), "python": python} for m in arguments.m
             ]
             del model
     return rows
 
 
-def of_python(model: Any, waits: bool) -> float:
-    """Seconds that a run takes on devices that take none."""
-    times = [seconds(lambda: forward(waits, model, 0)) for _ in range(3)]
-    return min(times)
+def keep_busy(model: Any, n: int, stage: float) -> None:
+    """Have each of n devices be busy for so many seconds with its share of the blocks."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: time.sleep(stage * n / len(model.blocks)))
 
 
-def keep_busy(model: Any, machine: Any, of_block: float) -> None:
-    """Have each block keep its device busy for so many seconds."""
-    for index, block in enumerate(model.blocks):
-        device = model.placement.device_of(f"blocks.{index}")
-        block.register_forward_pre_hook(
-            lambda *_, device=device: machine.keep_busy(device, of_block)
-        )
+def forward(model: Any, number: int) -> Any:
+    """One run."""
+    return model(torch.full((1, 8), 1 + number % 8))
 
 
-def forward(waits: bool, model: Any, number: int) -> Any:
-    """One run: a forward, and if asked a hook in the middle that waits for its device."""
-    tokens = torch.full((1, 8), 1 + number % 8)
-    if not waits:
-        return model(tokens)
-    name = f"blocks.{len(model.blocks) // 2}.hook_resid_post"
-
-    def wait(activation: torch.Tensor, hook: Any) -> None:
-        activation.sum().item()
-
-    return model.run_with_hooks(tokens, fwd_hooks=[(name, wait)])
-
-
-def of_runs(model: Any, machine: Any, m: int, stage: float, waits: bool) -> dict[str, Any]:
-    """What m runs take by the devices' clocks, beside the ideal."""
-    n, timeline = len(machine.devices), machine.timeline
-    synchronize(n)
-    timeline.clear()
-    for _ in pipeline_map(model, functools.partial(forward, waits), range(m)):
-        pass
-    synchronize(n)
-    wall = timeline.end - timeline.start
-    ideal = (m + n - 1) * stage
-    return {
-        "n": n,
-        "m": m,
-        "wall": wall,
-        "ideal_busy": m / (m + n - 1),
-        "busy": statistics.mean(timeline.busy_share(device) for device in range(n)),
-        "of_ideal": ideal / wall,
-    }
-
-
-def synchronize(n: int) -> None:
-    """Wait for all devices."""
-    for device in range(n):
-        torch.get_device_module("sim").synchronize(device)
+def of_runs(model: Any, n: int, m: int, stage: float) -> dict[str, Any]:
+    """What m runs take, beside the ideal."""
+    wall = seconds(lambda: list(pipeline_map(model, forward, range(m))))
+    return {"n": n, "m": m, "wall": wall, "of_ideal": (m + n - 1) * stage / wall}
 
 
 def show_busy(rows: Rows) -> None:
     """Print the table."""
-    print(f"{'n':>3} {'m':>3} {'wall s':>8} {'ideal':>6} {'busy':>6} {'of ideal':>9} "
-          f"{'Python s a run':>15}")  # fmt: skip
+    print(f"{'n':>3} {'m':>3} {'wall s':>8} {'of ideal':>9} {'Python s a run':>15}")
     for row in rows:
         print(
-            f"{row['n']:>3} {row['m']:>3} {row['wall']:>8.2f} {row['ideal_busy']:>6.2f} "
-            f"{row['busy']:>6.2f} {row['of_ideal']:>9.3f} "
+            f"{row['n']:>3} {row['m']:>3} {row['wall']:>8.2f} {row['of_ideal']:>9.3f} "
             f"{row['python']:>15.3f}"
         )
 
 
 def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A patching sweep by TransformerLens's loop over the same in flight, by the devices' clocks.
+    """A patching sweep by TransformerLens's loop over the same in flight.
 
     Raises:
         RuntimeError: if the results are not equal, bit for bit.
     """
     tokens = torch.arange(1, 1 + arguments.positions)[None]
-    with FlopCounterMode(display=False) as counted:
-        shipped(1)(tokens)
-    fast = counted.get_total_flops() / (4 * arguments.seconds)
-    with tl_devicefix.simulate(4, asynchronous=True, flops_per_second=fast) as machine:
+    with tl_devicefix.simulate(4):
         model = shipped(4)
         _, clean = model.run_with_cache(tokens.flip(1))
+        keep_busy(model, 4, arguments.seconds)
 
         def call() -> tuple[torch.Tensor, float]:
-            synchronize(4)
-            machine.timeline.clear()
+            start = time.perf_counter()
             found = patching.get_act_patch_resid_pre(
                 model, tokens, clean, lambda logits: logits[0, -1, 5] - logits[0, -1, 7]
             )
-            synchronize(4)
-            return found, machine.timeline.end - machine.timeline.start
+            return found, time.perf_counter() - start
 
         found, wall = call()
         with tl_devicefix.sequential():
@@ -313,8 +265,7 @@ def views(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "busy": functools.partial(busy, waits=False),
-    "waits": functools.partial(busy, waits=True),
+    "busy": busy,
     "sweep": sweep,
     "clock": clock,
     "overhead": overhead,

@@ -1,25 +1,22 @@
-"""Many runs over four devices, all of them at work: save activations, sweep, see the timeline.
+"""Many runs over four devices, all of them at work: save activations, and sweep.
 
-    python examples/save_activations_and_sweep.py [--trace trace.json]
+    python examples/save_activations_and_sweep.py
 
-It runs on the small model that ships with the package, over four simulated devices that take time
-for what they compute, as if the model were large. Where there are four GPUs, leave out `simulate`,
-and load your own model: the rest is the same. https://ui.perfetto.dev shows the trace: when each
-device was busy, and with which run.
+It runs on the small model that ships with the package, over four simulated devices. Each block
+sleeps for a moment, as if the model were large. Where there are four GPUs, leave out `simulate` and
+`take_time`, and load your own model: the rest is the same.
 """
 
 from __future__ import annotations
 
-import argparse
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tl_devicefix  # before TransformerLens loads anything
 from tl_devicefix.demo import CHECKPOINT
-from tl_devicefix.simulation import Timeline, labelled
 
 N_DEVICES = 4
 LAYER = 5  # where the facts are looked up
@@ -35,46 +32,24 @@ PEOPLE = [
 
 
 def main() -> None:
-    """Save activations, sweep, and show where the time went."""
-    options = arguments()
-    with (
-        tl_devicefix.simulate(
-            N_DEVICES, asynchronous=True, flops_per_second=options.flops_per_second
-        ) as machine,
-        torch.no_grad(),
-    ):
+    """Save activations, sweep, and show what it takes."""
+    torch.set_num_threads(1)  # so small a model is slower with more
+    with tl_devicefix.simulate(N_DEVICES), torch.no_grad():
         model = load(N_DEVICES)
+        take_time(model)
         prompts = [model.to_tokens(FACTS.format(*words)) for words in PEOPLE]
 
-        recorded(machine)  # what loading took
-        loop = [residual_of(model, tokens) for tokens in enumerate(prompts)]
-        of_loop = recorded(machine)
-        flight = list(tl_devicefix.pipeline_map(model, residual_of, enumerate(prompts)))
-        of_flight = recorded(machine)
+        start = time.perf_counter()
+        loop = [residual_of(model, tokens) for tokens in prompts]
+        middle = time.perf_counter()
+        flight = list(tl_devicefix.pipeline_map(model, residual_of, prompts))
+        end = time.perf_counter()
         assert all(map(torch.equal, loop, flight))
         print(f"saved {len(flight)} activations of layer {LAYER}: the same, bit for bit")
+        print(f"in a loop {middle - start:.1f} s, in flight {end - middle:.1f} s")
 
         show(model, sweep_heads(model, prompts[0]))
-        of_sweep = recorded(machine)
-    timelines = {
-        f"{len(prompts)} runs in a loop": of_loop,
-        "the same in flight": of_flight,
-        f"a sweep over {model.cfg.n_layers * model.cfg.n_heads} heads, in flight": of_sweep,
-    }
-    for title, timeline in timelines.items():
-        shares = (timeline.busy_share(device) for device in range(N_DEVICES))
-        busy = ", ".join(f"{share:.0%}" for share in shares)
-        print(f"{title}: {timeline.end - timeline.start:.1f} s, devices busy {busy}")
-    of_flight.save(options.trace)
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", type=Path, default=Path("trace.json"), help="for Perfetto")
-    parser.add_argument("--flops-per-second", type=float, default=1e7, help="of each device")
-    torch.set_num_threads(1)  # so small a model is slower with more
-    return parser.parse_args()
+        print(f"a sweep over all heads, in flight: {time.perf_counter() - end:.1f} s")
 
 
 def load(n_devices: int) -> Any:
@@ -90,12 +65,16 @@ def load(n_devices: int) -> Any:
     return HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=n_devices)
 
 
-def residual_of(model: Any, item: tuple[int, torch.Tensor]) -> torch.Tensor:
+def take_time(model: Any, seconds: float = 0.02) -> None:
+    """Have each block take so long, which keeps its device busy."""
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+
+
+def residual_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """One run: an activation of a prompt. What is written for a model, a view of it runs too."""
-    number, tokens = item
-    with labelled(str(number)):  # its name in the trace
-        _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{LAYER}.hook_resid_post")
-        return cache["resid_post", LAYER][0, -1].cpu()
+    _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{LAYER}.hook_resid_post")
+    return cache["resid_post", LAYER][0, -1].cpu()
 
 
 def sweep_heads(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -128,15 +107,6 @@ def show(model: Any, logits: torch.Tensor) -> None:
     for layer, row in enumerate(logits):
         device = model.placement.device_of(f"blocks.{layer}")
         print(f"  layer {layer}, on {device}: " + " ".join(f"{value:6.2f}" for value in row))
-
-
-def recorded(machine: Any) -> Timeline:
-    """What the devices have done since this was asked last."""
-    for device in machine.devices:
-        torch.get_device_module(device.type).synchronize(device)
-    timeline: Timeline = machine.timeline[:]
-    machine.timeline.clear()
-    return timeline
 
 
 if __name__ == "__main__":

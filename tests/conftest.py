@@ -42,6 +42,7 @@ SHARED_ROOMS = (
     "offload",
     "gathering",
     "dispatch",
+    "racing",
 )
 # What is written once for both classes, beside "..._of_either_class".
 OF_EITHER = ("test_misspelt_arguments", "test_within_simulate", "test_put_in_by_hand")
@@ -87,7 +88,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--asynchronous",
         action="store_true",
-        help="run tests of simulated devices on devices that run behind the host",
+        help="run tests of simulated devices on devices that run behind the host, where what "
+        "nothing orders is an error (tests/racing)",
     )
     parser.addoption(
         "--hosts",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from racing import asynchronous
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -31,8 +32,9 @@ def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
-        options = {"asynchronous": request.config.getoption("--asynchronous"), **options}
-        with tl_devicefix.simulate(*args, **options) as machine:
+        behind = request.config.getoption("--asynchronous")
+        enter: Any = asynchronous if behind else tl_devicefix.simulate
+        with enter(*args, **options) as machine:
             unpatched: Any = contextlib.nullcontext()
             if request.config.getoption("--unpatched"):
                 alone = has_hooked_transformer()

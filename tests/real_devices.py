@@ -28,6 +28,7 @@ import torch
 import tl_devicefix
 from tl_devicefix.placement import devices
 from tl_devicefix.simulation import Machine
+from tl_devicefix.simulation.executor import Executor
 
 TYPE = os.environ.get("TL_DEVICEFIX_TEST_DEVICE", "")
 """The type of the devices; empty for simulated ones."""
@@ -38,7 +39,7 @@ LEAST = 1e-4 if TYPE else 0.0
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 OF_SIMULATED_HOSTS = ("placement/test_hosts.py", "planning/test_over_hosts.py")
-NOT_RUN = ("simulation", *OF_SIMULATED_HOSTS) if TYPE else ()
+NOT_RUN = ("simulation", "racing", *OF_SIMULATED_HOSTS) if TYPE else ()
 """Tests that are of simulated devices themselves."""
 
 _OF_SIMULATED_ONES = {
@@ -83,7 +84,7 @@ class _Devices(list[torch.device]):
         return super().__len__()
 
 
-_OF_MACHINES = frozenset(dir(Machine([])))
+_OF_MACHINES = frozenset(dir(Machine([], Executor())))
 
 
 class RealMachine:

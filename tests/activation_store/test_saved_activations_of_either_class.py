@@ -15,11 +15,11 @@ from comparison import assert_agrees
 from either_class import BRIDGE
 from hf_models import padded
 from packaging.version import Version
+from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import assert_same_bits, files
 
-import tl_devicefix
 from tl_devicefix import save_activations
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
@@ -37,7 +37,7 @@ def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
     """Devices that compute later than they are told to, with streams and pinned memory."""
-    with tl_devicefix.simulate(4, asynchronous=True) as machine:
+    with asynchronous(4) as machine:
         yield machine
 
 

@@ -11,6 +11,7 @@ import torch
 from comparison import assert_bit_equal
 from either_class import BRIDGE
 from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
+from racing import asynchronous
 from runs_of_users import (
     LAST,
     Run,
@@ -39,7 +40,7 @@ def offloaded(from_checkpoint: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])
 def either_machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Devices that compute when they are told to, or later."""
-    with tl_devicefix.simulate(2, asynchronous=request.param) as machine:
+    with (asynchronous if request.param else tl_devicefix.simulate)(2) as machine:
         yield machine
 
 

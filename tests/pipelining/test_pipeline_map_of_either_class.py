@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import re
 import threading
 import traceback
 import weakref
@@ -451,27 +450,20 @@ def test_what_makes_no_sense_is_refused_at_once(on_one: Any, max_in_flight: Any)
         pipeline_map(on_one("llama"), [], logits)  # type: ignore[arg-type, misc]
 
 
-def test_progress_and_report(model: Any, batches: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress(model: Any, batches: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shows = hf_logging.is_progress_bar_enabled()
     hf_logging.enable_progress_bar()
-    list(pipeline_map(model, a_number_that_is_waited_for, batches, progress=True, report=True))
+    list(pipeline_map(model, a_number_that_is_waited_for, batches, progress=True))
     if not shows:
         hf_logging.disable_progress_bar()
-    text = capsys.readouterr()
-    assert "4/4" in text.err
-    assert "4 runs in" in text.out
-    assert "sim:3 busy" in text.out
+    assert "4/4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}], ids=str)
-def test_runs_on_one_device_whose_report_claims_no_share_of_it(
-    on_one: Any, batches: Any, options: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_on_one_device(on_one: Any, batches: Any, options: Any) -> None:
     model = on_one("llama")
-    actual = list(pipeline_map(model, logits, batches, report=True, **options))
+    actual = list(pipeline_map(model, logits, batches, **options))
     assert_bit_equal(actual, [logits(model, batch) for batch in batches])
-    text = capsys.readouterr().out
-    assert re.fullmatch(r"4 runs in \d+\.\d\d s, all on cpu\n", text)
 
 
 def test_how_one_run_reads_text_is_seen_by_no_other(model: Any) -> None:

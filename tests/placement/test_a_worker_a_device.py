@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import tl_devicefix
 from tl_devicefix.placement.workers import each_on_its_device
 
 UNITS = [0, 1, 2, 3, 4]
@@ -70,20 +69,3 @@ def test_workers_are_in_the_caller_s_mode(mode: Any, devices: Any) -> None:
         each_on_its_device(modes, UNITS, devices)
 
     assert len(seen) == 1
-
-
-def test_workers_use_the_caller_s_streams() -> None:
-    with tl_devicefix.simulate(3, asynchronous=True) as machine:
-        module: Any = torch.get_device_module("sim")
-        streams = [module.Stream(device) for device in machine.devices]
-        used: list[Any] = []
-        for stream in streams:
-            module.set_stream(stream)
-
-        each_on_its_device(
-            lambda device: used.append(module.current_stream(device)),
-            machine.devices,
-            machine.devices,
-        )
-
-        assert set(used) == set(streams)

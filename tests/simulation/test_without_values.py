@@ -9,8 +9,7 @@ import psutil
 import pytest
 import torch
 
-from tl_devicefix.simulation import Machine, simulate
-from tl_devicefix.simulation import geometry as geometry_module
+from tl_devicefix.simulation import Machine, executor, simulate
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """Results of earlier calls: none yet."""
     fresh: dict[Any, Any] = {}
-    monkeypatch.setattr(geometry_module, "_results", fresh)
+    monkeypatch.setattr(executor, "_results", fresh)
     return fresh
 
 

@@ -13,6 +13,7 @@ import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 from hf_models import D_VOCAB, GROUPED, make_hf_model, save_checkpoint
+from racing import asynchronous
 from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
@@ -55,7 +56,7 @@ def while_processing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 folds no offloaded block")
 def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot: Any) -> None:
-    with tl_devicefix.simulate(2, asynchronous=True):
+    with asynchronous(2):
         bridge = boot("llama", device_map={"": 0, "blocks.2": "cpu"}, compatible=True)
         assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
 

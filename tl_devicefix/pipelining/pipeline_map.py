@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from inspect import signature
 from operator import length_hint
@@ -20,7 +19,7 @@ from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, with_view_of
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import refuse_unknown
-from tl_devicefix.offload.copying import module_with_streams, values_of
+from tl_devicefix.offload.copying import values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
@@ -38,7 +37,6 @@ def pipeline_map(
     max_in_flight: int | None = None,
     *,
     progress: bool = False,
-    report: bool = False,
 ) -> Iterator[Result]:
     """Yield ``run(model, item)`` for each item, in order, with several runs under way at a time.
 
@@ -71,7 +69,6 @@ def pipeline_map(
             compute at once, and one that is ready as soon as the first device is free. On one
             device, 1.
         progress: show a bar.
-        report: print at the end how long it took, and each device's busy share.
 
     Yields:
         What `run` returned, in the items' order. The next run begins when a result is fetched.
@@ -103,10 +100,10 @@ def pipeline_map(
     bar = functools.partial(
         hf_logging.tqdm, total=count, desc="Pipelined runs", disable=not progress
     )
-    if max_in_flight == 1 and not report:
+    if max_in_flight == 1:
         return _in_a_loop(model, make_view, run, items, bar)
     n_views = max_in_flight if count is None else min(max_in_flight, count)
-    return _pipelined(model, make_view, run, items, max_in_flight, n_views, report, bar)
+    return _pipelined(model, make_view, run, items, max_in_flight, n_views, bar)
 
 
 def refuse_arguments(
@@ -160,12 +157,11 @@ def _pipelined(
     items: Iterable[Any],
     max_in_flight: int,
     n_views: int,
-    report: bool,
     make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
     """The schedule: start as many runs as may be under way, and one more for each result."""
     devices = _devices_of(model, here=True)
-    turns = WatchedTurns(devices) if report else Turns()
+    turns = Turns()
 
     def start(number: int, item: Any) -> Future[Result]:
         """Have a run begin, with the modes of this thread."""
@@ -196,7 +192,7 @@ def _pipelined(
         while runs:
             turns.want(number)
             if runs[0].exception() is None:  # which waits for the run
-                if max_in_flight > 1 and (name := weights.changed()) is not None:
+                if (name := weights.changed()) is not None:
                     raise RuntimeError(
                         f"{name} was changed while the run of item {number} and others used it: "
                         f"change a copy of it in a hook, or {ONE_AT_A_TIME}"
@@ -206,8 +202,6 @@ def _pipelined(
             yield runs.popleft().result()  # by no name, which would hold it for the next run's time
             bar.update()
             number += 1
-        if isinstance(turns, WatchedTurns):
-            print(turns.report())
 
 
 def _starting(
@@ -308,85 +302,3 @@ def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
 def _state(weight: torch.Tensor) -> Any:
     """A fingerprint of a weight, which a change of the weight changes."""
     return values_of(weight), weight.requires_grad
-
-
-class WatchedTurns(Turns):
-    """Turns of devices, and for how many seconds each was `busy` with some run's blocks."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        super().__init__()
-        self._began = time.perf_counter()
-        self._started: dict[torch.device, Any] = {}
-        self.busy: dict[torch.device, float] = dict.fromkeys(devices, 0.0)
-        # Of turns whose work may not be done: when it began and ended.
-        self._marks: dict[torch.device, deque[tuple[Any, Any]]] = defaultdict(deque)
-        self._n_runs = 0
-
-    def want(self, number: int) -> None:
-        """Count a run, whose result is waited for."""
-        self._n_runs = number + 1
-        super().want(number)
-
-    def take(
-        self, run: Run, device: torch.device, weights: object | None = None, arriving: Any = None
-    ) -> None:
-        """Wait for a device's turn, which begins now."""
-        self._end_turn(run, device)
-        super().take(run, device, weights, arriving)
-        self._started[device] = _mark(device)
-
-    def give_back(self, run: Run, device: torch.device) -> None:
-        """End a device's turn."""
-        self._end_turn(run, device)
-        super().give_back(run, device)
-
-    def _end_turn(self, run: Run, device: torch.device) -> None:
-        if self.has(run, device):
-            marks = self._marks[device]
-            marks.append((self._started.pop(device), _mark(device)))
-            while marks and (isinstance(marks[0][1], float) or marks[0][1].query()):
-                self._add_busy(device)
-
-    def _add_busy(self, device: torch.device) -> None:
-        start, end = self._marks[device].popleft()
-        seconds = end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-        self.busy[device] = self.busy.get(device, 0.0) + seconds
-
-    def report(self) -> str:
-        """How long all took up to now, and each device's busy share, by its own clock if any.
-
-        It is busy while it waits for Python in the middle of a run's blocks, too.
-        """
-        for device, marks in self._marks.items():
-            if (module := module_with_streams(device)) is not None:
-                module.synchronize(device)
-            while marks:
-                self._add_busy(device)
-        wall = time.perf_counter() - self._began
-        text = f"{self._n_runs} runs in {wall:.2f} s"
-        if len(self.busy) == 1 and not any(self.busy.values()):  # without turns
-            return f"{text}, all on {next(iter(self.busy))}"
-        rows = [f"{text}, at best {at_best(self._n_runs, wall, self.busy.values()):.2f} s"]
-        rows += [
-            f"{device!s:>12} busy {seconds:8.2f} s  {seconds / wall:4.0%}"
-            for device, seconds in self.busy.items()
-        ]
-        return "\n".join(rows)
-
-
-def at_best(n_runs: int, wall: float, busy: Collection[float]) -> float:
-    """Seconds that so many runs take if no device, busy for so long, waits for the one before it.
-
-    The first run passes through all devices; then the slowest one sets the pace. Runs that are on
-    different devices from the start may need less, and never more than they took.
-    """
-    shares = [seconds / max(n_runs, 1) for seconds in busy]
-    return min(sum(shares) + max(n_runs - 1, 0) * max(shares, default=0.0), wall)
-
-
-def _mark(device: torch.device) -> Any:
-    """Now: an event of the device's stream, or the time if it has none."""
-    module = module_with_streams(device)
-    if module is None:
-        return time.perf_counter()
-    return module.current_stream(device).record_event(module.Event(enable_timing=True))

@@ -211,7 +211,7 @@ def host_of(device: torch.device) -> tuple[Host, int]:
 def sites_here() -> tuple[Site, ...]:
     """The host of each device, simulated or after `init_hosts`; nothing if there is one host."""
     simulated: Any = getattr(torch, DEVICE_TYPE, None)
-    if hasattr(simulated, "sites") and simulated.executor() is not None:
+    if hasattr(simulated, "sites") and simulated.is_available():
         return simulated.sites()  # type: ignore[no-any-return]
     if not joined():
         return ()

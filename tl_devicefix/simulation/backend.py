@@ -10,31 +10,13 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
-from tl_devicefix.simulation import streams
-from tl_devicefix.simulation.backward import type_of_devices
-from tl_devicefix.simulation.executor import AsynchronousExecutor, Executor
-from tl_devicefix.simulation.geometry import geometry_of
-from tl_devicefix.simulation.machine import active_machine, entered_machine
+from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
 
 aten = torch.ops.aten
 
 _libraries: list[torch.library.Library] = []
-_accelerator: torch.device | None = None
-
-
-def real_accelerator() -> torch.device | None:
-    """Return the type of device that torch would use if none had ever been simulated."""
-    if _libraries:  # from when on torch takes simulated devices for its accelerator
-        return _accelerator
-    return torch.accelerator.current_accelerator(check_available=True)
-
-
-_OF_STREAMS = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
-_OF_MACHINE = {
-    *("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
-}
 
 
 class DeviceModule:
@@ -53,35 +35,27 @@ class DeviceModule:
 
     def current_device(self) -> int:
         """Return the index of the current device of this thread."""
-        return active_machine().current_index
+        return active_machine().current.index
 
     def set_device(self, device: int | str | torch.device) -> None:
         """Make a device the one that factories put tensors on for ``sim``, in this thread."""
         machine = active_machine()
-        machine.current_index = machine.index_of(device)
+        machine.current.index = machine.index_of(device)
 
     def synchronize(self, device: int | str | torch.device | None = None) -> None:
-        """Wait for a device, if it is asynchronous; else an operation is done when it returns."""
-        machine = active_machine()
-        machine.executor.synchronize(machine.index_of(device))
+        """Check that there is such a device; an operation is done when it returns."""
+        active_machine().index_of(device)
 
     def __getattr__(self, name: str) -> Any:
-        """Offer what the machine measures; if devices are asynchronous, streams and events."""
-        if name in _OF_MACHINE:
+        """Offer what the machine measures."""
+        if "mem" in name and hasattr(Machine, name):
             return getattr(active_machine(), name)
-        if name in _OF_STREAMS and isinstance(self.executor(), AsynchronousExecutor):
-            return getattr(streams, name)
-        raise AttributeError(f"simulated devices that are not asynchronous have no {name!r}")
+        raise AttributeError(f"simulated devices have no {name!r}")
 
     def sites(self) -> tuple[Site, ...]:
         """Return the host of each device; nothing if there is one host."""
         machine = entered_machine()
         return () if machine is None else machine.sites
-
-    def executor(self) -> Executor | None:
-        """Return the executor of the machine that is entered, if one is."""
-        machine = entered_machine()
-        return None if machine is None else machine.executor
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -97,11 +71,10 @@ class DeviceModule:
         return False
 
 
-# A torch that has no such class is refused by `simulate` in a sentence of its own.
-_PrivateUse1Hooks: Any = getattr(getattr(torch._C, "_acc", None), "PrivateUse1Hooks", object)
+_acc: Any = getattr(torch._C, "_acc", None)  # a torch without is refused by `simulate`
 
 
-class _Hooks(_PrivateUse1Hooks):
+class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
     def is_available(self) -> bool:
         return entered_machine() is not None
 
@@ -112,32 +85,27 @@ class _Hooks(_PrivateUse1Hooks):
         return True
 
 
-_DeviceGuard: Any = getattr(getattr(torch._C, "_acc", None), "DeviceGuard", object)
-
-
-class _Guard(_DeviceGuard):
+class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
     """The type of the devices; torch makes up the rest."""
 
-    type_ = type_of_devices
+    type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 
 def register() -> None:
     """Register the device type with torch; once for a process, as torch cannot forget it."""
-    global _accelerator
     if _libraries:
         return
-    _accelerator = real_accelerator()
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
     )
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, "PrivateUse1")
-    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    for make in (_EMPTY, aten.empty_strided.default):
+        library.impl(make, functools.partial(_allocate, make), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for operation in _WITH_KERNELS:
-        library.impl(operation._schema.name, functools.partial(_run, operation), "PrivateUse1")
+        library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
     for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
@@ -146,6 +114,7 @@ def register() -> None:
     _libraries.extend((library, everything_else))
 
 
+_EMPTY = aten.empty.memory_format
 _WITH_KERNELS = (
     aten.silu_backward.default,
     aten.mish_backward.default,
@@ -158,27 +127,16 @@ last, of scalars in the data of `torch.tensor([...])`, below Python, where it fi
 """
 
 
-def _run(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, kwargs)
-
-
-def _empty(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
-    return _allocate(aten.empty.memory_format, (size,), device, options)
-
-
-def _empty_strided(
-    size: Any, stride: Any, *, device: Any = None, pin_memory: Any = None, **options: Any
+def _allocate(
+    make: Any, *geometry: Any, device: Any = None, pin_memory: Any = None, **options: Any
 ) -> Any:
-    return _allocate(aten.empty_strided, (size, stride), device, options)
-
-
-def _allocate(make: Any, geometry: tuple[Any, ...], device: Any, options: dict[str, Any]) -> Any:
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates what the simulated device has no room for.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
-    made = machine.executor.allocate(geometry_of(without), device.index)
+    options["device"] = machine.executor.place
+    made = machine.executor.run(make, geometry, options, device.index)
     return wrap(made, machine, device)
 
 
@@ -195,16 +153,15 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     machine = active_machine()
     kwargs["device"] = machine.executor.place
     device = machine.devices[machine.index_of(device)]
-    made = machine.executor.upload(func(*args, **kwargs), device.index)
-    return wrap(made, machine, device)
+    return wrap(machine.executor.run(func, args, kwargs, device.index), machine, device)
 
 
-def _zeros(size: Any, *, device: Any = None, pin_memory: Any = None, **options: Any) -> Any:
+def _zeros(size: Any, **options: Any) -> Any:
     """Give zeros for a tensor without memory that stands for them, in forward-mode autograd.
 
     A wrapper cannot carry what says that it is one, so a kernel would read from it.
     """
-    return _allocate(aten.empty.memory_format, (size,), device, options).zero_()
+    return _allocate(_EMPTY, size, **options).zero_()
 
 
 def _attention(
@@ -284,11 +241,7 @@ class Generator(_CPU_GENERATOR, metaclass=_AlsoTorchs):
     _device: torch.device
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """Make one, or torch's own for any other type of device.
-
-        Raises:
-            RuntimeError: if the machine has no such device.
-        """
+        """Make one, or torch's own for any other type of device."""
         device = torch.device(device)
         if device.type != DEVICE_TYPE:
             return _CPU_GENERATOR(device)

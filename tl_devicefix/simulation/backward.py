@@ -2,17 +2,13 @@
 
 torch's autograd engine restores the stream of a device while an error passes through it, and for a
 backend in Python that ends the process. So errors of hooks, of a `Function.backward` and of
-operations are kept until the engine is done, and the first is raised then. Ctrl-C waits as well,
-also while torch records an operation and asks the device's guard for its stream.
+operations are kept until the engine is done, and the first is raised then. Ctrl-C waits as well.
 """
 
 from __future__ import annotations
 
-import _signal  # `signal.signal` makes enums, which takes ten times as long
-import _thread
 import functools
-import gc
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,66 +22,30 @@ Engine = Callable[..., Any]
 class _Running(threading.local):
     """The engines and the users' hooks that run in this thread, and the errors they raised."""
 
+    engines = hooks = 0
+
     def __init__(self) -> None:
-        self.engines = 0
-        self.hooks = 0
         self.errors: list[BaseException] = []
 
 
 _running = _Running()
 
-type_of_devices: Any = staticmethod(
-    functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1")
-)
-"""The guard's answer, in C alone. While torch asks for it, torch holds a reference to it."""
-_HOLDERS_AT_REST = sys.getrefcount(type_of_devices.__func__)
-
-
-class _Again:
-    """As an operator: at the end of a call Python would see to it at once, and so for ever."""
-
-    __neg__ = _thread.interrupt_main
-
-
-_again: Any = _Again()
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    """Raise as Python's handler does, but not where it would end the process, or be ignored.
-
-    There, within torch and in a `__del__`, try again a moment later.
-    """
-    is_within_engine = _running.engines and not _running.hooks
-    is_in_del = frame is not None and frame.f_code.co_name == "__del__"
-    if (
-        is_within_engine
-        or is_in_del
-        or sys.getrefcount(type_of_devices.__func__) > _HOLDERS_AT_REST
-    ):
-        return -_again
-    return _signal.default_int_handler(number, frame)
-
-
-def _exchange_handler(old: Any, new: Any) -> None:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and _signal.getsignal(_signal.SIGINT) is old:
-        _signal.signal(_signal.SIGINT, new)
-
-
-def _install_handler(*_: Any) -> None:
-    _exchange_handler(_signal.default_int_handler, _interrupt)
-
 
 @contextmanager
-def interrupts_outside_torch() -> Iterator[None]:
-    """Within it, Ctrl-C waits where its error would end the process."""
-    _install_handler()
-    gc.callbacks.append(_install_handler)  # a notebook sets Python's handler for each cell
+def _interrupts_later() -> Iterator[None]:
+    """Within it, Ctrl-C waits; at its end, it is for the handler that was there."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no interrupt is raised here
+        return
+    interrupts: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
     try:
         yield
     finally:
-        gc.callbacks.remove(_install_handler)
-        _exchange_handler(_interrupt, _signal.default_int_handler)
+        signal.signal(signal.SIGINT, handler)
+        if interrupts:
+            handler(*interrupts[0])
 
 
 def run_backward(engine: Engine) -> Engine:
@@ -99,24 +59,27 @@ def run_backward(engine: Engine) -> Engine:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
-        _install_handler()
-        _running.engines += 1
-        hooks, _running.hooks = _running.hooks, 0  # those of an engine around this one
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                result = engine(t_outputs, *args, **kwargs)
-        except Exception:
-            if not _running.errors:  # else it is a consequence of these
-                raise
-        finally:
-            errors, _running.errors = _running.errors, []
-            _running.engines -= 1
-            _running.hooks = hooks
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
-        return result
+        with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
+            return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 
     return run
+
+
+def _raising_kept_errors(engine: Callable[[], Any]) -> Any:
+    _running.engines += 1
+    hooks, _running.hooks = _running.hooks, 0  # those of an engine around this one
+    try:
+        result = engine()
+    except Exception:
+        if not _running.errors:  # else it is a consequence of these
+            raise
+    finally:
+        errors, _running.errors = _running.errors, []
+        _running.engines -= 1
+        _running.hooks = hooks
+    if errors:
+        raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
+    return result
 
 
 def _check_device(index: int, expected: Any, gradient: Any) -> None:
@@ -129,11 +92,7 @@ def _check_device(index: int, expected: Any, gradient: Any) -> None:
 
 
 def raise_or_keep(error: Exception) -> None:
-    """Raise an operation's error; in a backward, keep it, and let the operation go on.
-
-    Raises:
-        Exception: the error.
-    """
+    """Raise an operation's error; in a backward, keep it, and let the operation go on."""
     if _running.engines and not _running.hooks:
         _running.errors.append(error)
         return
@@ -158,11 +117,7 @@ def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
 
 
 class KeptErrors:
-    """A hook of a backward, whose error is kept and which then changes nothing.
-
-    Args:
-        hook: the user's.
-    """
+    """A user's hook of a backward, whose error is kept and which then changes nothing."""
 
     holds_users_hook = True  # of which a view of the model has its own
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ import torch.fx.experimental._config as meta_config
 from tl_devicefix.placement.devices import DEVICE_TYPE, Site
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import AsynchronousExecutor, Executor
-from tl_devicefix.simulation.geometry import tensors_in
-from tl_devicefix.simulation.ordering import Memory
-from tl_devicefix.simulation.timeline import Timeline
+from tl_devicefix.simulation.executor import Executor, tensors_in
 
 
 @dataclass(frozen=True)
@@ -74,17 +71,30 @@ class Transfers(list[Transfer]):
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("device", "machine", "memory", "nbytes")
+    __slots__ = ("__weakref__", "device", "life", "machine")
 
-    def __init__(self, machine: Machine, device: torch.device, memory: Memory | None) -> None:
+    def __init__(self, machine: Machine, device: torch.device) -> None:
         self.machine = machine
         self.device = device
-        self.nbytes = 0
-        self.memory = memory
+        # It may end in any thread, in the middle of anything, where a `__del__` in Python would
+        # swallow Ctrl-C: `Machine._settle` does the rest.
+        self.life = _Life(self, machine._freed.append)
+        self.life.index, self.life.nbytes = device.index, 0
 
-    def __del__(self) -> None:
-        # By any thread, in the middle of anything: `Machine.settle` does the rest.
-        self.machine._freed.append((self.device.index, self.nbytes, self.memory))
+
+class _Life(weakref.ref["Allocation"]):
+    """How many bytes an allocation has, on which device; also when it is gone."""
+
+    __slots__ = ("index", "nbytes")
+
+    index: int
+    nbytes: int
+
+
+class _Current(threading.local):
+    """The index of the current device: that of this thread, as on CUDA."""
+
+    index = 0
 
 
 _ALLOCATION = "_tl_devicefix_allocation"
@@ -103,35 +113,30 @@ class Machine:
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
             devices, which ``transfers.by_pair()`` gives to programs.
-        timeline: what took time on asynchronous devices, and when; empty if nothing was to.
         is_open: False once the ``with`` block is left.
         executor: runs operations on its devices.
+        current: has the index of this thread's current device.
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
     def __init__(
-        self,
-        capacities: Sequence[int],
-        executor: Executor | None = None,
-        sites: Sequence[Site] = (),
+        self, capacities: Sequence[int], executor: Executor, sites: Sequence[Site] = ()
     ) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.sites = tuple(sites)
-        self.executor = Executor() if executor is None else executor
+        self.executor = executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
-        self.timeline = Timeline()
-        self._current = threading.local()
+        self.current = _Current()
         self.is_open = True
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        self._freed: deque[tuple[int, int, Memory | None]] = deque()
+        self._freed: deque[_Life] = deque()
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
-        state = "" if self.is_open else ", left"
-        return f"Machine({len(self.devices)} devices{state})"
+        return f"Machine({len(self.devices)} devices{'' if self.is_open else ', left'})"
 
     @property
     def has_values(self) -> bool:
@@ -140,7 +145,7 @@ class Machine:
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
-        self.settle()
+        self._settle()
         return self._allocated[self.index_of(device)]
 
     def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
@@ -149,48 +154,15 @@ class Machine:
 
     def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
         """Start the peak of ``device`` anew from what is allocated now."""
-        self.settle()
+        self._settle()
         index = self.index_of(device)
         self._peak[index] = self._allocated[index]
 
     def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
         """Return the free and the total bytes of ``device``."""
-        self.settle()
+        self._settle()
         index = self.index_of(device)
         return self._capacities[index] - self._allocated[index], self._capacities[index]
-
-    @property
-    def current_index(self) -> int:
-        """The index of the current device: that of this thread, as on CUDA, and 0 at first."""
-        return getattr(self._current, "index", 0)
-
-    @current_index.setter
-    def current_index(self, index: int) -> None:
-        self._current.index = index
-
-    def keep_busy(self, device: int | str | torch.device | None, seconds: float) -> None:
-        """Keep an asynchronous device busy for so long.
-
-        It goes to the device's current stream of this thread, so it begins after what that was
-        given before, and the host goes on at once. A forward pre-hook on each block gives blocks a
-        time, whatever they compute.
-
-        Args:
-            device: which one; None for the current one.
-            seconds: how long.
-
-        Raises:
-            RuntimeError: if the machine is not asynchronous, or has been left.
-            ValueError: if ``seconds`` are negative, or have no end.
-        """
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"seconds must be 0 or more, and finite, but is {seconds!r}")
-        if not isinstance(self.executor, AsynchronousExecutor):
-            raise RuntimeError(
-                "only asynchronous devices can be kept busy: call keep_busy within `with "
-                "tl_devicefix.simulate(n, asynchronous=True) as machine:`"
-            )
-        self.executor.keep_busy(self.index_of(device), seconds)
 
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
@@ -208,7 +180,7 @@ class Machine:
             if device.type != DEVICE_TYPE:
                 raise RuntimeError(f"device must be a {DEVICE_TYPE} device, but is {device}")
             device = device.index
-        index = self.current_index if device is None else device
+        index = self.current.index if device is None else device
         if not 0 <= index < len(self.devices):
             raise RuntimeError(
                 f"device {DEVICE_TYPE}:{index} does not exist: there are {len(self.devices)}, "
@@ -217,43 +189,35 @@ class Machine:
         return index
 
     def check_room(self, device: torch.device, nbytes: int) -> None:
-        """Raise if ``nbytes`` more do not fit on ``device``.
-
-        Raises:
-            torch.OutOfMemoryError: with CUDA's wording.
-        """
-        self.settle()
+        """Raise CUDA's error if ``nbytes`` more do not fit on ``device``."""
+        self._settle()
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            which = f"Device {index}"
-            if self.sites:
-                which = f"{device} ({self.sites[index].name})"
+            which = f"{device} ({self.sites[index].name})" if self.sites else f"Device {index}"
             raise_or_keep(
                 torch.OutOfMemoryError(
                     f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. {which}"
                     f" has a total capacity of {gib(self._capacities[index])} of which"
-                    f" {gib(free)} is free.{self.executor.contents(index)}"
+                    f" {gib(free)} is free."
                 )
             )
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
-        """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``."""
+        """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``.
+
+        It may be new, or have grown in place; if it does not fit, that is CUDA's error.
+        """
         # Views share the storage; torch keeps its object, and what is on it, as long as it is.
         storage = tensor.untyped_storage()
-        allocation: Allocation | None = vars(storage).get(_ALLOCATION)
-        if allocation is None:
-            self.check_room(device, storage.nbytes())
-            allocation = Allocation(self, device, self.executor.memory_of(tensor, device.index))
-            vars(storage)[_ALLOCATION] = allocation
-            self._add(allocation, storage.nbytes())
+        allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
+        growth = storage.nbytes() - allocation.life.nbytes
+        if growth:
+            self.check_room(device, growth)
+            self._add(device.index, growth)
+            allocation.life.nbytes += growth
+        vars(storage)[_ALLOCATION] = allocation
         return allocation
-
-    def resize(self, allocation: Allocation, tensor: torch.Tensor) -> None:
-        """Account for the storage of the CPU tensor ``tensor`` having been resized in place."""
-        growth = tensor.untyped_storage().nbytes() - allocation.nbytes
-        self.check_room(allocation.device, growth)
-        self._add(allocation, growth)
 
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
@@ -262,32 +226,25 @@ class Machine:
 
         A copy of nothing is none: transformers' KV cache begins with empty tensors.
         """
-        if source == target:
-            return
-        if nbytes := sum(part.nbytes for part in tensors_in(copy)):
+        nbytes = sum(part.nbytes for part in tensors_in(copy))
+        if nbytes and source != target:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
-    def _add(self, allocation: Allocation, nbytes: int) -> None:
-        index = allocation.device.index
+    def _add(self, index: int, nbytes: int) -> None:
         with self._adding:  # transformers loads in several threads
-            self.settle()
-            allocation.nbytes += nbytes
+            self._settle()
             self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
                 self._peak[index] = self._allocated[index]
                 if self.on_peak is not None:
                     self.on_peak(index)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Stop counting memory that has been freed."""
-        if not self._freed:
-            return
         with self._adding:
             while self._freed:
-                index, nbytes, memory = self._freed.popleft()
-                self._allocated[index] -= nbytes
-                if memory is not None:
-                    self.executor.free(memory)
+                life = self._freed.popleft()
+                self._allocated[life.index] -= life.nbytes
 
 
 _active: Machine | None = None
@@ -299,14 +256,11 @@ def entered_machine() -> Machine | None:
 
 
 def active_machine() -> Machine:
-    """Return the machine of the `simulate` that is entered.
-
-    Raises:
-        RuntimeError: outside of `simulate`.
-    """
+    """Return the machine of the `simulate` that is entered; raise if none is."""
     if _active is None:
         raise RuntimeError(
-            f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):` first"
+            f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):`, and "
+            "load the model within it"
         )
     return _active
 
@@ -319,10 +273,9 @@ def entered(machine: Machine) -> Iterator[Machine]:
     """
     global _active
     patch: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
-    select_all = patch(meta_nonzero_assume_all_nonzero=True)
     outer, _active = _active, machine
     try:
-        with nullcontext() if machine.has_values else select_all:
+        with patch(meta_nonzero_assume_all_nonzero=not machine.has_values):
             yield machine
     finally:
         machine.is_open = False

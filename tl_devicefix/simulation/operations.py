@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.executor import zeros_for
@@ -21,6 +20,7 @@ from tl_devicefix.simulation.tensor import (
     left_error,
     read,
     run_on_one_device,
+    unwrap,
     wrap,
 )
 
@@ -42,27 +42,24 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         to = target.index
     elif target.type != "cpu":
         return func(source._cpu, **kwargs, device=target)
-    result = machine.executor.convert(source._cpu, allocation.device.index, to, kwargs)
+    result = machine.executor.run(func, (source._cpu,), kwargs, to)
     machine.record_transfer(allocation.device, target, result)
     return result if to is None else wrap(result, machine, target)
 
 
 def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy between any two devices, in place."""
-    copy_into(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    copy_into(*args, **kwargs)
     return args[0]
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
     """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
-    simulated = target if isinstance(target, SimTensor) else source
-    assert isinstance(simulated, SimTensor)
-    cpu_target, cpu_source = (
-        tensor._cpu if isinstance(tensor, SimTensor) else tensor for tensor in (target, source)
-    )
-    to, of = (t.device.index if type(t) is SimTensor else None for t in (target, source))
-    machine = simulated._allocation.machine
-    machine.executor.copy(cpu_target, cpu_source, to, of, non_blocking)
+    simulated: list[SimTensor] = []
+    cpu_target, cpu_source = (unwrap(tensor, simulated, []) for tensor in (target, source))
+    to = target.device.index if type(target) is SimTensor else None
+    machine = simulated[0]._allocation.machine
+    machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, to)
     machine.record_transfer(source.device, target.device, cpu_target)
 
 
@@ -74,7 +71,7 @@ def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Choose the attention kernel that the CPU would choose."""
-    return func(*tree_map(_chosen_for, args), **tree_map(_chosen_for, kwargs))
+    return func(*map(_chosen_for, args), **kwargs)
 
 
 def _chosen_for(value: Any) -> Any:
@@ -140,13 +137,13 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         # A CPU scalar may be written anywhere.
         machine, device = allocation.machine, allocation.device
-        rest[0] = wrap(machine.executor.upload(rest[0].clone(), device.index), machine, device)
+        rest[0] = wrap(rest[0].to(machine.executor.place, copy=True), machine, device)
     cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 
 
 class _CheckedIndices(list[Any]):
-    """CPU index tensors, which `_unwrap` leaves alone as it looks into plain lists only."""
+    """CPU index tensors, which `unwrap` leaves alone as it looks into plain lists only."""
 
 
 HANDLERS.update(

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from packaging.version import Version
 
 from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
-from tl_devicefix.simulation.executor import (
-    AsynchronousExecutor,
-    Executor,
-    MetaExecutor,
-    Speed,
-    WatchingHost,
-    is_pinned,
-    pin_memory,
-)
+from tl_devicefix.simulation.executor import Executor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
 # torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
 # these two and with 2.13.
-_OLDEST_TORCH, _NEWEST_TORCH = (2, 10), (2, 15)
-_TESTED_TORCH = f"{_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} to {_NEWEST_TORCH[0]}.{_NEWEST_TORCH[1]}"
+_OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 
 
 @contextmanager
@@ -38,17 +29,13 @@ def simulate(
     memory: int | str | Sequence[int | str] = "80GiB",
     *,
     values: bool = True,
-    asynchronous: bool = False,
-    flops_per_second: float | None = None,
-    bytes_per_second: float | None = None,
     hosts: Hosts | None = None,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
     Numbers are exactly the CPU's, random ones too, and operands on different devices raise torch's
-    errors. ``"sim"`` without an index is ``sim:0`` for ``.to``, and this thread's current device
-    for factories. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on the thread
-    that calls it, autocast casts as on the CPU, and a tensor that is pickled arrives on the CPU.
+    errors. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on the thread that
+    calls it, autocast casts as on the CPU, and a tensor that is pickled arrives on the CPU.
 
     torch keeps the name of the device type until the process ends, so use real GPUs in another
     process. The simulation uses private parts of torch, those of torch 2.10 to 2.15.
@@ -61,15 +48,6 @@ def simulate(
             so that nothing is computed and models of any size find room. A number that is read
             from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
             `tl_devicefix.dry_run`.
-        asynchronous: True for devices that run behind the host, as real ones do, with CUDA's
-            streams and events in ``torch.get_device_module("sim")``. A read or a write that nothing
-            orders after another's, and memory that is freed before another stream has used it,
-            raise a `RaceError` that names both operations. Pinned memory is watched in the thread
-            that entered. Several threads may launch operations, and count as one host.
-        flops_per_second: how fast an asynchronous device computes: an operation keeps it busy for
-            its floating point operations by `torch.utils.flop_counter`. By default, none takes any.
-        bytes_per_second: how fast an asynchronous device copies, one thing at a time, to another
-            device or between it and the host.
         hosts: of how many hosts they are, divided evenly in order, or how many devices each of
             them has: `[4, 2]`; names and placements tell.
 
@@ -77,13 +55,9 @@ def simulate(
         The machine, which tells transfers and memory.
 
     Raises:
-        RuntimeError: if torch is a version whose private parts are not known here, if the
-            process has another backend of this kind, or inside another `simulate` or
-            ``torch.inference_mode``.
-        ValueError: if ``n_devices``, ``memory`` or ``hosts`` make no sense, ``asynchronous``
-            devices are to have no values, a speed is not above 0, or one is given to others than
-            these.
-        RaceError: on leaving, from asynchronous devices, if one was found and not yet raised.
+        RuntimeError: if torch is another version, if the process has another backend of this
+            kind, or inside another `simulate` or ``torch.inference_mode``.
+        ValueError: if ``n_devices``, ``memory`` or ``hosts`` make no sense.
 
     >>> with simulate(2) as machine:
     ...     x = torch.ones(3, device="sim:1")
@@ -93,63 +67,28 @@ def simulate(
     >>> machine.transfers
     sim:1 -> sim:0  1  12 bytes
     all             1  12 bytes
-    >>> machine.transfers[0].shape
-    torch.Size([3])
     """
-    capacities = _capacities(n_devices, memory)
-    _prepare_torch()
-    if asynchronous and not values:
-        raise ValueError(
-            "asynchronous devices compute values: leave out values=False, or asynchronous=True"
-        )
-    speed = Speed(flops_per_second, bytes_per_second)
-    for name, value in zip(("flops_per_second", "bytes_per_second"), speed):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, but is {value!r}")
-    if speed != Speed() and not asynchronous:
-        raise ValueError(
-            "flops_per_second and bytes_per_second need devices that run behind the host: give "
-            "asynchronous=True too"
-        )
-    executor = Executor() if values else MetaExecutor()
-    if asynchronous:
-        executor = AsynchronousExecutor(speed)
-    machine = Machine(capacities, executor, simulated_sites(n_devices, hosts))
-    with ExitStack() as stack:
-        stack.enter_context(_changed_for(machine))
-        if isinstance(executor, AsynchronousExecutor):
-            stack.enter_context(_running_behind(machine, executor))
-        # If it is left open until Python ends: later, the modules are gone that leaving needs.
-        atexit.register(stack.close)
-        stack.callback(atexit.unregister, stack.close)
+    capacities, executor = _capacities(n_devices, memory), Executor() if values else MetaExecutor()
+    with entering(lambda: Machine(capacities, executor, sites_on(n_devices, hosts))) as machine:
         yield machine
 
 
 @contextmanager
-def _changed_for(machine: Machine) -> Iterator[Machine]:
-    """Have ``sim`` devices be those of this machine, and torch as it has to be for them."""
-    with entered(machine), backward.interrupts_outside_torch(), ExitStack() as stack:
+def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
+    """Have ``sim`` devices be those of the machine that is made, and torch as they need it."""
+    _prepare_torch()
+    machine = make()
+    with ExitStack() as stack:
+        stack.enter_context(entered(machine))
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _replace(stack, torch, "Generator", backend.Generator)
         _open_safetensors(stack)
+        # If it is left open until Python ends: later, the modules are gone that leaving needs.
+        atexit.register(stack.close)
+        stack.callback(atexit.unregister, stack.close)
         yield machine
-
-
-@contextmanager
-def _running_behind(machine: Machine, executor: AsynchronousExecutor) -> Iterator[None]:
-    """Have its devices run behind the host; on leaving, wait for them, and raise what failed."""
-    executor.launcher.free_first = machine.settle
-    machine.timeline = executor.launcher.timeline
-    with ExitStack() as stack:
-        stack.callback(setattr, machine, "executor", Executor())
-        stack.push(lambda kind, *_: executor.launcher.finish(hurry=kind is not None))
-        _replace(stack, torch.Tensor, "pin_memory", pin_memory)
-        _replace(stack, torch.Tensor, "is_pinned", is_pinned)
-        stack.enter_context(WatchingHost(executor.launcher))
-        yield
-    executor.launcher.raise_errors()
 
 
 def simulate_apart(
@@ -158,7 +97,7 @@ def simulate_apart(
     """`simulate(..., values=False)`, also inside another `simulate`, which goes on afterwards."""
     if entered_machine() is None:
         return simulate(n_devices, memory, values=False, hosts=hosts)
-    capacities, sites = _capacities(n_devices, memory), simulated_sites(n_devices, hosts)
+    capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
     return entered(Machine(capacities, MetaExecutor(), sites))  # torch is changed already
 
 
@@ -171,27 +110,26 @@ def simulated_sites(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, .
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
     check_number(n_devices)
-    if isinstance(memory, (int, str)):
-        return [bytes_of(memory)] * n_devices
-    if not isinstance(memory, (list, tuple)):
+    sizes = [memory] * n_devices if isinstance(memory, (int, str)) else memory
+    if not isinstance(sizes, (list, tuple)):
         raise ValueError(
             f"memory must be a size such as '24GiB', or a list of one for each device, but is "
             f"{memory!r}"
         )
-    if len(memory) != n_devices:
+    if len(sizes) != n_devices:
         raise ValueError(
-            f"memory must have one size for each of {n_devices} devices, but has {len(memory)}"
+            f"memory must have one size for each of {n_devices} devices, but has {len(sizes)}"
         )
-    return [bytes_of(size) for size in memory]
+    return [bytes_of(size) for size in sizes]
 
 
 def _prepare_torch() -> None:
     """Have torch know the type of devices, unless this torch or this place does not allow it."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not _OLDEST_TORCH <= version <= _NEWEST_TORCH:
+    version = ".".join(torch.__version__.split(".")[:2])
+    if not Version(_OLDEST_TORCH) <= Version(version) <= Version(_NEWEST_TORCH):
         raise RuntimeError(
-            f"simulate needs torch {_TESTED_TORCH}, whose private parts it uses, but this is torch"
-            f" {torch.__version__}: install one of those, or use real devices"
+            f"simulate needs torch {_OLDEST_TORCH} to {_NEWEST_TORCH}, whose private parts it uses,"
+            f" but this is torch {torch.__version__}: install one of those, or use real devices"
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -238,7 +176,8 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
-    function, saved = torch.autograd.function.BackwardCFunction, saved_tensors_hooks
+    function = torch.autograd.function.BackwardCFunction
+    saved = torch.autograd.graph.saved_tensors_hooks
     _replace(stack, function, "apply", backward.applying(function.apply))
     _replace(stack, saved, "__init__", backward.saving(saved.__init__))
 

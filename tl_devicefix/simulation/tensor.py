@@ -11,8 +11,7 @@ import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import zeros_for
-from tl_devicefix.simulation.geometry import tensors_in
+from tl_devicefix.simulation.executor import tensors_in, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -52,11 +51,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Operation,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` on the CPU tensors and label what it returns."""
         return run(func, args, kwargs or {})
@@ -75,16 +70,13 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copy a leaf, keeping the sharing of storages that ``memo`` knows."""
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        values = copy.deepcopy(read(self), memo)
-        copied = wrap(machine.executor.upload(values, device.index), machine, device)
+        copied = wrap(copy.deepcopy(read(self), memo), machine, device)
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -123,19 +115,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             " the tensor to host memory first."
         )
 
-    def record_stream(self, stream: Any) -> None:
-        """Keep the memory from being handed out before what a stream has been given has run."""
-        memory, key = self._allocation.memory, (self.device.index, stream.stream_id)
-        if memory is not None and memory.allocated is not None and memory.allocated.where != key:
-            memory.is_recorded = True
-
     def new_tensor(  # type: ignore[override]
-        self,
-        data: Any,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
-        requires_grad: bool = False,
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
     ) -> torch.Tensor:
         """Make a tensor on this device; torch would ask the guard, which knows of index 0 only."""
         dtype, device = dtype or self.dtype, self.device if device is None else device
@@ -156,14 +137,6 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             return self._cpu.data_ptr()
         start = _storage_of(self._cpu).data_ptr()
         return start + int(self._cpu.storage_offset()) * self._cpu.itemsize
-
-    def share_memory_(self) -> SimTensor:
-        """Do nothing, as to a tensor on CUDA."""
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether other processes may have it: always, as torch says of CUDA."""
-        return True
 
     @property
     def has_values(self) -> bool:
@@ -206,15 +179,11 @@ def read(tensor: SimTensor) -> torch.Tensor:
 
 
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
-    """Return ``cpu`` as a tensor on ``device``, which must have an index.
-
-    Raises:
-        torch.OutOfMemoryError: if its storage is new on the device, and does not fit.
-    """
+    """Return ``cpu`` as a tensor on ``device``, which must have an index, if there is room."""
     # `is_conj` lets other threads go on first, and of others than complex ones the answer is known.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # A wrapper cannot carry these lazy bits, so torch would not resolve them.
-        cpu = machine.executor.resolve(cpu, device.index)
+        cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
     # Of a sparse tensor, those of its values and its indices; it has neither strides nor an offset.
     allocations = [machine.allocation_of(part, device) for part in tensors_in(cpu) or [cpu]]
     lies: Any = {}
@@ -233,14 +202,13 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
     ``nn.Module.to`` moves parameters in this way, so that their identity, and so ties, survive.
     """
+    if (type(tensor) is SimTensor) != (type(value) is SimTensor):
+        _change_kind(tensor, value)
+        return
+    TENSOR_DATA.__set__(tensor, value)
     if type(tensor) is SimTensor and type(value) is SimTensor:
         # torch exchanges the metadata below Python, so the values must follow here.
-        TENSOR_DATA.__set__(tensor, value)
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
-    elif type(tensor) is SimTensor or type(value) is SimTensor:
-        _change_kind(tensor, value)
-    else:
-        TENSOR_DATA.__set__(tensor, value)
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -269,22 +237,19 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
-    handler = HANDLERS.get(func)
-    if handler is not None:
-        return handler(func, args, kwargs)
-    return run_on_one_device(func, args, kwargs)
+    return HANDLERS.get(func, run_on_one_device)(func, args, kwargs)
 
 
 def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the tensors behind, and label its results with their device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
-    cpu_args = [_unwrap(arg, simulated, others) for arg in args]
-    cpu_kwargs = {name: _unwrap(arg, simulated, others) for name, arg in kwargs.items()}
+    cpu_args = [unwrap(arg, simulated, others) for arg in args]
+    cpu_kwargs = {name: unwrap(arg, simulated, others) for name, arg in kwargs.items()}
     only_reads = func.is_view or func is aten.clone.default  # a part or a copy of a tensor
     machine, device = common_device(simulated, needs_machine=not only_reads)
     if others:
-        _check_cpu_operands(func, args[0], others, device, machine)
+        _check_cpu_operands(func, args[0], others, device)
     target = cpu_kwargs.pop("device", None)
     if target is not None:
         if target.type != DEVICE_TYPE:
@@ -294,7 +259,7 @@ def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, 
     return _label(result, simulated, machine, device)
 
 
-def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
+def unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
     """Return ``arg`` with CPU tensors in place of simulated ones; collect both kinds."""
     kind = type(arg)
     if kind is SimTensor:
@@ -303,7 +268,7 @@ def _unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) ->
     if kind is list or kind is tuple:
         if arg and type(arg[0]) is int:  # A shape: the most frequent list, and no tensors in it.
             return arg
-        return [_unwrap(item, simulated, others) for item in arg]
+        return [unwrap(item, simulated, others) for item in arg]
     if isinstance(arg, torch.Tensor):
         others.append(arg)
     return arg
@@ -330,11 +295,7 @@ def common_device(
 
 
 def _check_cpu_operands(
-    func: Operation,
-    first: Any,
-    operands: list[torch.Tensor],
-    device: torch.device,
-    machine: Machine,
+    func: Operation, first: Any, operands: list[torch.Tensor], device: torch.device
 ) -> None:
     """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
@@ -364,28 +325,16 @@ def _refresh(tensor: SimTensor) -> None:
     allocation = old.machine.allocation_of(cpu, old.device)
     if tensor.size() == cpu.size() and tensor.stride() == cpu.stride() and allocation is old:
         return
-    old.machine.resize(allocation, cpu)
     tensor.data = wrap(cpu.detach(), old.machine, old.device)
     tensor._cpu = cpu
 
 
 # Kernels that take a CPU scalar although torch does not tag them as elementwise.
-_CPU_SCALAR_NAMES = {
-    "aten::fill_",
-    "aten::fill",
-    "aten::masked_fill",
-    "aten::masked_fill_",
-    "aten::index_fill",
-    "aten::index_fill_",
-}
+_TAKE_CPU_SCALARS = ("aten::fill", "aten::masked_fill", "aten::index_fill", "aten::_foreach")
 
 
 def _takes_cpu_scalars(func: Operation) -> bool:
-    return (
-        torch.Tag.pointwise in func.tags
-        or func._schema.name in _CPU_SCALAR_NAMES
-        or func._schema.name.startswith("aten::_foreach")
-    )
+    return torch.Tag.pointwise in func.tags or func._schema.name.startswith(_TAKE_CPU_SCALARS)
 
 
 def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:

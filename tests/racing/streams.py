@@ -1,6 +1,6 @@
-"""Streams and events of asynchronous devices, named as ``torch.cuda`` names them.
+"""Streams and events, named as ``torch.cuda`` names them.
 
-They are attributes of ``torch.get_device_module("sim")`` while an asynchronous machine is entered.
+They are attributes of ``torch.get_device_module("sim")`` within `asynchronous`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
+from racing.executor import RacingExecutor
+from racing.ordering import Clock, Launcher
 from tl_devicefix.placement.devices import DEVICE_TYPE
-from tl_devicefix.simulation.executor import AsynchronousExecutor
 from tl_devicefix.simulation.machine import active_machine
-from tl_devicefix.simulation.ordering import Launcher, Mark
+
+__all__ = ["Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"]
 
 _numbers = itertools.count(1)
 
 
 def _launcher() -> Launcher:
     executor = active_machine().executor
-    assert isinstance(executor, AsynchronousExecutor)
+    assert isinstance(executor, RacingExecutor)
     return executor.launcher
 
 
@@ -61,7 +63,7 @@ class Stream:
         _launcher().wait(_launcher().record(self._key))
 
     def query(self) -> bool:
-        """Tell whether all that was given to this stream has run."""
+        """Tell whether the host has waited for all that was given to this stream."""
         return self.record_event().query()
 
     def __eq__(self, other: object) -> bool:
@@ -78,13 +80,12 @@ class Event:
     """A point in a stream, that other streams and the host can wait for.
 
     Args:
-        enable_timing: whether it takes the time at which the stream gets to it.
+        enable_timing: says nothing here.
         blocking: says nothing here.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self._enable_timing = enable_timing
-        self._recorded: Mark | None = None
+        self._recorded: Clock | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         """Be where a stream is now, the current one by default."""
@@ -101,26 +102,8 @@ class Event:
             _launcher().wait(self._recorded)
 
     def query(self) -> bool:
-        """Tell whether the stream has got here."""
-        return self._recorded is None or _launcher().query(self._recorded)
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from when a stream got here until one got to another event.
-
-        They are those of the devices' clocks, as in ``machine.timeline``.
-
-        Raises:
-            RuntimeError: if one of them takes no times, was not recorded, or is still to come.
-        """
-        for event in (self, end_event):
-            if not event._enable_timing or event._recorded is None or not event.query():
-                raise RuntimeError(
-                    "both events must be made with Event(enable_timing=True), be recorded, and be "
-                    "reached before elapsed_time: synchronize them"
-                )
-        assert self._recorded is not None
-        assert end_event._recorded is not None
-        return 1000 * (end_event._recorded.end - self._recorded.end)
+        """Tell whether the host has waited for this: until then, it may not have happened."""
+        return self._recorded is None or _launcher().has_waited(self._recorded)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -137,7 +120,7 @@ def default_stream(device: Any = None) -> Stream:
 def set_stream(stream: Stream) -> None:
     """Have this thread give operations to a stream, whose device is the current one from now on."""
     _launcher().set_current(stream._key)
-    active_machine().current_index = stream.device.index
+    active_machine().current.index = stream.device.index
 
 
 @contextmanager
@@ -147,10 +130,10 @@ def stream(stream: Stream | None) -> Iterator[None]:
         yield
         return
     machine = active_machine()
-    before, device = current_stream(stream.device), machine.current_index
+    before, device = current_stream(stream.device), machine.current.index
     set_stream(stream)
     try:
         yield
     finally:
         set_stream(before)
-        machine.current_index = device
+        machine.current.index = device

@@ -1,19 +1,16 @@
-"""The order of operations on streams and the host: races between them, and when each is done.
+"""The order of operations on streams and the host, and the races between them.
 
 A clock says, of each stream and of the host, how far it is known to have got. An operation that
 uses memory which another writes has to have the other one in its clock; else nothing orders them,
-and on a real device the result depends on which is faster. So a race is found in every run. The
-host is one here, however many threads it has.
-
-Times are those of the devices: an operation is done so many seconds after its stream and its device
-are free for it, and whoever waits for it sleeps until then.
+and on a real device the result depends on which is faster. The host is one here, however many
+threads it has.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+import tl_devicefix.simulation
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.timeline import Busy, Timeline, label_in_force
 
 StreamKey = tuple[int, int]
 """A device's index, and the number of a stream on it."""
@@ -32,14 +29,16 @@ Clock = dict[StreamKey, int]
 HOST: StreamKey = (-1, 0)
 _NOT_THE_USERS = tuple(
     str(Path(file).parent)
-    for file in (torch.__file__, __file__)  # whose lines tell a user nothing
+    for file in (torch.__file__, __file__, tl_devicefix.simulation.__file__)
+    if file is not None
 )
+"""Folders whose lines tell a user nothing, but for this one's tests."""
 
 
 class RaceError(Exception):
     """Two operations use a memory, and nothing orders them.
 
-    It is no RuntimeError, so that what handles errors of torch leaves it alone.
+    It is no RuntimeError, so that code which handles errors of torch leaves it alone.
     """
 
 
@@ -60,11 +59,14 @@ def line() -> str:
     """The line that the user's program is at."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_NOT_THE_USERS)
-        or frame.f_code.co_name == "__torch_function__"
+        frame.f_code.co_name == "__torch_function__" or not _is_users(frame.f_code.co_filename)
     ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_users(file: str) -> bool:
+    return Path(file).name.startswith("test_") or not file.startswith(_NOT_THE_USERS)
 
 
 class Access(NamedTuple):
@@ -165,35 +167,24 @@ def _advance(clock: Clock, after: Clock) -> None:
             clock[who] = count
 
 
-class Mark(NamedTuple):
-    """How far a stream has got: when all that was launched there is done, and its clock."""
-
-    end: float
-    clock: Clock
-
-
 class Launcher:
     """The streams of all devices, as the host sees them: it launches operations there, and waits.
 
     The host may have many threads, each with current streams of its own. Devices are indices.
 
     Attributes:
-        lock: held where something here changes, and never while a thread waits or computes.
-        free_first: frees the memory of tensors that are gone, ordered before the next launch.
-        timeline: the operations that took time.
+        lock: held where something here changes, and never while a thread computes.
+        freed: memory of tensors that are gone, which is freed before the next launch.
+        copies: the stream of each copy from device to device, or between one and the host.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.freed: deque[Memory] = deque()
+        self.copies: list[StreamKey] = []
         self._host: Clock = {HOST: 1}
         self._clocks: dict[StreamKey, Clock] = {HOST: self._host}
         self._error: Exception | None = None  # the first that was not raised yet
-        self.free_first: Callable[[], None] = lambda: None
-        self.timeline = Timeline()
-        self._entered = time.monotonic()
-        self._ends: dict[StreamKey, float] = {}
-        # What each device computes, and what it copies: when it is not free.
-        self._busy: dict[tuple[int, bool], list[tuple[float, float]]] = {}
         self._arriving: list[tuple[StreamKey, int, Callable[[], object]]] = []
         self._current = threading.local()
 
@@ -211,44 +202,39 @@ class Launcher:
 
     # Waiting
 
-    def record(self, stream: StreamKey) -> Mark:
+    def record(self, stream: StreamKey) -> Clock:
         """How far a stream has got."""
-        self.free_first()
+        self._free()
         with self.lock:
-            end = max(time.monotonic(), self._ends.get(stream, 0.0))
-            return Mark(end, dict(self.clock_of(stream)))
+            return dict(self.clock_of(stream))
 
-    def order(self, stream: StreamKey, after: Mark) -> None:
+    def order(self, stream: StreamKey, after: Clock) -> None:
         """Have a stream wait for another one to get as far as was recorded."""
-        self.free_first()
+        self._free()
         with self.lock:
-            _advance(self.clock_of(stream), after.clock)
-            self._ends[stream] = max(self._ends.get(stream, 0.0), after.end)
+            _advance(self.clock_of(stream), after)
 
-    def wait(self, after: Mark) -> None:
+    def wait(self, after: Clock) -> None:
         """Have the host wait for a stream to get as far as was recorded, and raise what failed.
 
         Raises:
             RaceError: if memory was freed too early.
         """
-        self.free_first()
-        time.sleep(max(0.0, after.end - time.monotonic()))
+        self._free()
         with self.lock:
-            _advance(self._host, after.clock)
-            self.arrive(after.clock)
+            _advance(self._host, after)
+            self.arrive(after)
         self.raise_errors()
 
-    def query(self, mark: Mark) -> bool:
-        """Whether a stream has got as far as was recorded."""
-        is_reached = time.monotonic() >= mark.end
-        if is_reached:
-            self.arrive(mark.clock)
-        return is_reached
+    def has_waited(self, after: Clock) -> bool:
+        """Whether the host is ordered after what was recorded."""
+        return all(self._host.get(who, 0) >= count for who, count in after.items())
 
-    def synchronize(self, device: int) -> None:
-        """Have the host wait for all streams of a device, and raise what has failed."""
-        for stream in [stream for stream in list(self._ends) if stream[0] == device]:
-            self.wait(self.record(stream))
+    def synchronize(self, device: int | None = None) -> None:
+        """Have the host wait for all streams, of one device or of all; raise what has failed."""
+        for stream in list(self._clocks):
+            if stream != HOST and device in (None, stream[0]):
+                self.wait(self.record(stream))
 
     def raise_errors(self) -> None:
         """Raise the first failure since the last time, of any thread's operations."""
@@ -256,15 +242,6 @@ class Launcher:
             error, self._error = self._error, None
         if error is not None:
             raise_or_keep(error)
-
-    def finish(self, hurry: bool) -> None:
-        """Wait for all operations; in a hurry, for none."""
-        self.free_first()
-        if not hurry:
-            time.sleep(max(0.0, max(self._ends.values(), default=0.0) - time.monotonic()))
-        with self.lock:
-            for stream in self._ends:
-                self.arrive(self.clock_of(stream))
 
     # Launching
 
@@ -281,7 +258,7 @@ class Launcher:
         Raises:
             RaceError: if nothing orders it after who used the memory before.
         """
-        self.free_first()
+        self._free()
         with self.lock:
             operation = Operation(name, stream, line())
             clock = self.clock_of(stream)
@@ -299,61 +276,36 @@ class Launcher:
 
     def allocate(self, stream: StreamKey) -> Access:
         """Have memory be taken on a stream, just now."""
+        self._free()
         with self.lock:
             operation = Operation("an allocation", stream, line())
             return Access(operation, self.clock_of(stream).get(stream, 0))
 
-    def free(self, memory: Memory) -> None:
+    def _free(self) -> None:
         """Note whether another stream may still use memory that is freed."""
-        assert memory.allocated is not None
+        while self.freed:
+            with self.lock:
+                if self.freed:
+                    self._free_one(self.freed.popleft())
+
+    def _free_one(self, memory: Memory) -> None:
         if memory.is_recorded:  # so it is kept until the other streams have used it
             return
-        with self.lock:
-            stream = memory.allocated.where
-            clock = self.clock_of(stream)
-            _advance(clock, self._host)
-            other = memory.unordered(clock, writes=True)
-            if other is not None and self._error is None:
-                self._error = RaceError(
-                    f"{other.operation} uses memory that was freed, and may be handed out again, "
-                    f"before it has run; it was taken by {memory.allocated}: have stream "
-                    f"{stream[1]} of sim:{stream[0]} wait for it before the tensor goes, or call "
-                    "record_stream."
-                )
-
-    def take(self, launched: Access, seconds: float, is_copy: bool = False) -> None:
-        """Say how long an operation takes. A device computes and copies one thing at a time."""
-        name, stream = launched.operation.name, launched.operation.where
-        with self.lock:
-            start = max(time.monotonic(), self._ends.get(stream, 0.0))
-            if seconds:
-                start = self._when_free(stream[0], is_copy, start, seconds)
-                self.timeline.append(
-                    Busy(
-                        name=name,
-                        device=torch.device("sim", stream[0]),
-                        stream=stream[1],
-                        start=start - self._entered,
-                        end=start + seconds - self._entered,
-                        is_copy=is_copy,
-                        label=label_in_force.get(),
-                    )
-                )
-            self._ends[stream] = start + seconds
-
-    def _when_free(self, device: int, is_copy: bool, start: float, seconds: float) -> float:
-        """When a device is free for so long, from a time on; then it is busy with that."""
-        now = time.monotonic()
-        busy = [times for times in self._busy.get((device, is_copy), []) if times[1] > now]
-        for begins, ends in busy:
-            if begins >= start + seconds:
-                break
-            start = max(start, ends)
-        self._busy[device, is_copy] = sorted([*busy, (start, start + seconds)])
-        return start
+        assert memory.allocated is not None
+        stream = memory.allocated.where
+        clock = self.clock_of(stream)
+        _advance(clock, self._host)
+        other = memory.unordered(clock, writes=True)
+        if other is not None and self._error is None:
+            self._error = RaceError(
+                f"{other.operation} uses memory that was freed, and may be handed out again, "
+                f"before it has run; it was taken by {memory.allocated}: have stream "
+                f"{stream[1]} of sim:{stream[0]} wait for it before the tensor goes, or call "
+                "record_stream."
+            )
 
     def arrive_later(self, launched: Access, copy: Callable[[], object]) -> None:
-        """Let the values of a copy to the host arrive when it waits or asks for them."""
+        """Let the values of a copy to the host arrive when it waits for them."""
         with self.lock:
             self._arriving.append((launched.operation.where, launched.number, copy))
 

@@ -1,7 +1,4 @@
-"""Offloaded blocks on devices that run behind the host: nothing is changed or freed too early.
-
-The devices here find a race in every run; see `simulate(asynchronous=True)`.
-"""
+"""Offloaded blocks on devices that run behind the host: nothing is changed or freed too early."""
 
 from __future__ import annotations
 
@@ -16,20 +13,15 @@ from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
 
+from racing.machine import RacingMachine
 from tl_devicefix.offload.copying import Sent
-from tl_devicefix.simulation.machine import Machine
 
 DEVICE = "sim:0"
 
 
-@pytest.fixture(scope="module")
-def machine(simulated: Any) -> Iterator[Machine]:
-    with simulated(4, asynchronous=True, bytes_per_second=1e12) as machine:
-        yield machine
-
-
 @pytest.fixture
-def offload() -> str:
+def spread() -> str:
+    """What `model` is loaded with."""
     return "all of one device"
 
 
@@ -131,7 +123,9 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
     assert_same_weights(model, reference)
 
 
-def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine: Machine) -> None:
+def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(
+    machine: RacingMachine,
+) -> None:
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
 
     def queueing() -> Iterator[torch.Tensor]:
@@ -147,18 +141,15 @@ def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine:
 
 
 def test_weights_are_copied_on_a_stream_of_their_own(
-    model: Any, machine: Machine, tokens: torch.Tensor
+    model: Any, machine: RacingMachine, tokens: torch.Tensor
 ) -> None:
     at_home = tokens.to(DEVICE)
-    sim = torch.get_device_module("sim")
-    sim.synchronize(DEVICE)
-    machine.timeline.clear()
+    machine.executor.launcher.copies.clear()
 
     with torch.no_grad():
         model(at_home)
-    sim.synchronize(DEVICE)
 
-    streams = [busy.stream for busy in machine.timeline if busy.is_copy]
+    streams = [number for _, number in machine.executor.launcher.copies]
     assert len(streams) == len(list(model.blocks.parameters()))
     assert len(set(streams)) == 1
     assert 0 not in streams

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,21 +16,8 @@ from runs_of_users import (
     steered_at_a_block_elsewhere,
 )
 
-import tl_devicefix
+from racing.machine import RacingMachine
 from tl_devicefix import pipeline_map
-from tl_devicefix.dispatch.scheduler import Run as RunInFlight
-from tl_devicefix.dispatch.scheduler import Streams
-from tl_devicefix.pipelining.pipeline_map import WatchedTurns, at_best
-from tl_devicefix.simulation.machine import Machine
-from tl_devicefix.simulation.streams import Event
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
-    """Asynchronous devices, whose copies take time, and so are in the timeline."""
-    with tl_devicefix.simulate(4, asynchronous=True, bytes_per_second=1e12) as machine:
-        yield machine
-
 
 RUNS = (generated, gradients_of_weights, some_of_the_cache, steered_at_a_block_elsewhere)
 
@@ -61,29 +46,22 @@ def test_one_run_there_gives_what_a_cpu_gives(
 
 
 def test_the_residual_stream_goes_on_streams_of_its_run(
-    machine: Machine, folded: Any, tokens: torch.Tensor
+    machine: RacingMachine, folded: Any, tokens: torch.Tensor
 ) -> None:
     """On the devices' default streams, a device would wait for a run that comes later."""
     with torch.no_grad():
         model = folded("gpt2", 2)
         batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
-        synchronize(machine)
-        machine.timeline.clear()
+        machine.executor.launcher.copies.clear()
         machine.reset_transfers()
         list(pipeline_map(model, lambda view, batch: view(batch), batches))
-        synchronize(machine)
-    streams = [busy.stream for busy in machine.timeline if busy.is_copy]
+    streams = [number for _, number in machine.executor.launcher.copies]
     of_host = [copy for copy in machine.transfers if "cpu" in (copy.source.type, copy.target.type)]
     assert len(streams) >= 2 * len(batches) + len(of_host)
     assert streams.count(0) <= len(of_host)
 
 
-def synchronize(machine: Machine) -> None:
-    for device in machine.devices:
-        torch.get_device_module(device.type).synchronize(device)
-
-
-def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> None:
+def test_the_callers_current_device_is_a_runs(machine: RacingMachine, folded: Any) -> None:
     model, module = folded("gpt2", 2), torch.get_device_module("sim")
     module.set_device(2)
     try:
@@ -91,26 +69,3 @@ def test_the_callers_current_device_is_a_runs(machine: Machine, folded: Any) -> 
     finally:
         module.set_device(0)
     assert result == [2, 2, 2]
-
-
-def test_a_report_keeps_the_time_of_turns_that_are_done_and_not_their_events(
-    machine: Machine,
-) -> None:
-    device, module = torch.device("sim:1"), torch.get_device_module("sim")
-    turns = WatchedTurns([device])
-    run = RunInFlight(0, turns, Streams())
-    for _ in range(20):
-        turns.take(run, device)
-        machine.keep_busy(device, 0.001)
-        turns.give_back(run, device)
-        module.synchronize(device)
-    gc.collect()
-
-    assert sum(isinstance(item, Event) for item in gc.get_objects()) <= 4
-    assert "sim:1 busy" in turns.report()
-    assert turns.busy[device] >= 0.02
-
-
-def test_at_best_runs_take_no_longer_than_they_took() -> None:
-    assert at_best(2, 2.0, [1.0, 1.0]) == 1.5
-    assert at_best(2, 1.0, [1.0, 1.0]) == 1.0  # beside each other from the start

@@ -1,0 +1,373 @@
+"""Devices behind the host: what nothing orders is a race, and what waits is none."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from racing import RaceError, asynchronous
+from tl_devicefix.demo import selfcheck
+from tl_devicefix.placement.workers import each_on_its_device
+from tl_devicefix.simulation import Machine
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with asynchronous(2) as machine:
+        yield machine
+
+
+@pytest.fixture
+def sim(machine: Machine) -> Any:
+    """The module of the device, as torch gives it: `sim.Stream("sim:0")`."""
+    return torch.get_device_module("sim")
+
+
+# --------------------------------------------------------------------------------------------
+# Behind the host
+
+
+def test_the_host_goes_on_and_waits_for_values(sim: Any) -> None:
+    x = torch.ones(3, 4, device="sim:0")
+
+    y = (x @ x.T).softmax(-1)[:, :2]
+
+    assert y.shape == (3, 2)
+    assert not sim.current_stream("sim:0").query()
+    torch.testing.assert_close(y.cpu(), torch.full((3, 2), 1 / 3))
+    assert sim.current_stream("sim:0").query()
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.rand_like])
+def test_devices_do_not_wait_for_each_other(sim: Any, like: Any) -> None:
+    x = torch.ones(3, device="sim:0")
+    assert (torch.ones(3, device="sim:1") + 1).tolist() == [2, 2, 2]
+    assert like(x, device="sim:1").cpu().shape == x.shape  # whose values are not read
+    assert not sim.current_stream("sim:0").query()
+
+
+def test_a_copy_between_devices_waits_for_its_source(sim: Any) -> None:
+    x = torch.ones(3, device="sim:0")
+    y = (x * 2).to("sim:1") + 1
+    assert not sim.current_stream("sim:1").query()
+    assert y.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda x: x[x > 1], torch.nonzero, lambda x: torch.equal(x, x.clone())]
+)
+def test_what_depends_on_values_waits_for_them(sim: Any, operation: Any) -> None:
+    x = torch.arange(4, device="sim:0")
+    operation(x)
+    assert sim.current_stream("sim:0").query()
+
+
+def train(device: str, other: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.GELU(), torch.nn.Dropout(0.2)
+    ).to(device)
+    head = torch.nn.Linear(6, 3).to(other)
+    parameters = [*layers.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(5, 6).to(device)
+        x[:, 0] += torch.rand(5, device=device)
+        logits = head(layers(x).to(other))
+        loss = torch.nn.functional.cross_entropy(logits, logits.argmax(-1).flip(0))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters[:2], 1.0)
+        optimizer.step()
+    return [loss.detach().cpu(), *(parameter.detach().cpu() for parameter in parameters)]
+
+
+def test_results_are_exactly_those_of_the_cpu(machine: Machine) -> None:
+    results = train("sim:0", "sim:1")
+    for result, other in zip(results, train("cpu", "cpu")):
+        assert torch.equal(result, other)
+
+
+# --------------------------------------------------------------------------------------------
+# Streams and events
+
+
+def test_a_stream_that_waits_for_another_is_ordered_after_it(sim: Any) -> None:
+    side = sim.Stream("sim:0")
+    x = torch.ones(3, device="sim:0") * 2
+    side.wait_stream(sim.current_stream("sim:0"))
+    with sim.stream(side):
+        y = x + 1
+        assert sim.current_stream("sim:0") == side
+    assert sim.current_stream("sim:0") == sim.default_stream("sim:0")
+    sim.current_stream("sim:0").wait_stream(side)
+    assert (y * 2).tolist() == [6, 6, 6]
+
+
+def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim: Any) -> None:
+    x = torch.ones(3, device="sim:0").mul_(2)
+    named = (
+        r"aten\.add\.Tensor on stream \d+ of sim:0 \(.*test_detector\.py:\d+\) reads memory "
+        r"that aten\.mul_\.Tensor on stream 0 of sim:0 \(.*test_detector\.py:\d+\) writes"
+    )
+    with sim.stream(sim.Stream("sim:0")), pytest.raises(RaceError, match=named):
+        x + 1
+
+
+def test_a_write_that_nothing_orders_after_a_read_is_refused(sim: Any) -> None:
+    x = torch.ones(3, device="sim:0")
+    side = sim.Stream("sim:0")
+    sim.synchronize("sim:0")
+    x + 1
+    with sim.stream(side), pytest.raises(RaceError, match=r"mul_.* writes .*add\.Tensor.* reads"):
+        x.mul_(2)
+
+
+def test_an_event_orders_what_was_before_it_only(sim: Any) -> None:
+    side = sim.Stream("sim:0")
+    x, y = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:0")
+    x.mul_(2)
+    event = sim.current_stream("sim:0").record_event()
+    y.mul_(2)
+    side.wait_event(event)
+    with sim.stream(side):
+        z = x + 1
+        with pytest.raises(RaceError, match="nothing orders it"):
+            y + 1
+    side.synchronize()
+    assert z.cpu().tolist() == [3, 3, 3]
+    assert event.query()
+
+
+def test_a_race_in_a_backward_is_raised(sim: Any) -> None:
+    x = torch.ones(3, device="sim:0", requires_grad=True)
+    y = (x * x).sum()
+    with sim.stream(sim.Stream("sim:0")), pytest.raises(RaceError, match="nothing orders it"):
+        y.backward()
+
+
+# --------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(100, device="sim:0"),
+        lambda: torch.empty_like(torch.ones(3, device="sim:0")),
+        lambda: torch.ones(3, device="sim:0").new_empty(5),
+    ],
+)
+def test_memory_without_values_is_poisoned(machine: Machine, make: Any) -> None:
+    assert make().isnan().all()
+    assert (torch.empty(3, dtype=torch.int64, device="sim:0").cpu() == -1).all()
+
+
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found(sim: Any) -> None:
+    side = sim.Stream("sim:0")
+    x = torch.ones(3, device="sim:0")
+    side.wait_stream(sim.current_stream("sim:0"))
+    with sim.stream(side):
+        y = x + 1
+    del x
+    named = r"add\.Tensor on stream \d+ .* uses memory that was freed, .* taken by an allocation"
+    with pytest.raises(RaceError, match=named):
+        sim.synchronize("sim:0")
+    assert y.shape == (3,)
+
+
+@pytest.mark.parametrize("keep", ["record_stream", "wait_stream"])
+def test_memory_may_be_kept_for_another_stream(sim: Any, keep: str) -> None:
+    side = sim.Stream("sim:0")
+    x = torch.ones(1000, device="sim:0")
+    side.wait_stream(sim.current_stream("sim:0"))
+    with sim.stream(side):
+        y = x + 1
+    if keep == "record_stream":
+        x.record_stream(side)
+    else:
+        sim.current_stream("sim:0").wait_stream(side)
+    del x
+    side.synchronize()
+    with sim.stream(side):
+        assert (y == 2).all()
+
+
+def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving() -> None:
+    entered = asynchronous(1)
+    entered.__enter__()
+    sim = torch.get_device_module("sim")
+    x = torch.ones(3, device="sim:0")
+    sim.synchronize()
+    with sim.stream(sim.Stream("sim:0")):
+        x + 1
+    del x
+    with pytest.raises(RaceError, match="freed"):
+        entered.__exit__(None, None, None)
+
+
+def test_tensors_that_are_freed_after_leaving_are_let_go_of() -> None:
+    with asynchronous(1) as machine:
+        kept = torch.ones(3, device="sim:0")
+    assert machine.memory_allocated(0) == 12
+    assert kept.cpu().tolist() == [1, 1, 1]
+    del kept
+    gc.collect()
+    assert machine.memory_allocated(0) == 0
+    assert not torch.ones(3).is_pinned()
+
+
+# --------------------------------------------------------------------------------------------
+# The host's memory
+
+
+def test_memory_that_is_not_pinned_may_be_changed_at_once(machine: Machine) -> None:
+    host, copied = torch.ones(100), torch.empty(100, device="sim:0")
+    copied.copy_(host, non_blocking=True)
+    host.zero_()
+    assert not host.is_pinned()
+    assert (copied == 1).all()
+
+
+def test_pinned_memory_that_is_changed_too_early_names_both_operations(sim: Any) -> None:
+    host = torch.ones(100).pin_memory()
+    assert host.is_pinned()
+    copied = torch.empty(100, device="sim:0").copy_(host, non_blocking=True) * 2
+    named = (
+        r"aten\.mul_\.Tensor on the host \(.*test_detector\.py:\d+\) writes memory that copy_ "
+        r"on stream 0 of sim:0 \(.*test_detector\.py:\d+\) reads"
+    )
+    with pytest.raises(RaceError, match=named):
+        host.mul_(2)
+    assert copied.shape == (100,)
+    sim.synchronize("sim:0")
+    host.mul_(2)
+
+
+def test_a_copy_whose_source_changed_meanwhile_may_be_dropped_but_not_read(sim: Any) -> None:
+    host = torch.ones(100).pin_memory()
+    copied, dropped = (
+        torch.empty(100, device="sim:0").copy_(host, non_blocking=True) for _ in range(2)
+    )
+    host.mul_(2)
+    del dropped
+    with pytest.raises(RaceError, match=r"a copy that is wrong: aten\.mul_.* copy_ on stream 0"):
+        copied + 1
+    assert (copied.copy_(host) == 2).all()
+
+
+def test_values_come_to_pinned_memory_when_the_host_waits(sim: Any) -> None:
+    x = torch.ones(100, device="sim:0")
+    host = x.to("cpu", non_blocking=True)
+    x.zero_()
+    with pytest.raises(RaceError, match=r"on the host .* reads memory that copy_ on stream 0"):
+        host + 1
+    assert numpy.isnan(host.numpy()).all()  # behind torch's back
+    sim.synchronize("sim:0")
+    assert (host == 1).all()
+
+
+# --------------------------------------------------------------------------------------------
+# Several threads of the host
+
+
+def elsewhere(function: Callable[[], Any]) -> Any:
+    """What a function returns in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_streams_that_threads_are_within_are_their_own(sim: Any) -> None:
+    side = sim.Stream("sim:1")
+    with sim.stream(side):
+        assert sim.current_device() == 1
+        assert elsewhere(sim.current_device) == 0
+        assert elsewhere(lambda: sim.current_stream("sim:1")) == sim.default_stream("sim:1")
+        assert sim.current_stream("sim:1") == side
+    assert sim.current_device() == 0
+
+
+def test_workers_use_the_caller_s_streams(machine: Machine, sim: Any) -> None:
+    streams = [sim.Stream(device) for device in machine.devices]
+    used: list[Any] = []
+    for stream in streams:
+        sim.set_stream(stream)
+
+    each_on_its_device(
+        lambda device: used.append(sim.current_stream(device)), machine.devices, machine.devices
+    )
+
+    assert set(used) == set(streams)
+
+
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    """Threads take turns within operations too."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.GELU())
+
+
+def run(one: Any, two: Any, first: str, last: str, number: int) -> list[torch.Tensor]:
+    """A forward over two devices, partly on another stream, and gradients of the input."""
+    x = torch.arange(30.0).view(5, 6).add(number).requires_grad_()
+    bias = torch.full((6,), float(number))
+    hidden = one(x.to(first))
+    if first == "cpu":
+        hidden = hidden * 1.5 + bias
+    else:
+        sim = torch.get_device_module("sim")
+        current, side = sim.current_stream(first), sim.Stream(first)
+        side.wait_stream(current)
+        with sim.stream(side):
+            changed = hidden * 1.5
+        hidden.record_stream(side)
+        current.wait_stream(side)
+        changed.record_stream(current)
+        hidden = changed + bias.pin_memory().to(first, non_blocking=True)
+    logits = two(hidden.to(last))
+    (gradient,) = torch.autograd.grad((logits**2).sum(), x)
+    return [logits.detach().cpu(), gradient]
+
+
+def test_what_several_threads_run_at_once_is_what_they_give_one_by_one(
+    machine: Machine, switching_often: None
+) -> None:
+    expected = [run(layers(), layers(), "cpu", "cpu", number) for number in range(16)]
+    one, two = layers().to("sim:0"), layers().to("sim:1")
+    before = [machine.memory_allocated(device) for device in machine.devices]
+    with ThreadPoolExecutor(8) as pool:
+        actual = list(pool.map(lambda n: run(one, two, "sim:0", "sim:1", n), range(16)))
+    for expecteds, founds in zip(expected, actual):
+        for tensor, other in zip(expecteds, founds):
+            assert torch.equal(tensor, other)
+    gc.collect()
+    assert [machine.memory_allocated(device) for device in machine.devices] == before
+
+
+def test_the_selfcheck_looks_whether_gradients_keep_their_memory(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_check_copy", "_check_parity"):
+        monkeypatch.setattr(selfcheck, name, lambda *_: True)
+    monkeypatch.setattr(selfcheck, "_BUSY", (2, 1))
+    monkeypatch.setattr(selfcheck, "_COPY_ELEMENTS", 3)
+    assert selfcheck.run_selfcheck("sim")
+    assert "gradients between streams of sim:1: ok" in capsys.readouterr().out
+    register = torch.Tensor.register_hook
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda x, _: register(x, torch.zeros_like))
+    assert not selfcheck.run_selfcheck("sim")
+    assert "gradients between streams of sim:1: 3 WRONG" in capsys.readouterr().out
