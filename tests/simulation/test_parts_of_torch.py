@@ -148,7 +148,8 @@ INTERRUPTED = """
 import signal, torch
 from tl_devicefix.simulation import simulate
 
-handler = signal.getsignal(signal.SIGINT)
+handler = signal.default_int_handler
+signal.signal(signal.SIGINT, handler)  # a parent may have it ignored
 with simulate(2) as machine:
     x = torch.ones(3, device="sim:0", requires_grad=True)
     loss, gradient = (x * 2).to("sim:1").sum(), torch.ones((), device="sim:1")
