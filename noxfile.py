@@ -181,7 +181,7 @@ for version in IN_CI:
 
 @nox.session
 def asynchronous(session: nox.Session) -> None:
-    """Look for races: the tests of running and offloading on devices that run behind the host."""
+    """Tests of races, running, offloading and runs in flight, on devices behind the host."""
     install_tests(session, "3.9.0")
     folders = ("tests/racing", "tests/dispatch", "tests/offload", "tests/pipelining")
     session.run("pytest", "-n", "2", "--asynchronous", *(session.posargs or folders))

@@ -34,7 +34,7 @@ from transformers.utils import logging as hf_logging
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import units
-from tl_devicefix.simulation.executor import Executor
+from tl_devicefix.simulation import Machine
 
 CONFIG = LlamaConfig(
     hidden_size=384, intermediate_size=1056, num_hidden_layers=12, num_attention_heads=8,
@@ -43,16 +43,15 @@ CONFIG = LlamaConfig(
 
 
 def taking_time(bytes_per_second: float) -> Any:
-    """In the place of `Executor.run`: a copy to a device sleeps for its bytes."""
-    run = Executor.run
+    """In the place of `Machine.record_transfer`: a copy between devices sleeps for its bytes."""
+    record = Machine.record_transfer
 
-    def run_slowly(self: Any, func: Any, args: Any, kwargs: Any, device: int | None) -> Any:
-        result = run(self, func, args, kwargs, device)
-        if func is torch.ops.aten.copy_.default and device is not None and bytes_per_second:
-            time.sleep(result.nbytes / bytes_per_second)
-        return result
+    def record_slowly(self: Any, source: Any, target: Any, copy: torch.Tensor) -> None:
+        record(self, source, target, copy)
+        if source != target and bytes_per_second:
+            time.sleep(copy.nbytes / bytes_per_second)
 
-    return mock.patch.object(Executor, "run", run_slowly)
+    return mock.patch.object(Machine, "record_transfer", record_slowly)
 
 
 def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:

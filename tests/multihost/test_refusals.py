@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -147,6 +148,10 @@ def a_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(vars(_attention(model)), "forward", lambda *args, **kwargs: None)
 
 
+def an_object_as_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(vars(_attention(model)), "forward", Mock())
+
+
 def a_method(model: Any, patch: pytest.MonkeyPatch) -> None:
     name = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruct_attention_mask"
     assert callable(getattr(_attention(model), name))
@@ -205,7 +210,7 @@ def a_function_of_the_library(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 PUT_IN = [
     *(a_module, a_module_within_one, a_forward, a_method, a_parameter, a_buffer, a_class),
-    a_hook_of_torch,
+    *(a_hook_of_torch, an_object_as_forward),
     *(a_forward_of_its_class, a_method_of_its_class, a_function_of_torch),
     a_function_of_the_library,
 ]

@@ -338,7 +338,7 @@ def test_what_is_set_in_a_block_is_refused(
     model(tokens)
     owner, name, value = change(model.blocks[2])
     monkeypatch.setitem(vars(owner), name, value)
-    with pytest.raises(RuntimeError, match=f"has another {name}"):
+    with pytest.raises(RuntimeError, match=f"has a {name} that was not loaded"):
         model(tokens)
 
 

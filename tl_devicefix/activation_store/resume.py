@@ -18,8 +18,11 @@ from tl_devicefix.activation_store.reader import SavedActivations
 from tl_devicefix.placement.memory import gib
 
 LOCK = ".tl_devicefix.lock"
-_SHAPES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab")
-"""Fields of a config that say what shapes a model's activations have."""
+_FIELDS = (
+    *("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab"),
+    "normalization_type",
+)
+"""Fields of a config that say what shapes a model's activations have, and if norms are folded."""
 
 
 @contextlib.contextmanager
@@ -93,7 +96,7 @@ def model_fields(model: Any) -> dict[str, Any]:
         "name": str(getattr(config, "model_name", "")),
         "class": type(model).__name__,
         "dtype": str(getattr(config, "dtype", "")).removeprefix("torch."),
-        **{name: getattr(config, name, None) for name in _SHAPES},
+        **{name: getattr(config, name, None) for name in _FIELDS},
     }
 
 

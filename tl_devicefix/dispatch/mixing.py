@@ -22,7 +22,7 @@ from tl_devicefix.placement.in_use import device_of_result, devices_in_use
 class OutsideBlocks:
     """Of a mode for torch functions: it changes nothing that is computed within a block.
 
-    Whatever else it does there, it need not: other hosts run a block by one command within it.
+    So a block of another host may run without it.
     """
 
 

@@ -65,7 +65,8 @@ class ReadAt(JoinedAt):
             return args[0] if self._in_place else args[0].to(self._device)
         if func is torch.stack and len(args) == 1 and kwargs in (None, {}, {"dim": 0}):
             tensors = args[0]
-            if len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
+            are_tensors = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+            if are_tensors and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
                 check_room(sum(tensor.nbytes for tensor in tensors), self._device, self._what)
                 return _StackOn.apply(self._device, *tensors)
         return super().__torch_function__(func, types, args, kwargs)

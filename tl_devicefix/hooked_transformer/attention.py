@@ -38,7 +38,7 @@ def run_attention(
 ) -> Residual:
     """Compute a block's attention from what queries, keys and values are made of.
 
-    Its `why_attention_as_installed` is None. If it is not `is_hooked`, nobody listens in it.
+    Its `why_attention_as_installed` is None. Without `is_hooked`, nobody listens in it.
     """
     entry = past_kv_cache_entry
     cfg, modules, weights = attn.cfg, attn._modules, attn._parameters

@@ -109,7 +109,7 @@ def run_block(
     attention_mask: Padding | None = None,
     is_hooked: bool = True,
 ) -> Residual:
-    """What a block makes of the residual stream; if it is not `is_hooked`, nobody listens in it."""
+    """What a block makes of the residual stream; without `is_hooked`, nobody listens in it."""
     modules, cfg = block._modules, block.cfg
     post_norm = not IS_2 and cfg.original_architecture in POST_NORM
     if is_hooked:

@@ -97,10 +97,13 @@ class AsLoaded:
                 facts[path, "class"] = path and type(module)
                 for values in (vars(module), module._parameters, module._buffers):
                     for name, value in values.items():
-                        is_own = name.startswith("_tl_devicefix")
-                        if isinstance(value, _FACTS) and name not in _NOT_FACTS and not is_own:
+                        if name in _NOT_FACTS or name.startswith("_tl_devicefix"):
+                            continue
+                        if isinstance(value, _FACTS):
                             # A view has another bound method.
                             facts[path, name] = getattr(value, "__func__", value)
+                        elif callable(value):
+                            facts[path, name] = type(value)
         facts.pop(("", "forward"), None)  # one in the place of the whole block's acts here
         return facts
 
@@ -113,7 +116,9 @@ class AsLoaded:
             has_values = isinstance(before, torch.Tensor) or isinstance(now, torch.Tensor)
             if before is not now and (has_values or before != now):
                 called = path or "the block"
-                what = "is another module" if name == "class" else f"has another {name}"
+                what = (
+                    "is another module" if name == "class" else f"has a {name} that was not loaded"
+                )
                 raise Unseen(f"{called} {what}")
 
 

@@ -42,7 +42,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
             remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(
             f"the weights do not fit: {', '.join(over)}; {remedy} a larger max_memory or a "
-            f"smaller dtype{offload}. tl_devicefix.estimate says how many would do"
+            f"smaller dtype{offload}"
         )
 
 

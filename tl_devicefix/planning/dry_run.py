@@ -44,7 +44,7 @@ class OnDevice:
     """The most that is allocated there, the weights among it."""
     module: str
     """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
-    if none runs, as in a backward."""
+    if none runs, as in a backward; of an estimate also "loading"."""
     capacity: int | None
     """The memory that it has; None if that is not known."""
 

@@ -224,7 +224,8 @@ def estimate(
         most = min(_MOST_DEVICES, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
         enough = bisect_left(counts, True, key=lambda count: on(count, None).fits)
-        others = "a smaller dtype, a smaller job, SDPA or offloaded blocks"
+        sdpa = "" if attn_implementation else ", SDPA"
+        others = f"a smaller dtype, a smaller job{sdpa} or offloaded blocks"
         if enough < len(counts):
             advice = f"It would fit on {counts[enough]} devices. You can also try {others}."
         else:
@@ -278,8 +279,9 @@ def _estimate(
             resident = sum(component.weights for component in runs if not component.offloaded)
             # A Bridge may weigh an unembedding that it ties.
             weights = max(row.weights, resident + shared_once(runs))
-            peak = row.peak - row.weights + weights + (gathered if job.gather == index else 0)
-            module = row.module
+            peak, module = row.peak - row.weights + weights, row.module
+            if gathered and job.gather == index:
+                peak, module = peak + gathered, "outside the model"
             if runs and peak < (loading := weights + model.room_to_load(placement)):
                 peak, module = loading, "loading"
             capacity = capacities.get(device)
@@ -290,8 +292,8 @@ def _estimate(
         if on_host or job.gather == "cpu":
             names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
             peak = weights * (1 + job.gradients) + (gathered if job.gather == "cpu" else 0)
-            capacity = capacities.get(HOST)
-            devices.append(OnDevice("cpu", names, weights, peak, "the weights", capacity))
+            module = "the weights" if peak == weights else "outside the model"
+            devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(HOST)))
     dtype = str(model.dtype).removeprefix("torch.")
     return Estimate(model.name, dtype, job, tuple(devices), placement, between_hosts)
 
