@@ -131,7 +131,8 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
         (
             1,
             "1GiB",
-            r"fit: sim:0.* would hold .* but has .*, or use a larger max_memory|more devices",
+            r"fit: sim:0.* would hold .* but has .* to use; use more devices, a larger max_memory "
+            r"or a smaller dtype$",
         ),
     ],
 )

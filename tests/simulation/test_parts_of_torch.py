@@ -102,6 +102,17 @@ def test_safetensors_reads_a_file_to_a_device(values: bool, tmp_path: Path) -> N
     assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
 
 
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, to its end."""
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TL_DEVICEFIX_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 LEFT_OPEN = """
 import os, torch
 from tl_devicefix.simulation import simulate
@@ -116,13 +127,7 @@ if child:
 
 
 def test_a_script_may_end_within_simulate() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TL_DEVICEFIX_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(LEFT_OPEN)
 
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
     ignored = done.stderr.partition("Exception ignored")[2]
@@ -170,13 +175,7 @@ with simulate(2) as machine:
 
 
 def test_an_interrupt_waits_for_a_backward_where_torch_would_end_the_process() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TL_DEVICEFIX_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_script(INTERRUPTED)
     assert (ended.returncode, ended.stdout) == (0, "[2.0, 2.0, 2.0]\n"), ended.stderr
 
 

@@ -21,11 +21,21 @@ SDPA, or NotImplemented for an attention of another class.
 """
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether calling a module does more than its class's forward."""
+    attributes = module.__dict__
+    return bool(
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+    )
+
+
 def listens(point: Any) -> bool:
     """Whether somebody sees the activation of a hook point: by a hook, or in its place."""
-    if type(point) is not HookPoint or "forward" in vars(point):
-        return True
-    return any(vars(point)[name] for name in HOOKS)
+    return type(point) is not HookPoint or has_hooks(point)
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

@@ -32,6 +32,14 @@ hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
 _children_of = itemgetter("_modules")
 
+RECORDING = "transformers.utils.output_capturing"
+"""The module of hooks by which transformers records what it is asked to, as attentions."""
+
+
+def records(hook: Any) -> bool:
+    """Whether it is a hook by which transformers records outputs of layers."""
+    return getattr(hook, "__module__", None) == RECORDING
+
 
 def why_not_now(key: Hashable, define: Callable[[], Iterable[Definitions]]) -> str | None:
     """Why a stand-in may not run now: something that it stands for was replaced; None if it may.

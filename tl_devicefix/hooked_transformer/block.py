@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformer_lens.components import AbstractAttention, TransformerBlock
 
+from tl_devicefix.attention.implementation import has_hooks
 from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
 from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
@@ -22,7 +23,6 @@ from tl_devicefix.hooked_transformer.known_blocks import (
     POST_NORM,
     call_hook_point,
     fits,
-    has_hooks,
     is_observed,
     look_at,
     why_as_installed,

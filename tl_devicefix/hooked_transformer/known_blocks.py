@@ -35,7 +35,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import attention as attention_utilities
 from transformer_lens.utilities.addmm import batch_addmm
 
-from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.attention.implementation import has_hooks
 from tl_devicefix.attention.one_forward import made_once
 from tl_devicefix.dispatch.stand_ins import Definitions, Modules, why_not_now
 from tl_devicefix.dispatch.views import LOOK
@@ -52,24 +52,10 @@ MLPS = frozenset((MLP, GatedMLP))
 OWN = frozenset((*NORMS, *MLPS, Attention, GroupedQueryAttention, HookPoint))
 
 
-def has_hooks(module: Any) -> bool:
-    """Whether calling a module does more than its class's forward."""
-    attributes = module.__dict__
-    return bool(
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-    )
-
-
 def is_observed(module: Any) -> bool:
     """Whether a hook sees the input or output of a module or of its submodules."""
     modules = (module, *module._modules.values())
-    return any(submodule.__dict__[name] for submodule in modules for name in HOOKS) or any(
-        "forward" in submodule.__dict__ or type(submodule) not in OWN for submodule in modules
-    )
+    return any(has_hooks(submodule) or type(submodule) not in OWN for submodule in modules)
 
 
 def call_hook_point(modules: dict[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformer_lens.components import MLP, LayerNorm, LayerNormPre, RMSNorm, RMSNormPre
 
+from tl_devicefix.attention.implementation import has_hooks
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     MLPS,
     NORMS,
     call_hook_point,
-    has_hooks,
 )
 
 PRECISE = (torch.float32, torch.float64)

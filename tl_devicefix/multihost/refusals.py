@@ -30,10 +30,14 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
 from tl_devicefix.dispatch.hooking import only_looks
 from tl_devicefix.dispatch.mixing import OutsideBlocks
-from tl_devicefix.dispatch.stand_ins import definitions_of, hooks_of, why_not_now
+from tl_devicefix.dispatch.stand_ins import (
+    RECORDING,
+    definitions_of,
+    hooks_of,
+    records,
+    why_not_now,
+)
 from tl_devicefix.multihost.worker import HAS_MLP_IN
-
-_RECORDING = "transformers.utils.output_capturing"
 
 
 class Unseen(Exception):
@@ -65,9 +69,13 @@ class AsLoaded:
         listened = {}
         modules = self._modules_of(block)
         for path, module in modules:
-            hooks = [hook for of_kind in hooks_of(vars(module)) for hook in of_kind.items()]
             known = self._hooks.get(path, ())
-            new = [hook for number, hook in hooks if number not in known and not _records(hook)]
+            new = [
+                hook
+                for of_kind in hooks_of(vars(module))
+                for number, hook in of_kind.items()
+                if number not in known and not records(hook)
+            ]
             if path in self._points:
                 if type(module) is not HookPoint or "forward" in vars(module):
                     listened[path] = False
@@ -132,15 +140,10 @@ _FACTS = (
 )
 
 
-def _records(hook: Any) -> bool:
-    """Whether it is a hook by which transformers records outputs of layers."""
-    return getattr(hook, "__module__", None) == _RECORDING
-
-
 def _is_recorded() -> bool:
     """Whether transformers records outputs of layers, other than a Bridge, who drops them."""
     is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
-    recording = sys.modules.get(_RECORDING)
+    recording = sys.modules.get(RECORDING)
     return not is_of_bridge and bool(recording and recording._active_collector.get())
 
 

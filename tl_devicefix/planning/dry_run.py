@@ -246,19 +246,18 @@ def _noting_what_runs(
     Hooks on modules within them would have more memory held.
     """
 
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+
     def leave(name: str, *_: Any) -> None:
         running.pop()
         note_end(name)
 
     with contextlib.ExitStack() as stack:
         for component, module in placement.modules_of(model):
-            enter = partial(lambda name, *_: running.append(name), component.name)
-            hooks = (
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(partial(leave, component.name), always_call=True),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            before, after = partial(enter, component.name), partial(leave, component.name)
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
 
 

@@ -38,6 +38,7 @@ from tl_devicefix.dispatch.stand_ins import (
     definitions_of,
     hooks_of,
     look_again,
+    records,
     why_not_now,
 )
 from tl_devicefix.monkeypatch.applying import is_enabled
@@ -389,7 +390,8 @@ class _Seen:
         """Hooks that listen, of the first module that has any."""
         for hooks in filter(None, chain.from_iterable(map(hooks_of, self._inside))):
             if not hooks.keys() <= self._harmless:
-                self._harmless |= {key for key, hook in hooks.items() if _is_harmless(hook)}
+                # TransformerLens asks for attentions in each forward, and gives them to nobody.
+                self._harmless |= {key for key, hook in hooks.items() if records(hook)}
                 self._harmless |= {handle.id for handle in self._wired}
                 if not hooks.keys() <= self._harmless:
                     return hooks
@@ -416,14 +418,6 @@ def _relays(point: nn.Module) -> Iterator[int]:
         hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None
         if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":
             yield handle.hook.id
-
-
-def _is_harmless(hook: Any) -> bool:
-    """Whether a hook only notes what transformers is asked to record.
-
-    TransformerLens asks for attentions in each forward, and gives them to nobody.
-    """
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _why_eager(model: Any, name: str, attention: Any) -> str | None:
