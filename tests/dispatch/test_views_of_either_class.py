@@ -343,15 +343,15 @@ def change_everything(view: Any) -> None:
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """What restoring must bring back, by the modules' names."""
+    """What restoring must bring back, by the modules' names: all but notes about itself."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             value = list(value.items()) if isinstance(value, dict) else value
             value = list(value) if isinstance(value, (list, set)) else value
             state[f"{name}: {attribute}"] = value
-    state.pop(": _tl_devicefix_as_made", None)
-    return state
+    notes = "_tl_devicefix_as_made", "_tl_devicefix_look"
+    return {name: value for name, value in state.items() if not name.endswith(notes)}
 
 
 @everywhere

@@ -9,16 +9,10 @@ from typing import Any
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.checking.report import Finding
 from tl_devicefix.dispatch.naming import expression, named_modules
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
-
-_PYTORCH = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
 
 _NOT_THE_USERS = ("tl_devicefix", *LIBRARIES)
 
@@ -31,7 +25,8 @@ def hook_findings(model: Any) -> Iterator[Finding]:
             message = f"{path} still has a hook ({names})"
             yield Finding("hooks", path, message, "model.reset_hooks()")
         own = {handle.hook.id for handle in handles}
-        for attribute, kind in _PYTORCH.items():
+        for attribute in HOOKS:
+            kind = attribute.strip("_s").replace("pre_", "pre-").replace("_", " ")
             for key, hook in getattr(module, attribute).items():
                 if key not in own and package_of(hook) not in _NOT_THE_USERS:
                     name = path or "model"

@@ -172,6 +172,7 @@ class ViewBuilder:
         kind = type(value)
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
+        attributes.pop(LOOK, None)  # the view's modules are looked at for themselves
         object.__setattr__(counterpart, "__dict__", attributes)
         self._holders.append((kind, attributes))
         self.holders.append(counterpart)

@@ -129,50 +129,29 @@ _NOT_CALLED: dict[type, tuple[str, ...]] = {
 """Attributes of classes that `block.py` does not use, whatever somebody has put in their place."""
 
 
-class Look:
+class Look(Modules):
     """The modules of a block, or of its attention, and which of them hide what happens in them."""
 
-    _modules: Modules | None = None
-
-    def look(self, module: Any) -> None:
-        """Look through a module."""
-        self._modules = Modules(module)
-        self._has_others = not OWN.issuperset(self._modules.classes[1:])
-
-    def may_be_of(self, namespace: dict[str, Any]) -> bool:
-        """Whether this look is not of another module, as of the one that a view copies."""
-        return self._modules is None or self._modules.namespaces[0] is namespace
-
-    def holds(self) -> bool:
-        """Whether the module has the same modules in it."""
-        return self._modules is not None and self._modules.are_same()
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._has_others = not OWN.issuperset(self.classes[1:])
 
     def has_hooks(self) -> bool:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
-        assert self._modules is not None
-        return (
-            self._has_others
-            or any(self._modules.hooks())
-            or any(self._modules.have_own_forward()[1:])
-        )
+        return self._has_others or any(self.hooks()) or any(self.have_own_forward()[1:])
 
-    # A copy is looked at anew. As there is a `__deepcopy__`, a view's is not emptied between runs.
+    # A copy of the module has None in its place, and is looked at anew.
 
     def __reduce__(self) -> Any:
-        return Look, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Look:
-        return Look()
+        return type(None), ()
 
 
 def look_at(module: Any) -> Look:
     """The look at a block or its attention, renewed if something has changed."""
     namespace = module.__dict__
     look: Look | None = namespace.get(LOOK)
-    if look is None or not look.may_be_of(namespace):
-        look = namespace[LOOK] = Look()
-    if not look.holds():
-        look.look(module)
+    if look is None or look.namespaces[0] is not namespace or not look.are_same():
+        look = namespace[LOOK] = Look(module)
     return look
 
 

@@ -356,12 +356,12 @@ def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
     return accepted
 
 
-class _Seen:
+class _Seen(Modules):
     """What a unit's modules were like when it was looked through, and who listens in them."""
 
     def __init__(self, unit: Any) -> None:
-        self._modules = Modules(unit)
-        self._have_forward = self._modules.have_own_forward()
+        super().__init__(unit)
+        self._have_forward = self.have_own_forward()
         around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
         inside = [module for module in unit.modules() if module not in around]
         self._around = [vars(module) for module in around if module is not None]
@@ -379,8 +379,8 @@ class _Seen:
         """Whether modules, and attributes of transformers', are the same."""
         try:
             return (
-                self._modules.are_same()
-                and self._have_forward == self._modules.have_own_forward()
+                self.are_same()
+                and self._have_forward == self.have_own_forward()
                 and self._values == [get(attributes) for get, attributes in self._attributes]
             )
         except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
