@@ -13,7 +13,7 @@ from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
 from tl_devicefix.dispatch.hooking import allow_mixing_in_hooks, forbid_mixing_in_hooks
 from tl_devicefix.dispatch.scheduler import current_run, going_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
-from tl_devicefix.offload.visiting import keep_resident, offload_blocks, touring
+from tl_devicefix.offload.visiting import keep_resident, offload_blocks, sending_ahead
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
@@ -78,7 +78,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             stack.enter_context(noting_mixed_devices())
             if HOST in placement.memories:
                 layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
-                stack.enter_context(touring(self, *layers))
+                stack.enter_context(sending_ahead(self, *layers))
             output = original(self, *args, **kwargs)
         if not is_output_read():
             return output

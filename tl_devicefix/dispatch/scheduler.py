@@ -2,9 +2,18 @@
 
 Each run is a thread, and holds the turn of the device where it computes. Where its residual stream
 leaves for another device, it gives the turn back, waits until what it takes along has arrived, and
-takes the other's turn. So a device gets the blocks of one run after those of another, and the
-first is done in half the time that both together would take. Before an offloaded block it offers
-its turn to the runs that need what is on the device, so that a block visits for all of them.
+takes the other's turn. Of runs 0, 1, 2, 3 over two devices:
+
+    cuda:0   blocks 0-3   | 0 | 1 | 2 | 3 |
+    cuda:1   blocks 4-7       | 0 | 1 | 2 | 3 |
+
+So a device gets the blocks of one run after those of another, and the first is done in half the
+time that both together would take. Before an offloaded block, a run offers its turn to those that
+need what is on the device, so that a block visits for all of them:
+
+    cuda:0   block 0, offloaded   | 0 | 1 | 2 |
+             block 1, offloaded               | 0 | 1 | 2 |
+             copied                | block 1  |  block 2  |
 """
 
 from __future__ import annotations
@@ -25,7 +34,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.copying import module_with_streams
-from tl_devicefix.offload.visiting import NOT_THERE, Visits, visiting_in_common, visiting_weights
+from tl_devicefix.offload.visiting import NOT_THERE, Visits, sharing_visits, visiting_weights
 from tl_devicefix.placement.in_use import setting
 
 
@@ -284,7 +293,7 @@ def running(run: Run) -> Iterator[None]:
     """Within it, this thread is a run in flight."""
     with setting(_run, run):
         try:
-            with visiting_in_common(run.turns.visits):
+            with sharing_visits(run.turns.visits):
                 yield
         finally:
             run.rest()

@@ -26,7 +26,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.hooking import HookAcrossDevices
 from tl_devicefix.monkeypatch.patch import LIBRARIES
-from tl_devicefix.offload.visiting import ForwardWithVisitors
+from tl_devicefix.offload.visiting import OffloadedForward
 
 _AS_MADE = "_tl_devicefix_as_made"
 LOOK = "_tl_devicefix_look"
@@ -131,7 +131,7 @@ class ViewBuilder:
         self._contents: list[tuple[Any, Any]] = []
         self._callables: list[tuple[dict[str, Any], str, Any]] = []
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
-        self._visits: list[tuple[ForwardWithVisitors, ForwardWithVisitors]] = []
+        self._visits: list[tuple[OffloadedForward, OffloadedForward]] = []
 
     def of(self, model: nn.Module) -> Any:
         """The counterpart of a model, complete."""
@@ -299,8 +299,8 @@ class ViewBuilder:
         referent = value.__repr__.__self__  # a proxy hands this on to what it stands for
         return weakref.proxy(self(referent)) if isinstance(referent, nn.Module) else value
 
-    def _visit(self, value: ForwardWithVisitors) -> ForwardWithVisitors:
-        counterpart: ForwardWithVisitors = self._holder(value)
+    def _visit(self, value: OffloadedForward) -> OffloadedForward:
+        counterpart: OffloadedForward = self._holder(value)
         self.holders.pop()  # at rest it is always the same
         self._visits.append((value, counterpart))
         return counterpart
@@ -348,7 +348,7 @@ _RULES: dict[type, Callable[[ViewBuilder, Any], Any]] = {
     RemovableHandle: ViewBuilder._handle,
     weakref.ProxyType: ViewBuilder._proxy,
     weakref.CallableProxyType: ViewBuilder._proxy,
-    ForwardWithVisitors: ViewBuilder._visit,
+    OffloadedForward: ViewBuilder._visit,
 }
 
 

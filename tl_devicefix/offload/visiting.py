@@ -3,6 +3,14 @@
 While one block computes, the weights of the next one are on their way: two blocks at a time are on
 a device. A weight is read where the block runs, and is the host's own parameter again afterwards,
 also after an error; its gradient arrives at the host's parameter.
+
+    computes     block 0      block 1      block 2
+    is copied    block 1 ->   block 2 ->   block 3 ->
+    is there     0, 1         1, 2         2, 3
+
+`Schedule` has the order in which a forward will run its blocks, and `Visits` what is on which
+device: of one forward, or of all runs of a `pipeline_map`, for which a block is copied once. A
+block that is run by itself, or out of order as in a hook, is copied as it is run.
 """
 
 from __future__ import annotations
@@ -40,14 +48,14 @@ _exchanging = threading.RLock()
 def offload_blocks(model: Any, placement: Placement) -> None:
     """Have each offloaded block's weights visit its device when it runs."""
     for block, device in _offloaded_blocks(model, placement):
-        ForwardWithVisitors(block, device).put()
+        OffloadedForward(block, device).put()
     pin(model, placement)
 
 
 def keep_resident(model: Any) -> None:
     """Undo `offload_blocks`."""
     for block in getattr(model, "blocks", ()):
-        visits = ForwardWithVisitors.of(block)
+        visits = OffloadedForward.of(block)
         if visits is not None:
             visits.take_off()
 
@@ -114,7 +122,7 @@ class AroundForward:
         return forward(*args, **kwargs)
 
 
-class ForwardWithVisitors(AroundForward):
+class OffloadedForward(AroundForward):
     """An offloaded block's forward: with its weights on the device where it runs."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
@@ -125,11 +133,15 @@ class ForwardWithVisitors(AroundForward):
         self._runs = 0  # a hook, or another thread, may run the block while it runs
         self._visitors: list[Visitor] = []
         self._sent: Sent | None = None  # what they came with
-        self._tour: Tour | None = None  # on which they came
+        self._schedule: Schedule | None = None  # for which they came
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward."""
-        with _tour_of(self) as tour, self._received(tour), keeping_on_host(self._visitors):
+        with (
+            _schedule_of(self) as schedule,
+            self._received(schedule),
+            keeping_on_host(self._visitors),
+        ):
             return self.run(*args, **kwargs)
 
     def send(self) -> Sent:
@@ -142,13 +154,13 @@ class ForwardWithVisitors(AroundForward):
         with _exchanging:
             return sent.is_current([host for *_, host in self._on_host()])
 
-    def leave_to(self, view: ForwardWithVisitors) -> None:
+    def leave_to(self, view: OffloadedForward) -> None:
         """Have the forward of a view's block begin at rest, though this one may be running."""
         with _exchanging:
             modules = dict(zip(self.module.modules(), view.module.modules()))
             for module, name, host in self._on_host():
                 modules[module]._parameters[name] = host  # type: ignore[assignment]
-            view._runs, view._visitors, view._sent, view._tour = 0, [], None, None
+            view._runs, view._visitors, view._sent, view._schedule = 0, [], None, None
 
     def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Each parameter that lives on the host, also while the block runs for someone else."""
@@ -160,18 +172,18 @@ class ForwardWithVisitors(AroundForward):
                     yield module, name, host
 
     @contextlib.contextmanager
-    def _received(self, tour: Tour) -> Iterator[None]:
+    def _received(self, schedule: Schedule) -> Iterator[None]:
         # In functions of their own, as names in this frame would hold weights that have left.
-        self._receive(tour)
+        self._receive(schedule)
         try:
             yield
         finally:
-            self._see_off()
+            self._leave()
 
-    def _receive(self, tour: Tour) -> None:
+    def _receive(self, schedule: Schedule) -> None:
         with _exchanging:
             if not self._runs:
-                self._sent, self._tour = tour.arrival_of(self), tour
+                self._sent, self._schedule = schedule.arrival_of(self), schedule
                 self._visitors = self._sent.arrive(self._on_host())
                 for visitor in self._visitors:
                     visitor.move_in()
@@ -179,7 +191,7 @@ class ForwardWithVisitors(AroundForward):
                 self._sent.share()
             self._runs += 1
 
-    def _see_off(self) -> None:
+    def _leave(self) -> None:
         """Have the weights leave, unless the block still runs for someone else."""
         with _exchanging:
             self._runs -= 1
@@ -187,10 +199,10 @@ class ForwardWithVisitors(AroundForward):
                 return
             for visitor in self._visitors:
                 visitor.move_out()
-            tour, self._tour = self._tour, None
+            schedule, self._schedule = self._schedule, None
             self._visitors, self._sent = [], None
-            if tour is not None:
-                tour.visits.left(self)
+            if schedule is not None:
+                schedule.visits.left(self)
 
 
 class Visits:
@@ -203,7 +215,7 @@ class Visits:
         self._visiting: dict[torch.device, dict[object, Sent]] = defaultdict(dict)
         self._running: Counter[object] = Counter()
         self._last: dict[torch.device, object] = {}
-        self.tours: list[Tour] = []  # those of older runs first, mostly
+        self.schedules: list[Schedule] = []  # those of older runs first, mostly
 
     def rank(self, device: torch.device, weights: object | None) -> int:
         """How soon a run should get a device, which needs these weights there, or none."""
@@ -213,21 +225,21 @@ class Visits:
             return NOT_THERE
         return AT_HAND if self._last.get(device) is weights else THERE
 
-    def begin(self, tour: Tour) -> None:
-        """Add a tour, whose blocks are needed from now on."""
+    def begin(self, schedule: Schedule) -> None:
+        """Add a forward's schedule, whose blocks are needed from now on."""
         with _exchanging:
-            self.tours.append(tour)
-            for device in tour.to_go:
+            self.schedules.append(schedule)
+            for device in schedule.to_go:
                 self.send_ahead(device)
 
-    def end(self, tour: Tour) -> None:
-        """Remove a tour, and drop weights that no other tour needs soon."""
+    def end(self, schedule: Schedule) -> None:
+        """Remove one, and drop weights that no other schedule needs soon."""
         with _exchanging:
-            self.tours.remove(tour)
+            self.schedules.remove(schedule)
             for device in list(self._visiting):
                 self._drop_unneeded(device)
 
-    def arrival_of(self, block: ForwardWithVisitors) -> Sent:
+    def arrival_of(self, block: OffloadedForward) -> Sent:
         """The block's weights, which are sent if they are not there."""
         device, weights = block.device, block.weights
         sent = self._visiting[device].get(weights)
@@ -247,19 +259,19 @@ class Visits:
             raise
         return sent
 
-    def left(self, block: ForwardWithVisitors) -> None:
+    def left(self, block: OffloadedForward) -> None:
         """Count a run of the block as done."""
         self._running[block.weights] -= 1
         self.send_ahead(block.device)
-        if len(self.tours) == 1:
+        if len(self.schedules) == 1:
             self._drop_unneeded(block.device)
 
     def send_ahead(self, device: torch.device) -> None:
         """Send what runs need soon, the oldest run first, as far as there is room."""
         visiting = self._visiting[device]
         needed = self._next(device)
-        for tour in self.tours:
-            coming = tour.coming_to(device)
+        for schedule in self.schedules:
+            coming = schedule.coming_to(device)
             needed.update(block.weights for block in coming)
             for block in coming:
                 if block.weights in visiting:
@@ -282,7 +294,11 @@ class Visits:
 
     def _next(self, device: torch.device, count: int = 1) -> set[object]:
         """The next `count` blocks of every run."""
-        return {block.weights for tour in self.tours for block in tour.coming_to(device)[:count]}
+        return {
+            block.weights
+            for schedule in self.schedules
+            for block in schedule.coming_to(device)[:count]
+        }
 
     def _unneeded(self, device: torch.device, needed: set[object]) -> list[object]:
         """Blocks on the device that neither run nor are needed."""
@@ -312,24 +328,24 @@ class Visits:
             wait_until_copied(device)
 
 
-class Tour:
+class Schedule:
     """The offloaded blocks that one forward will run: each is sent as soon as there is room."""
 
     def __init__(
-        self, blocks: Iterable[ForwardWithVisitors], visits: Visits, outer: Tour | None = None
+        self, blocks: Iterable[OffloadedForward], visits: Visits, outer: Schedule | None = None
     ) -> None:
-        self.to_go: dict[torch.device, deque[ForwardWithVisitors]] = {}
+        self.to_go: dict[torch.device, deque[OffloadedForward]] = {}
         for block in blocks:
             self.to_go.setdefault(block.device, deque()).append(block)
         self.visits, self._outer = visits, outer
 
-    def coming_to(self, device: torch.device) -> list[ForwardWithVisitors]:
-        """The blocks that it comes to next on a device; none while one of its hooks has a tour."""
-        if any(tour._outer is self for tour in self.visits.tours):
+    def coming_to(self, device: torch.device) -> list[OffloadedForward]:
+        """The blocks that come next on a device; none while a forward runs in one of its hooks."""
+        if any(schedule._outer is self for schedule in self.visits.schedules):
             return []
         return list(self.to_go.get(device, ()))[:VISITING]
 
-    def arrival_of(self, block: ForwardWithVisitors) -> Sent:
+    def arrival_of(self, block: OffloadedForward) -> Sent:
         """The block's weights, which may have been sent before."""
         with _exchanging:
             to_go = self.to_go.get(block.device, deque())
@@ -339,49 +355,54 @@ class Tour:
             return self.visits.arrival_of(block)
 
 
-_tour: ContextVar[Tour | None] = ContextVar("tour", default=None)
+_schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 _in_common: ContextVar[Visits | None] = ContextVar("visits", default=None)
 
 
 @contextlib.contextmanager
-def visiting_in_common(visits: Visits) -> Iterator[None]:
+def sharing_visits(visits: Visits) -> Iterator[None]:
     """Within it, this thread's forwards share the visiting weights of `visits`."""
-    with setting(_in_common, visits), setting(_tour, None):
+    with setting(_in_common, visits), setting(_schedule, None):
         yield
 
 
 def visiting_weights(block: nn.Module) -> object | None:
     """The key of an offloaded block's weights; None for any other module."""
-    visits = ForwardWithVisitors.of(block)
+    visits = OffloadedForward.of(block)
     return None if visits is None else visits.weights
 
 
 @contextlib.contextmanager
-def touring(model: Any, start_at_layer: int | None, stop_at_layer: int | None) -> Iterator[None]:
+def sending_ahead(
+    model: Any, start_at_layer: int | None, stop_at_layer: int | None
+) -> Iterator[None]:
     """Within it, a forward runs these blocks; the offloaded ones are sent ahead."""
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
-    with _touring(filter(None, map(ForwardWithVisitors.of, blocks))):
+    with _sending_ahead(filter(None, map(OffloadedForward.of, blocks))):
         yield
 
 
 @contextlib.contextmanager
-def _tour_of(block: ForwardWithVisitors) -> Iterator[Tour]:
-    """The tour of this thread's forward; a block called by itself gets one of its own."""
-    tour = _tour.get()
-    with contextlib.nullcontext(tour) if tour is not None else _touring([block]) as tour:
-        yield tour
+def _schedule_of(block: OffloadedForward) -> Iterator[Schedule]:
+    """The schedule of this thread's forward; a block called by itself gets one of its own."""
+    schedule = _schedule.get()
+    if schedule is not None:
+        yield schedule
+    else:
+        with _sending_ahead([block]) as of_block:
+            yield of_block
 
 
 @contextlib.contextmanager
-def _touring(blocks: Iterable[ForwardWithVisitors]) -> Iterator[Tour]:
-    in_common, outer = _in_common.get(), _tour.get()
+def _sending_ahead(blocks: Iterable[OffloadedForward]) -> Iterator[Schedule]:
+    in_common, outer = _in_common.get(), _schedule.get()
     visits = outer.visits if outer is not None else in_common or Visits()
-    tour = Tour(blocks, visits, outer)
+    schedule = Schedule(blocks, visits, outer)
     try:
-        with setting(_tour, tour):
-            visits.begin(tour)
-            yield tour
+        with setting(_schedule, schedule):
+            visits.begin(schedule)
+            yield schedule
     finally:
-        visits.end(tour)
+        visits.end(schedule)
         if in_common is None:
             visits.wait()

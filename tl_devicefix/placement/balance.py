@@ -139,9 +139,9 @@ def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
         visitors = _to_offload(end - start, block, shared, left[position])
         if visitors is None:
             return None
-        offloaded, squares_of_visitors, squares = cost
+        offloaded, squares_of_visiting, squares = cost
         squares += (end - start) ** 2
-        return offloaded + visitors, squares_of_visitors + visitors**2, squares
+        return offloaded + visitors, squares_of_visiting + visitors**2, squares
 
     counts = _best_ranges(len(blocks), len(rooms), (0, 0, 0), extend)
     if counts is None:
