@@ -1,11 +1,11 @@
-"""Python's own time of a forward and of a token, where kernels cost next to nothing.
+"""Python's own time, where kernels cost next to nothing: with this package, and without.
 
-    python benchmarks/launch.py [--rounds 200] [--only WORD ...] [--json FILE]
+    python benchmarks/launch.py [--rounds 60] [--only WORD ...] [--json FILE]
 
 A Llama of ten tiny blocks is loaded in each way, all in this process, and the ways take turns: CPU
-seconds of one thread, best of many rounds, as ratios over transformers with SDPA. TransformerLens
-alone is this very process with the patches off. "Forward" is one of 8 tokens; "token" is one behind
-16 in a KV cache. The last column is over TransformerLens alone doing the same.
+seconds of one thread, over those of transformers with SDPA and of TransformerLens alone in the same
+round; the median of all rounds. TransformerLens alone is this very process with the patches off.
+"Forward" is one of 8 tokens; "token" is one behind 16 in a KV cache.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import contextlib
 import io
 import json
+import operator
 import os
+import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,21 +59,18 @@ class Way:
 
 
 def ways() -> dict[str, Way]:
-    """All ways that there are here, by name."""
+    """All ways that there are here, by name; over those that a class is used in most, all tasks."""
     made = {FLOOR: of(FLOOR)}
-    for mode in ("", ", compatibility mode") if BRIDGE else ("",):
+    modes = ("", ", compatibility mode") if BRIDGE else ("",)
+    for mode in modes:
         alone = ALONE + mode
         made[alone] = of("TransformerLens", alone=True, mode=mode)
-        made[f"imported{mode}"] = of("here", over=alone, mode=mode)
-        made[f"with sdpa{mode}"] = of("here sdpa", over=alone, mode=mode)
-    if not BRIDGE:
-        for name, alone in ((f"{ALONE}, ", True), ("", False)):
-            kind = "TransformerLens" if alone else "here"
-            hooked = f"{ALONE}, one hook on one of ten blocks"
-            made[f"{name}one hook on one of ten blocks"] = one_hook(of(kind, alone, hooked))
-            for what, wanted in (("residual streams", "hook_resid_post"), ("every activation", "")):
-                over = f"{ALONE}, cache of {what}"
-                made[f"{name}cache of {what}"] = caching(of(kind, alone, over), wanted)
+        made[f"with tl_devicefix{mode}"] = of("here", over=alone, mode=mode)
+        made[f"with SDPA{mode}"] = of("here sdpa", over=alone, mode=mode)
+    for task, make in TASKS.items():
+        over = f"{ALONE}{modes[-1]}, {task}"
+        made[over] = make(of("TransformerLens", alone=True, mode=modes[-1]))
+        made[f"with tl_devicefix{modes[-1]}, {task}"] = make(of("here", over=over, mode=modes[-1]))
     made.update(of_nnsight())
     return made
 
@@ -88,9 +87,9 @@ def of(kind: str, alone: bool = False, over: str = ALONE, mode: str = "") -> Way
     return Way(model, forward, lambda: continuing(kind, model, BRIDGE, 1), alone, over)
 
 
-def one_hook(way: Way) -> Way:
-    """The same, with somebody listening in one block."""
-    way.model.add_hook("blocks.4.hook_resid_post", lambda activation, hook: None)
+def hooked(way: Way, wanted: str) -> Way:
+    """The same, with somebody listening on the hook points whose names end so."""
+    way.model.add_hook(lambda name: name.endswith(wanted), lambda activation, hook: None)
     return way
 
 
@@ -100,7 +99,27 @@ def caching(way: Way, wanted: str) -> Way:
     def forward(tokens: torch.Tensor) -> Any:
         return way.model.run_with_cache(tokens, names_filter=lambda name: name.endswith(wanted))
 
-    return Way(way.model, forward, None, way.alone, way.over)
+    return replace(way, forward=forward, begin=None)
+
+
+def learning(way: Way) -> Way:
+    """The loss, and its gradients."""
+
+    def forward(tokens: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            way.model(tokens, return_type="loss").backward()
+            way.model.zero_grad()
+
+    return replace(way, forward=forward, begin=None)
+
+
+TASKS: dict[str, Callable[[Way], Way]] = {
+    "a hook on one block": lambda way: hooked(way, "blocks.4.hook_resid_post"),
+    "a hook on every residual stream": lambda way: hooked(way, "hook_resid_post"),
+    "run_with_cache of residual streams": lambda way: caching(way, "hook_resid_post"),
+    "run_with_cache of everything": lambda way: caching(way, ""),
+    "loss and backward": learning,
+}
 
 
 def of_nnsight() -> dict[str, Way]:
@@ -121,12 +140,13 @@ def of_nnsight() -> dict[str, Way]:
     return {f"nnsight {version('nnsight')}, one block's output": Way(plain, forward, None)}
 
 
-def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]]:
-    """Name of a way -> CPU seconds of a forward and of a token, the best of all rounds."""
+def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Name of a way -> CPU seconds of a forward and of a token, in each round."""
     import tl_devicefix
 
-    prompt = torch.randint(3, 100, (1, N_CONTEXT))
-    best: dict[str, dict[str, float]] = {name: {} for name in all_ways}
+    with torch.inference_mode(False):
+        prompt = torch.randint(3, 100, (1, N_CONTEXT))
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in all_ways}
     for _ in range(rounds):
         for name, way in all_ways.items():
             with tl_devicefix.disabled() if way.alone else contextlib.nullcontext():
@@ -136,8 +156,8 @@ def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]
                     run(prompt)
                     seconds["token"] = timed(run, prompt[:, :1])
             for what, took in seconds.items():
-                best[name][what] = min(took, best[name].get(what, took))
-    return best
+                found[name].setdefault(what, []).append(took)
+    return found
 
 
 def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
@@ -149,26 +169,30 @@ def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
     return (time.thread_time() - start) / calls
 
 
-def ratios(best: dict[str, dict[str, float]], all_ways: dict[str, Way]) -> dict[str, Any]:
-    """What each took over transformers, and its forward over TransformerLens alone."""
+def over(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, float]:
+    """How long it took over another way in the same round, by the median."""
+    return {
+        what: statistics.median(map(operator.truediv, some[what], others[what]))
+        for what in some.keys() & others.keys()
+    }
+
+
+def ratios(found: dict[str, Any], all_ways: dict[str, Way]) -> dict[str, Any]:
+    """What each took over transformers, and over TransformerLens alone."""
     return {
         name: {
-            "ms": {what: 1000 * took for what, took in of_way.items()},
-            "over transformers": {w: took / best[FLOOR][w] for w, took in of_way.items()},
-            "over TransformerLens alone": {
-                what: took / best[over][what]
-                for what, took in of_way.items()
-                if (over := all_ways[name].over) in best
-            },
+            "ms": {what: 1000 * statistics.median(took) for what, took in of_way.items()},
+            "over transformers": over(of_way, found[FLOOR]),
+            "over TransformerLens alone": over(of_way, found.get(all_ways[name].over, {})),
         }
-        for name, of_way in best.items()
+        for name, of_way in found.items()
     }
 
 
 def main() -> None:
     """Measure and print a table; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="ways whose names have one")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -49,16 +49,18 @@ def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> 
         RuntimeError: in a run that was given a view of the hook point's model.
     """
     refuse_in_run(self)
+    if _is_caching(hook):  # which uses its activation alone
+        n_before = len(self._forward_hooks)
+        added = original(self, hook, *args, **kwargs)
+        if len(self._forward_hooks) > n_before:
+            setattr(self._forward_hooks[max(self._forward_hooks)], _ONLY_LOOKS, True)
+        return added
     across = HookAcrossDevices(hook)
-    before = set(self._forward_hooks)
     added = original(self, across, *args, **kwargs)
     for handles in (self.fwd_hooks, self.bwd_hooks):
         for handle in handles:
             if getattr(handle, "user_hook", None) is across:
                 handle.user_hook = hook
-    if _is_caching(hook):
-        for number in self._forward_hooks.keys() - before:
-            setattr(self._forward_hooks[number], _ONLY_LOOKS, True)
     return added
 
 

@@ -1,0 +1,42 @@
+"""What importing this package adds to importing TransformerLens, as a ratio.
+
+    python benchmarks/importing.py [--processes 5]
+
+Each import is timed in a process of its own, since a module is imported once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+IMPORTS = """
+import time
+start = time.perf_counter()
+import transformer_lens
+alone = time.perf_counter()
+import tl_devicefix
+both = time.perf_counter()
+print(alone - start, both - alone)
+"""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=5)
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS]
+    runs = []
+    for _ in range(parser.parse_args().processes):
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        runs.append([float(seconds) for seconds in result.stdout.split()[-2:]])
+    alone, added = (statistics.median(column) for column in zip(*runs))
+    print(
+        f"TransformerLens {alone:.2f} s, tl_devicefix {added:.2f} s more: {1 + added / alone:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
