@@ -31,6 +31,7 @@ from tl_devicefix.monkeypatch.patch import package_of
 hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
 _children_of = itemgetter("_modules")
+_code_of = attrgetter("__code__")
 
 RECORDING = "transformers.utils.output_capturing"
 """The module of hooks by which transformers records what it is asked to, as attentions."""
@@ -169,7 +170,7 @@ class Definitions:
         return chain(self._attributes(), chain.from_iterable(of_namespaces))
 
     def _code(self) -> list[CodeType]:
-        return [function.__code__ for function in self._functions]
+        return list(map(_code_of, self._functions))
 
     def are_same(self) -> bool:
         """Whether each is the very object that it was, with the code that it had."""

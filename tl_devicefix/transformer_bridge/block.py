@@ -137,8 +137,10 @@ def prepare(bridge: Any) -> Any:
     """Let a Bridge's outermost wrappers be units; returns the config of masks made for SDPA."""
     attributes = vars(bridge)
     if _SDPA_CONFIG not in attributes:
-        for wrapper in _outermost_wrappers(bridge.original_model):
-            _unit_of(wrapper)
+        wrappers = list(_outermost_wrappers(bridge.original_model))
+        of_bridge = frozenset[type]().union(*map(_classes_in, wrappers))
+        for wrapper in wrappers:
+            _unit_of(wrapper).of_bridge = of_bridge
         first = next(iter(getattr(bridge, "blocks", ())), None)
         attributes[_SDPA_CONFIG] = None if first is None else config_of_sdpa(first)
     return attributes[_SDPA_CONFIG]
@@ -157,6 +159,13 @@ def _outermost_wrappers(module: nn.Module) -> Iterator[Any]:
     else:
         for child in module.children():
             yield from _outermost_wrappers(child)
+
+
+def _classes_in(wrapper: Any) -> frozenset[type]:
+    """Classes of the modules in a wrapper, and of transformers' modules that they stand for."""
+    modules = list(wrapper.modules())
+    originals = (module.original_component for module in modules if is_wrapper(module))
+    return frozenset(map(type, (*modules, *originals)))
 
 
 def _unit_of(wrapper: Any) -> PlainUnit:
@@ -184,6 +193,8 @@ class PlainUnit:
     def __init__(self) -> None:
         self.attends_by_sdpa = False
         """Whether it attends by SDPA where nobody listens."""
+        self.of_bridge = frozenset[type]()
+        """The classes in all units of its Bridge, whose functions are looked at together."""
         self._seen: _Seen | None = None
         self._why: str | None = None
         self._layer: Any = None
@@ -258,9 +269,8 @@ class PlainUnit:
     def _look_through(self, wrapper: Any) -> _Seen:
         """Make the layer, or know why not."""
         self._seen = seen = _Seen(wrapper)
-        modules = list(wrapper.modules())
-        originals = (module.original_component for module in modules if is_wrapper(module))
-        self._classes = frozenset(map(type, (*modules, *originals)))
+        classes = _classes_in(wrapper)
+        self._classes = self.of_bridge if classes <= self.of_bridge else classes
         self._forward = type(wrapper).forward
         self.attends_by_sdpa, self._layer, self._is_all = False, None, False
         try:
