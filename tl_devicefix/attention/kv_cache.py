@@ -19,11 +19,14 @@ from tl_devicefix.monkeypatch.patch import package_of
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 _GROWN = "_tl_devicefix_grown"
 _LEAST_ROOM = 64
+GROWS_FROM = 192
+"""Keys that an entry has before it grows in place: to make it anew takes less time up to there."""
 
 
 def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
     """Append to a block's entry of a KV cache; returns all keys and all values."""
-    if entry.frozen or not _fits(entry, new_keys, new_values):
+    is_short = entry.past_keys.shape[1] < GROWS_FROM
+    if is_short or entry.frozen or not _fits(entry, new_keys, new_values):
         appended: tuple[Heads, Heads] = entry.append(new_keys, new_values)
         return appended
     grown = vars(entry).get(_GROWN)
