@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
+from textwrap import dedent, indent
 from typing import Any
 
 from tl_devicefix.misspelt import did_you_mean
@@ -51,8 +52,10 @@ def _set_up() -> None:
 class _Parser(argparse.ArgumentParser):
     """One that takes options by their whole names, as others may come that begin so too."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+    def __init__(self, examples: str = "", **options: Any) -> None:
+        as_written = argparse.RawDescriptionHelpFormatter
+        epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
+        super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a command too
         chosen, unknown = super().parse_known_args(args, namespace)
@@ -65,16 +68,29 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m tl_devicefix", description="TransformerLens models over several devices."
+        prog="python -m tl_devicefix",
+        description="TransformerLens models over several devices.",
+        examples="""
+            python -m tl_devicefix demo
+            python -m tl_devicefix estimate meta-llama/Llama-3.1-70B --n-devices 4 --dtype bfloat16
+            python -m tl_devicefix estimate --help
+        """,
     )
     parser.add_argument("--version", action="version", version=version("tl_devicefix"))
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo", help="load the shipped checkpoint over several devices and look at its heads"
+        "demo",
+        help="load the shipped checkpoint over several devices and look at its heads",
+        examples="python -m tl_devicefix demo --n-devices 2",
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")
     selfcheck = commands.add_parser(
-        "selfcheck", help="check this machine's devices; exit status 1 if they cannot be trusted"
+        "selfcheck",
+        help="check this machine's devices; exit status 1 if they cannot be trusted",
+        examples="""
+            python -m tl_devicefix selfcheck
+            python -m tl_devicefix selfcheck --device xpu
+        """,
     )
     selfcheck.add_argument(
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
@@ -90,6 +106,12 @@ def _add_estimate(commands: Any) -> None:
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
         description="What a job takes on each device, and whether it fits. Nothing is loaded, and "
         "no devices are needed.",
+        examples="""
+            python -m tl_devicefix estimate gpt2-xl
+            python -m tl_devicefix estimate meta-llama/Llama-3.1-70B --n-devices 4 \\
+                --dtype bfloat16 --seq-len 2048 --cache resid_post
+            python -m tl_devicefix estimate ./my_checkpoint --max-memory 0=24GiB,1=24GiB,cpu=200GiB
+        """,
     )
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
     estimate.add_argument(
@@ -151,7 +173,12 @@ def _add_estimate(commands: Any) -> None:
 
 def _add_activations(commands: Any) -> None:
     activations = commands.add_parser(
-        "activations", help="look at activations on disk; exit status 1 if something is wrong"
+        "activations",
+        help="look at activations on disk; exit status 1 if something is wrong",
+        examples="""
+            python -m tl_devicefix activations info runs/resid_post
+            python -m tl_devicefix activations verify runs/resid_post
+        """,
     )
     activations.add_argument(
         "action",
