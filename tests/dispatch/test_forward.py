@@ -120,23 +120,6 @@ def test_what_a_model_takes_may_come_from_any_device(
     assert_agrees(run(model, where), expected, home_of(model))
 
 
-@pytest.mark.parametrize("spread", [2])
-def test_a_mask_that_a_hook_edits_between_blocks(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> torch.Tensor:
-        mask = torch.ones_like(tokens, device=model.cfg.device)
-
-        def pad(value: torch.Tensor, hook: Any) -> None:
-            mask[0, :2] = 0
-
-        hooks = [(f"blocks.{N_LAYERS - 2}.hook_resid_post", pad)]
-        logits: torch.Tensor = model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=hooks)
-        return logits
-
-    assert_agrees(run(model), run(reference), home_of(model))
-
-
 @pytest.mark.parametrize("spread", [4, "some of three devices"])
 def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch.Tensor) -> None:
     kv_cache = new_kv_cache(model, batch_size=len(tokens))
