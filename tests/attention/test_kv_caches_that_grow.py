@@ -27,10 +27,8 @@ def text() -> torch.Tensor:
     return torch.randint(3, 40, (2, N_TOKENS), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture
-def masks(text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of sequences that are as long, and of one with three pads on the left."""
-    return {"all": torch.ones_like(text), "padded": padded(text)}
+MASKS = {"all": torch.ones(2, N_TOKENS, dtype=torch.long)}
+MASKS["padded"] = padded(MASKS["all"])  # with three pads on the left of one sequence
 
 
 def read(
@@ -67,15 +65,15 @@ def assert_grows_as_installed(
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_what_is_in_the_cache(
-    name: str, inference: bool, mask: str, on_cpu: Any, text: torch.Tensor, masks: Any
+    name: str, inference: bool, mask: str, on_cpu: Any, text: torch.Tensor
 ) -> None:
     model = on_cpu(name)
     with torch.inference_mode() if inference else torch.no_grad():
-        assert_grows_as_installed(model, text, masks[mask])
+        assert_grows_as_installed(model, text, MASKS[mask])
 
 
 def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
-    on_cpu: Any, text: torch.Tensor, masks: Any, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, places, rotated = on_cpu("llama"), set(), []
     attention = model.blocks[0].attn
@@ -91,18 +89,18 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 
     monkeypatch.setattr(block, "_rotated", rotate)
     with torch.no_grad():
-        read(model, text, masks["all"], "sdpa", look)
+        read(model, text, MASKS["all"], "sdpa", look)
 
     assert len(places) == 2  # empty, and with room for all
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
 
 
 def test_it_grows_beyond_its_room(
-    on_cpu: Any, text: torch.Tensor, masks: Any, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
     with torch.no_grad():
-        assert_grows_as_installed(on_cpu("gpt2"), text, masks["padded"])
+        assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
 
 
 def exchange_values(cache: Any) -> None:
@@ -137,7 +135,7 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("how", BY_HAND)
 def test_what_is_done_to_a_cache_by_hand(
-    how: str, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
+    how: str, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor
 ) -> None:
     model, (token, change) = on_cpu("llama"), BY_HAND[how]
 
@@ -146,11 +144,11 @@ def test_what_is_done_to_a_cache_by_hand(
             change(cache)
 
     with mode():
-        assert_grows_as_installed(model, text, masks[mask], step)
+        assert_grows_as_installed(model, text, MASKS[mask], step)
 
 
 @torch.no_grad()
-def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
+def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor) -> None:
     model = on_cpu("llama")
 
     def edit(value: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -159,7 +157,7 @@ def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor, masks: 
 
     def run(way: str) -> Any:
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
-            return read(model, text, masks["all"], way)[0]
+            return read(model, text, MASKS["all"], way)[0]
 
     assert_agrees(run("sdpa"), run("eager"))
 
@@ -206,11 +204,11 @@ def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.
     assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
-def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
+def test_with_gradients(on_cpu: Any, text: torch.Tensor) -> None:
     model = on_cpu("llama")
 
     def run(way: str) -> Any:
-        logits = torch.cat(read(model, text, masks["all"], way)[0], dim=1)
+        logits = torch.cat(read(model, text, MASKS["all"], way)[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 

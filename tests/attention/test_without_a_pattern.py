@@ -58,25 +58,27 @@ def test_pytorch_s_own_hooks_see_what_was_installed(
     assert_same_bits(actual, installed(model, run))
 
 
-@pytest.mark.parametrize("option", ["result", "split_qkv_input", "attn_in", "ungrouped"])
+@pytest.mark.parametrize(
+    ("kind", "option", "runs"),
+    [
+        ("llama", "set_use_attn_result", "eager"),
+        ("llama", "set_use_split_qkv_input", "eager"),
+        ("gpt2", "set_use_attn_in", "eager"),
+        ("llama", "set_ungroup_grouped_query_attention", "sdpa"),
+    ],
+)
 def test_options_of_a_model(
-    option: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
+    kind: str, option: str, runs: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
 ) -> None:
-    model = copy.deepcopy(sdpa("gpt2" if option == "attn_in" else "llama"))
-    {
-        "result": model.set_use_attn_result,
-        "split_qkv_input": model.set_use_split_qkv_input,
-        "attn_in": model.set_use_attn_in,
-        "ungrouped": model.set_ungroup_grouped_query_attention,
-    }[option](True)
-    run = with_gradients(tokens)
+    model, run = copy.deepcopy(sdpa(kind)), with_gradients(tokens)
+    getattr(model, option)(True)
 
     assert_agrees(run(model), installed(model, run))
-    assert len(fused_blocks) == (N_LAYERS if option == "ungrouped" else 0)
+    assert len(fused_blocks) == (N_LAYERS if runs == "sdpa" else 0)
 
 
 CHANGED = {
-    "mask": lambda: torch.ones(N_CTX, N_CTX, dtype=torch.bool),  # TransformerLens 2 keeps one
+    "mask": lambda: torch.ones(N_CTX, N_CTX, dtype=torch.bool),  # only TransformerLens 2 reads it
     "IGNORE": lambda: torch.tensor(-1.0),
     "attn_scale": lambda: torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None],
     "hook_pattern": lambda: torch.nn.Dropout(p=1.0),
@@ -88,13 +90,11 @@ def test_what_is_changed_by_hand(on_cpu: Any, tokens: torch.Tensor) -> None:
     for name, change in CHANGED.items():
         model = copy.deepcopy(on_cpu("llama"))
         unchanged = model(tokens)
-        if name == "mask" and not hasattr(model.blocks[1].attn, name):
-            continue  # TransformerLens 3 keeps none
         setattr(model.blocks[1].attn, name, change())
 
         expected = model(tokens)
 
-        assert not torch.allclose(expected, unchanged), name
+        assert name == "mask" or not torch.allclose(expected, unchanged), name
         with tl_devicefix.set_attn_implementation(model, "sdpa"):
             assert_agrees(model(tokens), expected)
 

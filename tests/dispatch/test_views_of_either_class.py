@@ -84,24 +84,6 @@ def test_it_gives_the_same_bits(model: Any, view_of: Any, tokens: torch.Tensor) 
 # The same weights, and nothing else of the model
 
 
-@with_offloaded
-def test_no_weight_is_copied(model: Any, view_of: Any, machine: Any) -> None:
-    gc.collect()
-    before = [machine.memory_allocated(device) for device in machine.devices]
-
-    view = view_of(model)
-
-    assert [machine.memory_allocated(device) for device in machine.devices] == before
-    for tensors in ("named_parameters", "named_buffers"):
-        own = list(getattr(model, tensors)(remove_duplicate=False))
-        seen = list(getattr(view, tensors)(remove_duplicate=False))
-        assert [name for name, _ in seen] == [name for name, _ in own]
-        assert all(one is other for (_, one), (_, other) in zip(seen, own))
-    assert list(view.state_dict()) == list(model.state_dict())
-    for name in ("cfg", "placement", "tokenizer"):
-        assert getattr(view, name) is getattr(model, name)
-
-
 def reached_from(value: Any) -> Iterator[Any]:
     """All objects that this one leads to, but for what modules and classes define."""
     seen: set[int] = set()
@@ -118,18 +100,31 @@ def reached_from(value: Any) -> Iterator[Any]:
 
 
 @with_offloaded
-def test_it_leads_to_no_module_of_the_model(model: Any, view_of: Any) -> None:
+def test_it_has_the_weights_of_the_model_copies_none_and_leads_to_no_module_of_it(
+    model: Any, view_of: Any, machine: Any
+) -> None:
     mlp = model.blocks[1].mlp
-    before = mlp.forward
-    vars(mlp)["forward"] = lambda *args, **kwargs: before(*args, **kwargs)  # as notebooks do
+    forward = mlp.forward
+    vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)  # as notebooks do
     add_all_kinds_of_hooks(model, [])
     originals = {id(module) for module in model.modules()}
     if hasattr(model, "original_model"):
         originals |= {id(module) for module in model.original_model.modules()}
+    gc.collect()
+    before = [machine.memory_allocated(device) for device in machine.devices]
 
     view = view_of(model)
 
+    assert [machine.memory_allocated(device) for device in machine.devices] == before
     assert not originals.intersection(map(id, reached_from(vars(view))))
+    for tensors in ("named_parameters", "named_buffers"):
+        own = list(getattr(model, tensors)(remove_duplicate=False))
+        seen = list(getattr(view, tensors)(remove_duplicate=False))
+        assert [name for name, _ in seen] == [name for name, _ in own]
+        assert all(one is other for (_, one), (_, other) in zip(seen, own))
+    assert list(view.state_dict()) == list(model.state_dict())
+    for name in ("cfg", "placement", "tokenizer"):
+        assert getattr(view, name) is getattr(model, name)
 
 
 @with_offloaded

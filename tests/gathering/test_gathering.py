@@ -210,17 +210,3 @@ def test_a_cache_can_be_saved_and_loaded(
     loaded = torch.load(tmp_path / "cache.pt", map_location="cpu")
 
     assert_agrees(loaded, reference.run_with_cache(tokens, **options)[1])
-
-
-def test_a_cache_that_the_user_brings_holds_plain_tensors_where_they_were_computed(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    mine: dict[str, torch.Tensor] = {}
-
-    cache, forward, _ = model.get_caching_hooks(cache=mine)
-    with model.hooks(fwd_hooks=forward):
-        model(tokens)
-
-    assert cache is mine
-    assert_agrees(mine, dict(reference.run_with_cache(tokens)[1].items()))
-    assert mine[LAST].device == model.placement.device_of(LAST) != home_of(model)

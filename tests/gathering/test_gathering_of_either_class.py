@@ -175,68 +175,7 @@ def test_its_model_may_be_anything_that_has_what_is_read() -> None:
     assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))
 
 
-# --------------------------------------------------------------------------------------------
-# A Bridge that accelerate has dispatched: weights by name, edges, and copies
-
-a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
-
-
-@a_bridge
-@pytest.mark.fails_unpatched
-def test_weights_by_name_are_read_at_home(machine: Any, over_devices: Any, on_one: Any) -> None:
-    weights, expected = (of("llama").tl_parameters() for of in (over_devices, on_one))
-
-    assert_agrees(dict(weights.items()), dict(expected.items()), machine.devices[0])
-
-
-class Borrowing:
-    """An object that is no Bridge, and has all that one has."""
-
-    def __init__(self, bridge: Any) -> None:
-        self.bridge = bridge
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.bridge, name)
-
-
-@a_bridge
-def test_an_object_of_another_class_may_borrow_its_methods(over_devices: Any) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    bridge = over_devices("llama")
-    borrowing: Any = Borrowing(bridge)
-
-    stack = TransformerBridge._stack_block_params(borrowing, "attn.W_O")
-    weights = TransformerBridge.get_params(borrowing)
-
-    assert torch.equal(stack, bridge.W_O)
-    assert_agrees(dict(weights.items()), dict(bridge.get_params().items()))
-
-
-@a_bridge
-@pytest.mark.fails_unpatched
-def test_edges_are_attributed_across_devices(
-    machine: Any, over_devices: Any, on_one: Any, tokens: torch.Tensor
-) -> None:
-    analysis = pytest.importorskip("transformer_lens.tools.analysis")
-    if not hasattr(analysis, "faithfulness"):
-        pytest.skip("this TransformerLens refuses edges")
-
-    def scores(bridge: Any) -> dict[str, float]:
-        clean = tokens[:1, :2].to(bridge.cfg.device)
-        result = analysis.attribution_patch(
-            bridge,
-            clean,
-            clean.flip(1),
-            lambda logits: logits[0, -1, 5],
-            analysis.EdgeAttributionConfig("edge"),
-        )
-        return {str(edge): score for edge, score in result.edge_scores.items()}
-
-    assert_agrees(scores(over_devices("gpt2")), scores(on_one("gpt2")))
-
-
-@a_bridge
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
 @pytest.mark.fails_unpatched
 def test_a_deep_copy_changes_alone(over_devices: Any) -> None:
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""

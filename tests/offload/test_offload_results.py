@@ -21,15 +21,6 @@ from tl_devicefix.offload.copying import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
 
 
-def test_one_block_may_be_run_by_itself(model: Any, reference: Any, tokens: torch.Tensor) -> None:
-    residual = reference(tokens, stop_at_layer=1)
-
-    of_block = model.blocks[1](residual.to(model.placement.device_of("blocks.1")))
-
-    assert_agrees(of_block, reference.blocks[1](residual))
-    assert_at_rest(model)
-
-
 @pytest.mark.parametrize("offload", ["some of three devices"])
 def test_analyses_read_weights_and_caches_at_home(
     model: Any, reference: Any, tokens: torch.Tensor
@@ -180,10 +171,6 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
-
-
-# --------------------------------------------------------------------------------------------
-# A model that is changed
 
 
 def test_weights_are_processed_on_the_device_and_kept_on_the_host(

@@ -21,7 +21,6 @@ from runs_of_users import LAST, Run, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
-from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.placement.workers import CallersState
 
@@ -93,28 +92,6 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
         return result[0] if result else None
 
     assert next(pipeline_map(model, run, [0, 1], max_in_flight=2))
-
-
-def test_a_forward_that_fails_within_a_hook_leaves_the_run_the_device_that_it_had(
-    model: Any, batches: Any
-) -> None:
-    def fail(activation: torch.Tensor, hook: Any) -> None:
-        raise Failed
-
-    def run(view: Any, batch: torch.Tensor) -> list[torch.device | None]:
-        held = []
-
-        def within(activation: torch.Tensor, hook: Any) -> None:
-            held.append(device_of_turn())
-            with contextlib.suppress(Failed), view.hooks(fwd_hooks=[("hook_embed", fail)]):
-                view(batch, stop_at_layer=1)
-            held.append(device_of_turn())
-
-        view.run_with_hooks(batch, fwd_hooks=[(LAST, within)])
-        return [*held, device_of_turn()]
-
-    last = torch.device("sim:3")
-    assert list(pipeline_map(model, run, batches)) == [[last, last, None]] * len(batches)
 
 
 def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(
