@@ -282,16 +282,19 @@ def test_of_an_endless_iterator_no_more_is_read_than_needed(model: Any, batches:
     assert_nothing_is_left(model)
 
 
-def test_an_error_of_the_items_comes_after_the_results_before_it(model: Any, batches: Any) -> None:
+@pytest.mark.parametrize(("error", "n_fetched"), [(Failed, 2), (KeyboardInterrupt, 0)])
+def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrupt_at_once(
+    model: Any, batches: Any, error: type[BaseException], n_fetched: int
+) -> None:
     fetched = []
 
     def items() -> Iterator[torch.Tensor]:
         yield from batches[:2]
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         fetched.extend(0 for _ in pipeline_map(model, logits, items(), max_in_flight=2))
-    assert len(fetched) == 2
+    assert len(fetched) == n_fetched
     assert_nothing_is_left(model)
 
 

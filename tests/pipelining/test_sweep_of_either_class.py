@@ -182,7 +182,7 @@ def own_forward(module: Any) -> None:
     vars(module)["forward"] = forward
 
 
-def leave(*args: Any) -> None:
+def leave(*args: Any, **kwargs: Any) -> None:
     """A hook of PyTorch's, or of a hook point, that changes nothing."""
 
 
