@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attending import assert_either_way
 from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
@@ -32,17 +33,16 @@ MASKS["padded"] = padded(MASKS["all"])  # with three pads on the left of one seq
 
 
 def read(
-    model: Any, text: torch.Tensor, mask: torch.Tensor, way: str, step: Step | None = None
+    model: Any, text: torch.Tensor, mask: torch.Tensor, step: Step | None = None
 ) -> tuple[list[torch.Tensor], Any]:
     """Read a text with a cache: some tokens, then one by one, then three; the logits."""
     cache, logits, at = new_kv_cache(model, len(text)), [], 0
-    with tl_devicefix.set_attn_implementation(model, way):
-        for n in (6, *[1] * (N_TOKENS - 9), 3):
-            if step is not None:
-                step(cache, at)
-            part = slice(at, at + n)
-            logits.append(model(text[:, part], past_kv_cache=cache, attention_mask=mask[:, part]))
-            at += n
+    for n in (6, *[1] * (N_TOKENS - 9), 3):
+        if step is not None:
+            step(cache, at)
+        part = slice(at, at + n)
+        logits.append(model(text[:, part], past_kv_cache=cache, attention_mask=mask[:, part]))
+        at += n
     return logits, cache
 
 
@@ -51,13 +51,12 @@ def assert_grows_as_installed(
 ) -> None:
     """The logits of a text, and what is in the cache afterwards, are the same either way."""
 
-    def of(way: str) -> list[Any]:
-        logits, cache = read(model, text, mask.clone(), way, step)
+    def run(model: Any) -> list[Any]:
+        logits, cache = read(model, text, mask.clone(), step)
         contents = [(entry.past_keys, entry.past_values) for entry in cache.entries]
         return [logits, contents, cache.previous_attention_mask, getattr(cache, "cut", [])]
 
-    expected = of("eager")
-    assert_agrees(of("sdpa"), expected)
+    assert_either_way(model, run)
 
 
 @pytest.mark.cover
@@ -88,8 +87,8 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
         places.add(cache[0].past_keys.data_ptr())
 
     monkeypatch.setattr(block, "_rotated", rotate)
-    with torch.no_grad():
-        read(model, text, MASKS["all"], "sdpa", look)
+    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, "sdpa"):
+        read(model, text, MASKS["all"], look)
 
     assert len(places) == 2  # empty, and with room for all
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
@@ -147,19 +146,18 @@ def test_what_is_done_to_a_cache_by_hand(
         assert_grows_as_installed(model, text, MASKS[mask], step)
 
 
+def edit(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, 1] += 1
+    return value
+
+
 @torch.no_grad()
 def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor) -> None:
-    model = on_cpu("llama")
-
-    def edit(value: torch.Tensor, hook: Any) -> torch.Tensor:
-        value[:, 1] += 1
-        return value
-
-    def run(way: str) -> Any:
+    def run(model: Any) -> Any:
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
-            return read(model, text, MASKS["all"], way)[0]
+            return read(model, text, MASKS["all"])[0]
 
-    assert_agrees(run("sdpa"), run("eager"))
+    assert_either_way(on_cpu("llama"), run)
 
 
 def shallow(cache: Any) -> Any:
@@ -205,11 +203,9 @@ def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.
 
 
 def test_with_gradients(on_cpu: Any, text: torch.Tensor) -> None:
-    model = on_cpu("llama")
-
-    def run(way: str) -> Any:
-        logits = torch.cat(read(model, text, MASKS["all"], way)[0], dim=1)
+    def run(model: Any) -> Any:
+        logits = torch.cat(read(model, text, MASKS["all"])[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
-    assert_agrees(run("sdpa"), run("eager"))
+    assert_either_way(on_cpu("llama"), run)

@@ -108,30 +108,17 @@ def test_it_yields_what_run_with_hooks_returns(
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
     assert traces(model) == []
 
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
+    for arguments in (
         {"return_type": "loss", "loss_per_token": True},
         {"return_type": "both"},
         {"stop_at_layer": 3},
         {"stop_at_layer": -1},
-        {"attention_mask": True},
-        {"text": True},
-    ],
-    ids=str,
-)
-def test_with_the_arguments_of_a_forward(
-    arguments: Arguments, on_one: Any, tokens: torch.Tensor
-) -> None:
-    model = on_one("gpt2")
-    texts_or_tokens: Any = tokens
-    if arguments == {"text": True}:
-        texts_or_tokens, arguments = ["w5 w6 w7", "w8"], {"padding_side": "left"}
-    elif "attention_mask" in arguments:
-        arguments = {"attention_mask": padded(tokens)}
-    expected = in_turn(model, texts_or_tokens, RUNS[:5], **arguments)
-    assert_same(list(tl_devicefix.sweep(model, texts_or_tokens, RUNS[:5], **arguments)), expected)
+        {"attention_mask": padded(tokens)},
+        {"padding_side": "left"},
+    ):
+        inputs: Any = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
+        expected = in_turn(model, inputs, RUNS[:5], **arguments)
+        assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
 def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> None:
