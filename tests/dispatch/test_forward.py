@@ -83,7 +83,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-@pytest.mark.cover(("kind", "call"), ("kind", "spread"), ("call", "fails_unpatched"))
+@pytest.mark.cover(("kind", "spread"), ("call", "fails_unpatched"))
 @somewhere
 @pytest.mark.parametrize("call", CALLS)
 def test_it_is_as_on_one_device_and_at_home(
