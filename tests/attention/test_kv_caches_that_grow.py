@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attending import assert_either_way
 from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
@@ -27,24 +28,21 @@ def text() -> torch.Tensor:
     return torch.randint(3, 40, (2, N_TOKENS), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture
-def masks(text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of sequences that are as long, and of one with three pads on the left."""
-    return {"all": torch.ones_like(text), "padded": padded(text)}
+MASKS = {"all": torch.ones(2, N_TOKENS, dtype=torch.long)}
+MASKS["padded"] = padded(MASKS["all"])  # with three pads on the left of one sequence
 
 
 def read(
-    model: Any, text: torch.Tensor, mask: torch.Tensor, way: str, step: Step | None = None
+    model: Any, text: torch.Tensor, mask: torch.Tensor, step: Step | None = None
 ) -> tuple[list[torch.Tensor], Any]:
     """Read a text with a cache: some tokens, then one by one, then three; the logits."""
     cache, logits, at = new_kv_cache(model, len(text)), [], 0
-    with tl_devicefix.set_attn_implementation(model, way):
-        for n in (6, *[1] * (N_TOKENS - 9), 3):
-            if step is not None:
-                step(cache, at)
-            part = slice(at, at + n)
-            logits.append(model(text[:, part], past_kv_cache=cache, attention_mask=mask[:, part]))
-            at += n
+    for n in (6, *[1] * (N_TOKENS - 9), 3):
+        if step is not None:
+            step(cache, at)
+        part = slice(at, at + n)
+        logits.append(model(text[:, part], past_kv_cache=cache, attention_mask=mask[:, part]))
+        at += n
     return logits, cache
 
 
@@ -53,29 +51,28 @@ def assert_grows_as_installed(
 ) -> None:
     """The logits of a text, and what is in the cache afterwards, are the same either way."""
 
-    def of(way: str) -> list[Any]:
-        logits, cache = read(model, text, mask.clone(), way, step)
+    def run(model: Any) -> list[Any]:
+        logits, cache = read(model, text, mask.clone(), step)
         contents = [(entry.past_keys, entry.past_values) for entry in cache.entries]
         return [logits, contents, cache.previous_attention_mask, getattr(cache, "cut", [])]
 
-    expected = of("eager")
-    assert_agrees(of("sdpa"), expected)
+    assert_either_way(model, run)
 
 
-@pytest.mark.cover(("mask", "inference"))
+@pytest.mark.cover
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_and_what_is_in_the_cache(
-    name: str, inference: bool, mask: str, on_cpu: Any, text: torch.Tensor, masks: Any
+    name: str, inference: bool, mask: str, on_cpu: Any, text: torch.Tensor
 ) -> None:
     model = on_cpu(name)
     with torch.inference_mode() if inference else torch.no_grad():
-        assert_grows_as_installed(model, text, masks[mask])
+        assert_grows_as_installed(model, text, MASKS[mask])
 
 
 def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
-    on_cpu: Any, text: torch.Tensor, masks: Any, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, places, rotated = on_cpu("llama"), set(), []
     attention = model.blocks[0].attn
@@ -90,19 +87,19 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
         places.add(cache[0].past_keys.data_ptr())
 
     monkeypatch.setattr(block, "_rotated", rotate)
-    with torch.no_grad():
-        read(model, text, masks["all"], "sdpa", look)
+    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, "sdpa"):
+        read(model, text, MASKS["all"], look)
 
     assert len(places) == 2  # empty, and with room for all
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
 
 
 def test_it_grows_beyond_its_room(
-    on_cpu: Any, text: torch.Tensor, masks: Any, monkeypatch: pytest.MonkeyPatch
+    on_cpu: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
     with torch.no_grad():
-        assert_grows_as_installed(on_cpu("gpt2"), text, masks["padded"])
+        assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
 
 
 def exchange_values(cache: Any) -> None:
@@ -137,7 +134,7 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("how", BY_HAND)
 def test_what_is_done_to_a_cache_by_hand(
-    how: str, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
+    how: str, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor
 ) -> None:
     model, (token, change) = on_cpu("llama"), BY_HAND[how]
 
@@ -146,26 +143,21 @@ def test_what_is_done_to_a_cache_by_hand(
             change(cache)
 
     with mode():
-        assert_grows_as_installed(model, text, masks[mask], step)
+        assert_grows_as_installed(model, text, MASKS[mask], step)
 
 
-def edit_rotated(value: torch.Tensor, hook: Any) -> torch.Tensor:
+def edit(value: torch.Tensor, hook: Any) -> torch.Tensor:
     value[:, 1] += 1
     return value
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_hook_that_edits_rotated_keys(
-    mode: Any, on_cpu: Any, text: torch.Tensor, masks: Any
-) -> None:
-    model = on_cpu("llama")
+@torch.no_grad()
+def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor) -> None:
+    def run(model: Any) -> Any:
+        with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
+            return read(model, text, MASKS["all"])[0]
 
-    @mode()
-    def run(way: str) -> Any:
-        with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit_rotated)]):
-            return read(model, text, masks["all"], way)[0]
-
-    assert_agrees(run("sdpa"), run("eager"))
+    assert_either_way(on_cpu("llama"), run)
 
 
 def shallow(cache: Any) -> Any:
@@ -210,12 +202,10 @@ def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.
     assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
-def test_with_gradients(on_cpu: Any, text: torch.Tensor, masks: Any) -> None:
-    model = on_cpu("llama")
-
-    def run(way: str) -> Any:
-        logits = torch.cat(read(model, text, masks["all"], way)[0], dim=1)
+def test_with_gradients(on_cpu: Any, text: torch.Tensor) -> None:
+    def run(model: Any) -> Any:
+        logits = torch.cat(read(model, text, MASKS["all"])[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
-    assert_agrees(run("sdpa"), run("eager"))
+    assert_either_way(on_cpu("llama"), run)

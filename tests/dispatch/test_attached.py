@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import home_of
-from offloads import some_offload
+from kinds import Spread, home_of
 from torch import nn
 
 
@@ -35,11 +35,7 @@ class Beside(nn.Module):
         return self.inside(residual) + self.probe(residual)
 
 
-class Read(NamedTuple):
-    """Several results of a module."""
-
-    residual: torch.Tensor
-    norms: dict[str, torch.Tensor]
+Read = namedtuple("Read", ["residual", "norms"])
 
 
 class Reader(Probe):
@@ -75,21 +71,32 @@ def attached(request: pytest.FixtureRequest, model: Any, reference: Any) -> tupl
 
 
 @pytest.mark.fails_unpatched
-def test_it_runs_where_its_weights_are(attached: Any, tokens: torch.Tensor) -> None:
+def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_one_device(
+    attached: Any, tokens: torch.Tensor
+) -> None:
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
 
+    model.to("sim:2")
 
-@pytest.mark.cover
-@pytest.mark.parametrize("device", ["sim:0", "sim:3", "cpu"])
-@some_offload
-def test_it_runs_wherever_it_is_beside_offloaded_blocks(
-    device: str, offload: str, load: Any, reference: Any, tokens: torch.Tensor
+    assert_agrees(model(tokens), reference(tokens), torch.device("sim:2"))
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("spread", "device"),
+    [
+        (4, "cpu"),
+        ("all of one device", "cpu"),
+        ("all of one device", "sim:0"),
+        ("some of three devices", "sim:2"),
+    ],
+)
+def test_it_runs_wherever_it_is(
+    spread: Spread, device: str, load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    model, reference = load("llama", offload), copy.deepcopy(reference)
-    if device == "sim:3":
-        device = str(model.placement.devices[-1])
+    model, reference = load("llama", spread), copy.deepcopy(reference)
     for variant, location in ((model, device), (reference, "cpu")):
         variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
         variant.setup()
@@ -98,46 +105,25 @@ def test_it_runs_wherever_it_is_beside_offloaded_blocks(
     assert model.blocks[3].mlp.scale.device == torch.device(device)
 
 
-def test_it_runs_on_the_cpu_if_it_is_there(load: Any, reference: Any, tokens: torch.Tensor) -> None:
-    model, reference = load("llama", n_devices=4), copy.deepcopy(reference)
-    for variant in (model, reference):
-        variant.blocks[3].mlp = Probe(variant.cfg.d_model)
-        variant.setup()
-    assert_agrees(model(tokens), reference(tokens), home_of(model))
-
-
 @pytest.mark.fails_unpatched
 def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(
-    model: Any, reference: Any, tokens: torch.Tensor
+    model: Any, tokens: torch.Tensor
 ) -> None:
-    def read(model: Any) -> list[Any]:
-        model, results = copy.deepcopy(model), []
-        model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)
-        model.setup()
+    model, seen = copy.deepcopy(model), []
+    model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)
+    model.setup()
 
-        def hook(activation: torch.Tensor, hook: Any) -> None:
-            read = model.blocks[4].reader(activation)
-            assert type(read) is Read
-            results.extend([activation, read.residual, read.norms["norm"]])
+    def hook(activation: torch.Tensor, hook: Any) -> None:
+        read = model.blocks[4].reader(activation)
+        scaled = activation * model.blocks[4].reader.scale.to(activation.device)
+        assert type(read) is Read
+        assert read.residual.device == read.norms["norm"].device == activation.device
+        assert_agrees([read.residual, read.norms["norm"]], [scaled, scaled.norm(dim=-1)])
+        seen.append(activation.device)
 
-        model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_mlp_out", hook)])
-        return results
+    model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_mlp_out", hook)])
 
-    results = read(model)
-
-    assert {tensor.device for tensor in results} == {model.placement.device_of("blocks.4")}
-    assert_agrees(results, read(reference))
-
-
-@pytest.mark.parametrize("target", ["cpu", "sim:2"])
-def test_it_follows_a_model_that_is_gathered_on_one_device(
-    target: str, attached: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = attached
-    model.to(target)
-
-    assert_agrees(model(tokens), reference(tokens), torch.device(target))
-    assert all("forward" not in vars(module) for module in model.modules())
+    assert seen == [model.placement.device_of("blocks.4")] != [home_of(model)]
 
 
 def test_a_forward_of_its_own_comes_back_when_it_is_removed(

@@ -5,17 +5,19 @@ What hooks do most often is in tests/surface.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
+from hf_models import N_LAYERS
 from kinds import home_of
 
 import tl_devicefix
 
 LAST = "blocks.4.hook_resid_post"
+Script = Callable[[Any, torch.Tensor], Any]
 
 
 # --------------------------------------------------------------------------------------------
@@ -60,85 +62,87 @@ def by_a_gradient(a: torch.Tensor, zeros: Any) -> Any:
     return leaf.grad
 
 
+def changed_buffers(model: Any, tokens: torch.Tensor) -> Any:
+    ways = (into_several, into_a_view, by_keyword, by_batch_norm, by_an_evaluated_batch_norm)
+    results: dict[str, Any] = {}
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, device=model.cfg.device)
+
+    def look(activation: torch.Tensor, hook: Any) -> None:
+        results.update({way.__name__: way(activation, zeros) for way in (*ways, by_a_gradient)})
+
+    with torch.no_grad():
+        model.run_with_hooks(tokens, fwd_hooks=[(LAST, look)])
+    return results
+
+
+# --------------------------------------------------------------------------------------------
+# More scripts that give what they give on one device
+
+
+def a_vector_that_changes_between_two_uses(model: Any, tokens: torch.Tensor) -> Any:
+    vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
+
+    def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        steered = activation + vector
+        vector[::2] += 1
+        return steered * vector
+
+    return model.run_with_hooks(tokens, fwd_hooks=[(LAST, steer)])
+
+
+def a_vector_that_is_used_without_a_graph_first(model: Any, tokens: torch.Tensor) -> Any:
+    vector = torch.ones(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
+
+    def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        with torch.no_grad():
+            scale = (activation * vector).norm()
+        return activation + scale * vector
+
+    model.run_with_hooks(tokens, fwd_hooks=[(LAST, steer)], return_type="loss").backward()
+    return vector.grad
+
+
+def a_mask_that_is_edited_between_blocks(model: Any, tokens: torch.Tensor) -> Any:
+    mask = torch.ones_like(tokens, device=model.cfg.device)
+
+    def pad(value: torch.Tensor, hook: Any) -> None:
+        mask[0, :2] = 0
+
+    hooks = [(f"blocks.{N_LAYERS - 2}.hook_resid_post", pad)]
+    return model.run_with_hooks(tokens, attention_mask=mask, fwd_hooks=hooks)
+
+
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
-    "change",
+    "script",
     [
-        *(into_several, into_a_view, by_keyword),
-        *(by_batch_norm, by_an_evaluated_batch_norm, by_a_gradient),
+        *(changed_buffers, a_vector_that_changes_between_two_uses),
+        *(a_vector_that_is_used_without_a_graph_first, a_mask_that_is_edited_between_blocks),
     ],
 )
-def test_a_buffer_at_home_that_a_hook_changes(
-    change: Any, model: Any, reference: Any, tokens: torch.Tensor
+def test_hooks_that_use_and_change_what_is_at_home(
+    script: Script, model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    def run(model: Any) -> Any:
-        results = []
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(*shape, device=model.cfg.device)
-
-        def look(activation: torch.Tensor, hook: Any) -> None:
-            results.append(change(activation, zeros))
-
-        with torch.no_grad():
-            model.run_with_hooks(tokens, fwd_hooks=[(LAST, look)])
-        return results
-
-    assert_agrees(run(model), run(reference))
-
-
-@pytest.mark.fails_unpatched
-def test_a_tensor_that_is_changed_between_two_uses_counts_as_it_is(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> torch.Tensor:
-        vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
-
-        def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-            steered = activation + vector
-            vector[::2] += 1
-            return steered * vector
-
-        return model.run_with_hooks(tokens, fwd_hooks=[(LAST, steer)])
-
-    assert_agrees(run(model), run(reference), home_of(model))
-
-
-@pytest.mark.fails_unpatched
-def test_a_tensor_that_is_used_without_a_graph_first_is_in_the_graph_afterwards(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> torch.Tensor | None:
-        vector = torch.ones(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
-
-        def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-            with torch.no_grad():
-                scale = (activation * vector).norm()
-            return activation + scale * vector
-
-        hooks = [(LAST, steer)]
-        model.run_with_hooks(tokens, fwd_hooks=hooks, return_type="loss").backward()
-        return vector.grad
-
-    assert_agrees(run(model), run(reference), home_of(model))
+    assert_agrees(script(model, tokens), script(reference, tokens))
 
 
 @pytest.mark.parametrize("spread", [1, 4])
 def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
     model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor
 ) -> None:
-    def run(model: Any, within: Any) -> torch.Tensor:
+    def run(model: Any) -> torch.Tensor:
         _, clean = model.run_with_cache(other_tokens)
 
         def change(activation: torch.Tensor, hook: Any) -> torch.Tensor:
             return activation + clean[hook.name] + (activation @ model.W_U) @ model.W_U.T
 
-        with within:
-            return model.run_with_hooks(tokens, fwd_hooks=[(LAST, change)])
+        return model.run_with_hooks(tokens, fwd_hooks=[(LAST, change)])
 
-    assert_agrees(
-        run(model, tl_devicefix.gather_on("cpu")), run(reference, nullcontext()), home_of(model)
-    )
+    with tl_devicefix.gather_on("cpu"):
+        actual = run(model)
+    assert_agrees(actual, run(reference), home_of(model))
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -165,10 +169,7 @@ def test_a_hook_that_uses_a_tensor_of_no_device_of_the_model_is_named(
         model(tokens, return_type="loss").backward()
 
 
-@pytest.mark.parametrize("spread", [1, 4])
-def test_an_error_of_the_hook_itself_is_the_user_s_own(
-    model: Any, tokens: torch.Tensor, spread: int
-) -> None:
+def test_an_error_of_the_hook_itself_is_the_user_s_own(model: Any, tokens: torch.Tensor) -> None:
     def fail(value: torch.Tensor, hook: Any) -> None:
         raise RuntimeError("mine")
 
@@ -186,8 +187,7 @@ def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(
 
     model.move_model_modules_to_device()
 
-    expected = reference.run_with_hooks(
-        tokens, fwd_hooks=[(LAST, lambda value, hook: value + vector.cpu())]
-    )
+    hook = (LAST, lambda value, hook: value + vector.cpu())
+    expected = reference.run_with_hooks(tokens, fwd_hooks=[hook])
     assert_agrees(model(tokens), expected, home_of(model))
     assert {str(p.device) for p in model.parameters()} == {f"sim:{i}" for i in range(4)}

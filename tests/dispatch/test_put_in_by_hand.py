@@ -57,16 +57,11 @@ def masks(model: Any) -> None:
         block.attn.mask = model.blocks[-1].attn.mask
 
 
-def rotary_tables(model: Any) -> None:
-    for block in model.blocks:
-        block.attn.rotary_sin = model.blocks[-1].attn.rotary_sin
-
-
-MOVED = (a_parameter, data, a_module, masks, rotary_tables)
+MOVED = (a_parameter, data, a_module, masks)
 SHARED = (a_module_that_two_blocks_share, a_parameter_that_two_blocks_share)
-OF_HOOKED_TRANSFORMER = (masks, rotary_tables, a_module, a_module_that_two_blocks_share)
-"""A Bridge has masks and rotary tables at home, and accelerate's hooks go with its modules, to the
-device that these come from."""
+OF_HOOKED_TRANSFORMER = (masks, a_module, a_module_that_two_blocks_share)
+"""A Bridge has masks at home, and accelerate's hooks go with its modules, to the device that these
+come from."""
 
 
 @contextlib.contextmanager
@@ -109,7 +104,7 @@ def test_it_runs_as_on_one_device(
         assert_agrees(logits_and_gradients(model, tokens.to("sim:0")), expected)
 
 
-@pytest.mark.parametrize("put", [a_parameter, data], **by_name)
+@pytest.mark.parametrize("put", [data], **by_name)
 def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_until_then(
     put: Put, over_devices: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
@@ -130,7 +125,7 @@ def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_
     assert "device" not in {finding.kind for finding in check(model).findings}
 
 
-@pytest.mark.parametrize("put", [a_parameter, data, masks], **by_name)
+@pytest.mark.parametrize("put", [a_parameter, masks], **by_name)
 def test_the_line_that_the_warning_says_does_without_it(
     put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS
-from kinds import everywhere, home_of
+from kinds import home_of
 from packaging.version import Version
 from transformer_lens import ActivationCache
 
@@ -55,11 +55,6 @@ def test_old_results_of_heads_in_a_plain_dict_are_replaced(
     assert_agrees(stacked(model), stacked(reference), home_of(model))
 
 
-def test_it_holds_for_its_own_thread_only(model: Any) -> None:
-    with gather_on("cpu"), ThreadPoolExecutor(1) as threads:
-        assert threads.submit(lambda: model.W_Q.device).result() == home_of(model)
-
-
 def test_functional_gradients_of_gathered_weights(model: Any, reference: Any) -> None:
     def gradient(model: Any) -> dict[str, torch.Tensor]:
         def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -71,14 +66,19 @@ def test_functional_gradients_of_gathered_weights(model: Any, reference: Any) ->
     assert_agrees(gradient(model), gradient(reference))
 
 
-def test_another_device_than_home_or_the_cpu(model: Any) -> None:
+def test_another_device_than_home_or_the_cpu_within_it_and_in_its_thread(model: Any) -> None:
     with gather_on("sim:2"):
         assert model.W_Q.device == torch.device("sim:2")
-        with gather_on(1):
+        with gather_on(1), ThreadPoolExecutor(1) as threads:
             assert model.OV.A.device == torch.device("sim:1")
+            assert threads.submit(lambda: model.W_Q.device).result() == home_of(model)
         assert model.W_Q.device == torch.device("sim:2")
     with pytest.raises(ValueError, match="'sim:9' does not exist"), gather_on("sim:9"):
         pass
+
+
+class NoMemory:
+    available = 1000
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_copied(
@@ -86,36 +86,22 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(
 ) -> None:
     monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + 1000] * 4)
     machine.reset_transfers()
-
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"model\.W_in is .* KiB, but sim:0.* has 1000 bytes"
-    ):
+    message = r"model\.W_in is .* KiB, but sim:0.* has 1000 bytes"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
         _ = model.W_in
-
     assert machine.transfers == []
-    with gather_on("cpu"):
-        assert model.W_in.device == CPU
 
-
-def test_weights_of_grouped_heads_need_room_for_each_head_s_copy_too(
-    model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Weights of grouped heads need room for each head's copy too.
     stored = sum(block.attn._W_K.nbytes for block in model.blocks)
     monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + stored] * 4)
-
     with pytest.raises(torch.OutOfMemoryError, match=r"model\.W_K is .*, but sim:0"):
         _ = model.W_K
 
-
-def test_what_cannot_fit_into_host_memory_is_refused_too(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class NoMemory:
-        available = 1000
-
-    monkeypatch.setattr(tl_devicefix.gathering.gathering.psutil, "virtual_memory", NoMemory)
-    with pytest.raises(torch.OutOfMemoryError, match=r"block by block"), gather_on("cpu"):
-        _ = model.W_in
+    with gather_on("cpu"):
+        assert model.W_in.device == CPU
+        monkeypatch.setattr(tl_devicefix.gathering.gathering.psutil, "virtual_memory", NoMemory)
+        with pytest.raises(torch.OutOfMemoryError, match="block by block"):
+            _ = model.W_in
 
 
 # --------------------------------------------------------------------------------------------
@@ -125,8 +111,15 @@ RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 LAST = RESIDUALS[-1]
 
 
-@pytest.mark.cover(("kind", "fails_unpatched"))
-@everywhere
+@pytest.mark.parametrize(
+    ("kind", "spread"),
+    [
+        pytest.param("llama", 4, marks=pytest.mark.fails_unpatched),
+        pytest.param("bloom", 3, marks=pytest.mark.fails_unpatched),
+        pytest.param("attention-only", 4, marks=pytest.mark.fails_unpatched),
+        *(("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("gpt2", 1)),
+    ],
+)
 def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     expected = reference.run_with_cache(tokens)
 
@@ -152,22 +145,14 @@ def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
     assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
 
 
-def test_a_slice_s_activations_stay_where_they_were_computed(
-    model: Any, tokens: torch.Tensor
-) -> None:
-    _, cache = model.run_with_cache(tokens)
-
-    of_slice = cache.apply_slice_to_batch_dim(0).cache_dict
-
-    assert of_slice[LAST].device == home_of(model)
-    for name, activation in cache.cache_dict.stored().items():
-        assert of_slice.stored()[name].device == activation.device
-
-
-def test_reading_a_cache_leaves_nothing_behind_at_home(
+def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
     model: Any, machine: Any, tokens: torch.Tensor
 ) -> None:
     _, cache = model.run_with_cache(tokens)
+    of_slice = cache.apply_slice_to_batch_dim(0).cache_dict
+    assert of_slice[LAST].device == home_of(model)
+    for name, activation in cache.cache_dict.stored().items():
+        assert of_slice.stored()[name].device == activation.device
     before = [machine.memory_allocated(device) for device in machine.devices]
 
     for name, activation in cache.items():
@@ -199,27 +184,20 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_of_a_cache_is_at_home_too(
-    copied: Any, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_copy_of_a_cache_is_at_home_too(model: Any, reference: Any, tokens: torch.Tensor) -> None:
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     _, expected = reference.run_with_cache(tokens, **options)
-    _, cache = model.run_with_cache(tokens, **options)
-    assert LAST in cache
-    assert len(cache) == N_LAYERS
+    for copied in COPIES.values():
+        _, cache = model.run_with_cache(tokens, **options)
+        assert LAST in cache
+        assert len(cache) == N_LAYERS
+        assert cache.pop("none", None) is cache.get("none") is None
+        with pytest.raises(KeyError, match="none"):
+            cache.pop("none")
 
-    actual = copied(cache)
+        actual = copied(cache)
 
-    assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
-
-
-def test_a_name_that_a_cache_lacks(model: Any, tokens: torch.Tensor) -> None:
-    _, cache = model.run_with_cache(tokens, return_cache_object=False)
-
-    assert cache.pop("none", None) is cache.get("none") is None
-    with pytest.raises(KeyError, match="none"):
-        cache.pop("none")
+        assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
 
 
 def test_a_cache_can_be_saved_and_loaded(
@@ -232,17 +210,3 @@ def test_a_cache_can_be_saved_and_loaded(
     loaded = torch.load(tmp_path / "cache.pt", map_location="cpu")
 
     assert_agrees(loaded, reference.run_with_cache(tokens, **options)[1])
-
-
-def test_a_cache_that_the_user_brings_holds_plain_tensors_where_they_were_computed(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    mine: dict[str, torch.Tensor] = {}
-
-    cache, forward, _ = model.get_caching_hooks(cache=mine)
-    with model.hooks(fwd_hooks=forward):
-        model(tokens)
-
-    assert cache is mine
-    assert_agrees(mine, dict(reference.run_with_cache(tokens)[1].items()))
-    assert mine[LAST].device == model.placement.device_of(LAST) != home_of(model)

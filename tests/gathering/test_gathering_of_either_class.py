@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,32 +32,22 @@ def test_weights_are_read_on_the_chosen_device(
     assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
 
 
-@pytest.mark.parametrize("name", ["W_Q", "W_in"])
-def test_stacked_weights_are_one_copy_where_they_are_read(
-    name: str, machine: Any, folded: Any
-) -> None:
+def test_nothing_but_what_is_read_is_made_where_it_is_read(machine: Any, folded: Any) -> None:
     model = folded("gpt2", 4)
-    for device, n_copies in (("sim:0", 1), ("cpu", 0)):
+
+    def made_at_home(device: str, read: Callable[[], Any]) -> int:
         before = machine.memory_allocated(0)
         machine.reset_peak_memory_stats(0)
         with gather_on(device):
-            weight = getattr(model, name)
-        assert machine.max_memory_allocated(0) - before == n_copies * weight.nbytes
+            read()
+        return machine.max_memory_allocated(0) - before
 
-
-def test_scores_are_computed_where_they_are_read(machine: Any, folded: Any) -> None:
-    model = folded("gpt2", 4)
-    before = machine.memory_allocated(0)
-    machine.reset_peak_memory_stats(0)
-    with gather_on("cpu"):
-        model.all_composition_scores("K")
-    assert machine.max_memory_allocated(0) - before < model.W_Q.nbytes / 4
-
-
-def test_the_directions_of_tokens_are_copied_and_not_the_unembedding(
-    machine: Any, folded: Any
-) -> None:
-    model = folded("gpt2", 4)
+    for name in ("W_Q", "W_in"):
+        weight = getattr(model, name)
+        assert made_at_home("sim:0", lambda name=name: getattr(model, name)) == weight.nbytes
+        assert made_at_home("cpu", lambda name=name: getattr(model, name)) == 0
+    scores = made_at_home("cpu", lambda: model.all_composition_scores("K"))
+    assert scores < model.W_Q.nbytes / 4
     machine.reset_transfers()
     with gather_on("cpu"):
         directions = model.tokens_to_residual_directions(5)
@@ -138,33 +129,25 @@ def test_a_plain_dict_is_read_at_home_and_left_as_it_is(
 
 @pytest.mark.parametrize("device", ["cpu", "sim:3"])
 def test_a_cache_that_was_moved_is_read_where_it_is(
-    model: Any, tokens: torch.Tensor, device: str
+    model: Any, machine: Any, tokens: torch.Tensor, device: str
 ) -> None:
     tokens, read_on = tokens.to(model.cfg.device), torch.device(device)
     kept = keep(model, tokens)
     _, cached = model.run_with_cache(tokens)
+    machine.reset_transfers()
+    moved = cached.to(device)
+    assert {transfer.target for transfer in machine.transfers} == {read_on}  # and not home
     for cache in (
         ActivationCache(kept, model).to(device),
         ActivationCache({name: value.to(device) for name, value in kept.items()}, model),
         model.run_with_cache(tokens, device=device)[1],
-        cached.to(device),
+        moved,
     ):
         assert cache["resid_post", 4].device == read_on
         assert {value.device for value in cache.values()} == {read_on}
         assert cache.stack_activation("resid_post").device == read_on
     of_one_block = ActivationCache(keep(model, tokens, 4), model).to(device)
     assert of_one_block["resid_post", 4].device == read_on
-
-
-def test_a_cache_goes_from_device_to_device_and_not_by_way_of_home(
-    model: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    _, cache = model.run_with_cache(tokens.to(model.cfg.device))
-    machine.reset_transfers()
-
-    cache.to("sim:1")
-
-    assert {transfer.target for transfer in machine.transfers} == {torch.device("sim:1")}
 
 
 def test_methods_that_change_a_plain_dict_leave_it_where_it_is(
@@ -192,68 +175,7 @@ def test_its_model_may_be_anything_that_has_what_is_read() -> None:
     assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))
 
 
-# --------------------------------------------------------------------------------------------
-# A Bridge that accelerate has dispatched: weights by name, edges, and copies
-
-a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
-
-
-@a_bridge
-@pytest.mark.fails_unpatched
-def test_weights_by_name_are_read_at_home(machine: Any, over_devices: Any, on_one: Any) -> None:
-    weights, expected = (of("llama").tl_parameters() for of in (over_devices, on_one))
-
-    assert_agrees(dict(weights.items()), dict(expected.items()), machine.devices[0])
-
-
-class Borrowing:
-    """An object that is no Bridge, and has all that one has."""
-
-    def __init__(self, bridge: Any) -> None:
-        self.bridge = bridge
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.bridge, name)
-
-
-@a_bridge
-def test_an_object_of_another_class_may_borrow_its_methods(over_devices: Any) -> None:
-    from transformer_lens.model_bridge import TransformerBridge
-
-    bridge = over_devices("llama")
-    borrowing: Any = Borrowing(bridge)
-
-    stack = TransformerBridge._stack_block_params(borrowing, "attn.W_O")
-    weights = TransformerBridge.get_params(borrowing)
-
-    assert torch.equal(stack, bridge.W_O)
-    assert_agrees(dict(weights.items()), dict(bridge.get_params().items()))
-
-
-@a_bridge
-@pytest.mark.fails_unpatched
-def test_edges_are_attributed_across_devices(
-    machine: Any, over_devices: Any, on_one: Any, tokens: torch.Tensor
-) -> None:
-    analysis = pytest.importorskip("transformer_lens.tools.analysis")
-    if not hasattr(analysis, "faithfulness"):
-        pytest.skip("this TransformerLens refuses edges")
-
-    def scores(bridge: Any) -> dict[str, float]:
-        clean = tokens[:1, :2].to(bridge.cfg.device)
-        result = analysis.attribution_patch(
-            bridge,
-            clean,
-            clean.flip(1),
-            lambda logits: logits[0, -1, 5],
-            analysis.EdgeAttributionConfig("edge"),
-        )
-        return {str(edge): score for edge, score in result.edge_scores.items()}
-
-    assert_agrees(scores(over_devices("gpt2")), scores(on_one("gpt2")))
-
-
-@a_bridge
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
 @pytest.mark.fails_unpatched
 def test_a_deep_copy_changes_alone(over_devices: Any) -> None:
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""

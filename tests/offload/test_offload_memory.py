@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from kinds import home_of
-from offloads import HOST, every_kind, offloaded_blocks, some_offload, weights_of
+from offloads import HOST, offloaded_blocks, some_offload, weights_of
 
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.simulation.machine import Machine
 
 
-@every_kind
-@some_offload
+@pytest.mark.parametrize(
+    ("kind", "offload"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
+)
 def test_a_forward_copies_the_weights_of_each_offloaded_block_once(
-    offload: str, model: Any, at_home: torch.Tensor, transfers_of: Any
+    model: Any, at_home: torch.Tensor, transfers_of: Any
 ) -> None:
     away = [model.blocks[layer] for layer in offloaded_blocks(model)]
 
@@ -32,7 +33,7 @@ def test_a_forward_copies_the_weights_of_each_offloaded_block_once(
 
 @pytest.mark.parametrize("offload", ["all of one device"])
 def test_the_next_block_is_on_its_way_before_a_block_computes(
-    offload: str, model: Any, at_home: torch.Tensor, machine: Machine
+    model: Any, at_home: torch.Tensor, machine: Machine
 ) -> None:
     n_layers, n_weights = model.cfg.n_layers, len(list(model.blocks[0].parameters()))
     machine.reset_transfers()
@@ -50,10 +51,9 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(
     assert sent["resid_post"] == sent["resid_pre"]
 
 
-@every_kind
 @some_offload
 def test_two_visiting_blocks_at_a_time_are_on_a_device(
-    offload: str, model: Any, tokens: torch.Tensor, machine: Machine
+    model: Any, tokens: torch.Tensor, machine: Machine
 ) -> None:
     one_token = tokens[:1, :1].to(home_of(model))  # whose activations are less than any block
     placement = model.placement
@@ -75,7 +75,7 @@ def test_two_visiting_blocks_at_a_time_are_on_a_device(
 
 @pytest.mark.parametrize("offload", ["all of one device"])
 def test_a_backward_brings_back_less_than_two_blocks_at_a_time(
-    offload: str, model: Any, tokens: torch.Tensor, machine: Machine
+    model: Any, tokens: torch.Tensor, machine: Machine
 ) -> None:
     logits = model(tokens[:1, :1].to(home_of(model)))
     n_bytes = machine.memory_allocated(0) + sum(
@@ -89,16 +89,15 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(
     assert block / 8 < machine.max_memory_allocated(0) - n_bytes < 2 * block
 
 
-@some_offload
 def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded(
-    offload: str, load: Any, tokens: torch.Tensor, machine: Machine
+    load: Any, machine: Machine
 ) -> None:
     gc.collect()
     for device in machine.devices:
         machine.reset_peak_memory_stats(device)
     before = [machine.memory_allocated(device) for device in machine.devices]
 
-    placement = load("llama", offload).placement
+    placement = load("llama", "some of three devices").placement
 
     folding = working_room(placement, torch.float32)
     for device in placement.devices:

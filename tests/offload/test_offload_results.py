@@ -14,30 +14,16 @@ import torch
 from architectures import NO_PROCESSING
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
-from offloads import HOST, assert_at_rest, every_kind, some_offload
+from offloads import HOST, assert_at_rest, every_kind
 
 import tl_devicefix
 from tl_devicefix.offload.copying import keeping_on_host
 from tl_devicefix.simulation.machine import Machine
 
 
-@some_offload
-def test_one_block_may_be_run_by_itself(
-    offload: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    residual = reference(tokens, stop_at_layer=1)
-
-    of_block = model.blocks[1](residual.to(model.placement.device_of("blocks.1")))
-
-    assert_agrees(of_block, reference.blocks[1](residual))
-    assert_at_rest(model)
-
-
-@pytest.mark.cover
-@every_kind
-@some_offload
+@pytest.mark.parametrize("offload", ["some of three devices"])
 def test_analyses_read_weights_and_caches_at_home(
-    kind: str, offload: str, model: Any, reference: Any, tokens: torch.Tensor
+    model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     _, cache = model.run_with_cache(tokens)
     _, expected = reference.run_with_cache(tokens)
@@ -51,8 +37,7 @@ def test_analyses_read_weights_and_caches_at_home(
         lambda model, cache: cache.get_full_resid_decomposition(expand_neurons=False),
     ):
         assert_agrees(read(model, cache), read(reference, expected), home_of(model))
-    stored = getattr(cache.cache_dict, "stored", cache.cache_dict.copy)()  # plain on one device
-    for name, activation in stored.items():
+    for name, activation in cache.cache_dict.stored().items():
         if name.endswith("hook_result"):
             assert activation.device == model.placement.device_of(name)
     assert model.blocks[1].attn.W_Q.device == HOST
@@ -64,9 +49,9 @@ def test_analyses_read_weights_and_caches_at_home(
 # Hooks
 
 
-@some_offload
+@pytest.mark.parametrize("offload", ["some of three devices"])
 def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
-    offload: str, model: Any, reference: Any, tokens: torch.Tensor
+    model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
     are_together = set()
 
@@ -86,14 +71,13 @@ def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_
     assert are_together == {True}
 
 
-@pytest.mark.cover(("offload", "layer"))
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("layer", [1, 3])
-@some_offload
+@pytest.mark.parametrize(
+    ("offload", "layer", "error"),
+    [("all of one device", 1, ValueError), ("some of three devices", 3, KeyboardInterrupt)],
+)
 def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
-    offload: str, layer: int, error: Any, model: Any, reference: Any,
-    tokens: torch.Tensor, machine: Machine,
-) -> None:  # fmt: skip
+    layer: int, error: Any, model: Any, reference: Any, tokens: torch.Tensor, machine: Machine
+) -> None:
     def fail(activation: torch.Tensor, hook: Any) -> None:
         raise error("as it was told")
 
@@ -142,14 +126,11 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
 # Gradients arrive at the parameters on the host; training is what it is elsewhere
 
 
-@some_offload
-def test_training_is_the_same(
-    offload: str, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    model, reference = load("llama", offload), copy.deepcopy(reference)
+def test_training_is_the_same(load: Any, reference: Any, tokens: torch.Tensor) -> None:
+    model, reference = load("llama", "some of three devices"), copy.deepcopy(reference)
     for variant in (model, reference):
         optimiser = torch.optim.AdamW(variant.parameters(), lr=1e-2)
-        for _ in range(3):
+        for _ in range(2):
             optimiser.zero_grad()
             variant(tokens, return_type="loss").backward()
             torch.nn.utils.clip_grad_norm_(variant.parameters(), 1.0)
@@ -192,15 +173,10 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
         result.sum().backward()
 
 
-# --------------------------------------------------------------------------------------------
-# A model that is changed
-
-
-@some_offload
 def test_weights_are_processed_on_the_device_and_kept_on_the_host(
-    offload: str, load: Any, reference: Any, tokens: torch.Tensor
+    load: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    model = load("llama", offload, **NO_PROCESSING)
+    model = load("llama", "some of three devices", **NO_PROCESSING)
 
     model.process_weights_()
 

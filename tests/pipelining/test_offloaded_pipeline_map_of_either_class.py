@@ -12,16 +12,7 @@ from comparison import assert_bit_equal
 from either_class import BRIDGE
 from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
 from racing import asynchronous
-from runs_of_users import (
-    LAST,
-    Run,
-    generated,
-    gradients_of_activations,
-    gradients_of_weights,
-    logits,
-    some_of_the_cache,
-    steered_at_a_block_elsewhere,
-)
+from runs_of_users import LAST, Run, generated, gradients_of_weights, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
@@ -84,16 +75,17 @@ def blocks_in_another_order(model: Any, batch: torch.Tensor) -> Any:
     return residual
 
 
-RUNS = (
-    *(some_of_the_cache, steered_at_a_block_elsewhere, generated, gradients_of_activations),
-    *(gradients_of_weights, forwards_within_forwards, parts_of_the_model),
-)
 OF_HOOKED = (blocks_in_another_order,)
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
-@pytest.mark.parametrize("run", [*RUNS, *OF_HOOKED], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    ("run", "device_map"),
+    [
+        *((generated, ON_TWO), (gradients_of_weights, ON_ONE), (forwards_within_forwards, ON_TWO)),
+        *((parts_of_the_model, ON_ONE), (blocks_in_another_order, ON_ONE)),
+    ],
+)
 def test_results_are_those_of_a_loop_bit_for_bit(
     either_machine: Any, offloaded: Any, batches: Any, cls: str, device_map: Any, run: Run
 ) -> None:
@@ -124,11 +116,10 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
 
 
 @NOT_BEHIND
-@pytest.mark.parametrize("device_map", [ON_ONE, ON_TWO], ids=["one device", "two devices"])
 def test_two_blocks_at_a_time_are_on_a_device(
-    either_machine: Machine, offloaded: Any, tokens: torch.Tensor, device_map: Any
+    either_machine: Machine, offloaded: Any, tokens: torch.Tensor
 ) -> None:
-    model = offloaded(device_map)
+    model = offloaded(ON_TWO)
     one_token = tokens[:1, :1].to(model.cfg.device)  # whose activations are less than any block
     block, placement = max(offloaded_bytes(model)), model.placement
     runs_on = [component.device for component in placement.components if component.offloaded]

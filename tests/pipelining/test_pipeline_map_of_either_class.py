@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import runs_of_users
 import torch
 import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
-from runs_of_users import LAST, RUNS, Run, a_number_that_is_waited_for, logits
+from runs_of_users import LAST, Run, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
-from tl_devicefix.dispatch.scheduler import device_of_turn
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.placement.workers import CallersState
 
@@ -48,11 +48,25 @@ def assert_nothing_is_left(model: Any) -> None:
         assert not point.bwd_hooks
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_results_are_those_of_a_loop_bit_for_bit(model: Any, batches: Any, run: Run) -> None:
-    expected = [run(model, batch) for batch in batches]
+FORWARDS = (
+    *(runs_of_users.some_of_the_cache, runs_of_users.steered_at_a_block_elsewhere),
+    *(runs_of_users.generated, runs_of_users.with_a_mask),
+)
+WAITING = (runs_of_users.a_number_that_is_waited_for, runs_of_users.a_forward_within_a_hook)
+GRADIENTS = (
+    *(runs_of_users.gradients_of_activations, runs_of_users.gradients_of_weights),
+    runs_of_users.gradients_without_backward,
+)
 
-    assert_bit_equal(list(pipeline_map(model, run, batches, 3)), expected)
+
+@pytest.mark.parametrize("runs", [FORWARDS, WAITING, GRADIENTS])
+def test_results_are_those_of_a_loop_bit_for_bit(model: Any, batches: Any, runs: Any) -> None:
+    def all_of_them(model: Any, batch: torch.Tensor) -> dict[str, Any]:
+        return {run.__name__: run(model, batch) for run in runs}
+
+    expected = [all_of_them(model, batch) for batch in batches[:3]]
+
+    assert_bit_equal(list(pipeline_map(model, all_of_them, batches[:3], 2)), expected)
 
     assert_nothing_is_left(model)
 
@@ -80,31 +94,6 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
     assert next(pipeline_map(model, run, [0, 1], max_in_flight=2))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_forward_within_a_hook_leaves_the_run_the_device_that_it_had(
-    model: Any, batches: Any, fails: bool
-) -> None:
-    def fail(activation: torch.Tensor, hook: Any) -> None:
-        if fails:
-            raise Failed
-
-    def run(view: Any, batch: torch.Tensor) -> list[torch.device | None]:
-        held = []
-
-        def within(activation: torch.Tensor, hook: Any) -> None:
-            held.append(device_of_turn())
-            with contextlib.suppress(Failed), view.hooks(fwd_hooks=[("hook_embed", fail)]):
-                view(batch, stop_at_layer=1)
-            held.append(device_of_turn())
-
-        view.run_with_hooks(batch, fwd_hooks=[(LAST, within)])
-        return [*held, device_of_turn()]
-
-    for before, after, at_the_end in pipeline_map(model, run, batches):
-        assert before == after == torch.device("sim:3")
-        assert at_the_end is None
-
-
 def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(
     model: Any, batches: Any
 ) -> None:
@@ -128,28 +117,21 @@ def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(
     assert not model.hook_dict[LAST].ctx
 
 
-def draws_after_a_seed_of_its_own(model: Any, batch: torch.Tensor) -> Any:
-    torch.manual_seed(int(batch.sum()))
-    return model(batch), torch.rand(3), torch.randn(2, device=model.cfg.device)
-
-
-def draws_from_what_runs_before_it_left(model: Any, batch: torch.Tensor) -> Any:
-    out = model(batch)
-    return out + torch.nn.functional.dropout(torch.ones_like(out), training=True)
-
-
 def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model.generate(
         batch[:1].to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
     )
 
 
-@pytest.mark.parametrize(
-    "run",
-    [draws_after_a_seed_of_its_own, draws_from_what_runs_before_it_left, samples_tokens],
-    ids=lambda run: run.__name__,
-)
-def test_random_numbers_are_those_of_a_loop(model: Any, batches: Any, run: Run) -> None:
+def test_random_numbers_are_those_of_a_loop(model: Any, batches: Any) -> None:
+    def run(model: Any, batch: torch.Tensor) -> Any:
+        """Draws from what the run before it left, and after a seed of its own."""
+        out = model(batch)
+        dropped = out + torch.nn.functional.dropout(torch.ones_like(out), training=True)
+        sampled = samples_tokens(model, batch)
+        torch.manual_seed(int(batch.sum()))
+        return dropped, sampled, torch.rand(3), torch.randn(2, device=model.cfg.device)
+
     torch.manual_seed(3)
     expected = [run(model, batch) for batch in batches[:3]]
     left = torch.get_rng_state()
@@ -239,17 +221,20 @@ def what_is_in_force(model: Any, batch: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model: Any, name: str) -> None:
+def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model: Any) -> None:
     outside = what_is_in_force(model, None)
-    with STATES[name]():
-        expected = what_is_in_force(model, None)
-        assert list(pipeline_map(model, what_is_in_force, [0, 1])) == [expected] * 2
+    expected, actual = {}, {}
+    for name, state in STATES.items():
+        with state():
+            expected[name] = [what_is_in_force(model, None)] * 2
+            actual[name] = list(pipeline_map(model, what_is_in_force, [0, 1]))
+    assert actual == expected
     assert list(pipeline_map(model, what_is_in_force, [0])) == [outside]
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 4])
-@pytest.mark.parametrize(("error", "raised_as"), [(Failed, Failed), (StopIteration, RuntimeError)])
+@pytest.mark.parametrize(
+    ("error", "raised_as", "max_in_flight"), [(Failed, Failed, 4), (StopIteration, RuntimeError, 1)]
+)
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     model: Any, batches: Any, error: Any, raised_as: Any, max_in_flight: int
 ) -> None:
@@ -297,9 +282,9 @@ def test_of_an_endless_iterator_no_more_is_read_than_needed(model: Any, batches:
     assert_nothing_is_left(model)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Failed])
-def test_an_error_of_the_items_comes_after_the_results_before_it(
-    model: Any, batches: Any, error: type[BaseException]
+@pytest.mark.parametrize(("error", "n_fetched"), [(Failed, 2), (KeyboardInterrupt, 0)])
+def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrupt_at_once(
+    model: Any, batches: Any, error: type[BaseException], n_fetched: int
 ) -> None:
     fetched = []
 
@@ -309,6 +294,7 @@ def test_an_error_of_the_items_comes_after_the_results_before_it(
 
     with pytest.raises(error):
         fetched.extend(0 for _ in pipeline_map(model, logits, items(), max_in_flight=2))
+    assert len(fetched) == n_fetched
     assert_nothing_is_left(model)
 
 
@@ -339,24 +325,6 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
     assert not [item for item in alive if item() is not None]
 
 
-def test_no_more_runs_than_asked_for_hold_activations(model: Any, batches: Any) -> None:
-    alive, most = weakref.WeakSet(), []
-
-    class Kept:
-        pass
-
-    def run(view: Any, batch: torch.Tensor) -> Kept:
-        kept = Kept()
-        alive.add(kept)
-        most.append(len(alive))
-        view(batch)
-        return kept
-
-    for kept in pipeline_map(model, run, batches, max_in_flight=3):
-        del kept
-    assert max(most) <= 3
-
-
 CHANGES: dict[str, Callable[[Any, str], Any]] = {
     "in place": lambda module, name: module._parameters[name].detach().mul_(1),
     "requires_grad": lambda module, name: module._parameters[name].requires_grad_(False),
@@ -368,11 +336,7 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
 
 @pytest.mark.parametrize(
     ("changed_by", "how"),
-    [
-        ("a run", "in place"),
-        ("a run", "requires_grad"),
-        *(("the caller", how) for how in CHANGES),
-    ],
+    [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
 def test_a_weight_that_is_changed_is_refused(
     model: Any, batches: Any, changed_by: str, how: str
@@ -408,62 +372,67 @@ USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 3])
-@pytest.mark.parametrize("use", USES)
 def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(
-    model: Any, batches: Any, use: str, max_in_flight: int
-) -> None:
-    def run(view: Any, batch: torch.Tensor) -> Any:
-        with view.hooks(fwd_hooks=[(LAST, double)]):
-            return model.cfg.d_model, model.blocks[0].attn.W_Q, USES[use](model, batch)
-
-    tokenizer = model.tokenizer
-    with pytest.raises(RuntimeError, match=r"the model itself: use the first argument of `run`"):
-        list(pipeline_map(model, run, batches, max_in_flight))
-
-    assert_nothing_is_left(model)
-    assert model.tokenizer is tokenizer
-    run_with_views = lambda view, batch: USES[use](view, batch)  # noqa: E731
-    list(pipeline_map(model, run_with_views, batches[:2], max_in_flight))
-
-
-@pytest.mark.parametrize("max_in_flight", [1, 3])
-def test_a_loop_may_run_and_hook_the_model_itself_between_results(
     model: Any, batches: Any, max_in_flight: int
 ) -> None:
+    def refusal(use: Run) -> str:
+        def run(view: Any, batch: torch.Tensor) -> Any:
+            with view.hooks(fwd_hooks=[(LAST, double)]):
+                return model.cfg.d_model, model.blocks[0].attn.W_Q, use(model, batch)
+
+        with pytest.raises(RuntimeError) as raised:
+            list(pipeline_map(model, run, batches, max_in_flight))
+        assert_nothing_is_left(model)
+        return str(raised.value)
+
+    tokenizer, says = model.tokenizer, "the model itself: use the first argument of `run`"
+    assert [name for name, use in USES.items() if says not in refusal(use)] == []
+    assert model.tokenizer is tokenizer
+    for use in USES.values():  # of a view
+        list(pipeline_map(model, use, batches[:2], max_in_flight))
+
+
+def test_a_loop_may_run_and_hook_the_model_itself_between_results(model: Any, batches: Any) -> None:
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
-    actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, max_in_flight)]
+    actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
     assert_bit_equal(actual, expected)
 
     with pytest.raises(RuntimeError, match=r"hooks on blocks\.4\..* were added or removed"):
-        [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, max_in_flight)]
+        [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
     model.reset_hooks()
 
 
-@pytest.mark.parametrize("max_in_flight", [0, 1.5, True, "2"])
-def test_what_makes_no_sense_is_refused_at_once(on_one: Any, max_in_flight: Any) -> None:
-    with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
-        pipeline_map(on_one("llama"), logits, [], max_in_flight)
+def test_what_makes_no_sense_is_refused_at_once(on_one: Any) -> None:
+    model = on_one("llama")
+    for max_in_flight in (0, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
+            pipeline_map(model, logits, [], max_in_flight)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
-        pipeline_map(on_one("llama"), [], logits)  # type: ignore[arg-type, misc]
+        pipeline_map(model, [], logits)  # type: ignore[arg-type, misc]
 
 
-def test_progress(model: Any, batches: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    shows = hf_logging.is_progress_bar_enabled()
+def test_a_bar_shows_how_many_runs_there_are(
+    on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shows, model = hf_logging.is_progress_bar_enabled(), on_one("llama")
     hf_logging.enable_progress_bar()
-    list(pipeline_map(model, a_number_that_is_waited_for, batches, progress=True))
+    list(pipeline_map(model, logits, batches, progress=True))
+    list(tl_devicefix.sweep(model, batches[0], [[], []], progress=True))
     if not shows:
         hf_logging.disable_progress_bar()
-    assert "4/4" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "4/4" in shown
+    assert "2/2" in shown
 
 
-@pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}], ids=str)
-def test_runs_on_one_device(on_one: Any, batches: Any, options: Any) -> None:
+def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
     model = on_one("llama")
-    actual = list(pipeline_map(model, logits, batches, **options))
-    assert_bit_equal(actual, [logits(model, batch) for batch in batches])
+    expected = [logits(model, batch) for batch in batches]
+    for options in ({}, {"max_in_flight": 2}):
+        assert_bit_equal(list(pipeline_map(model, logits, batches, **options)), expected)
 
 
 def test_how_one_run_reads_text_is_seen_by_no_other(model: Any) -> None:

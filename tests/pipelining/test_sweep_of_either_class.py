@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,7 +11,6 @@ from unittest import mock
 import pandas
 import pytest
 import torch
-import transformers.utils.logging as hf_logging
 from comparison import assert_agrees
 from either_class import BRIDGE
 from hf_models import N_LAYERS, padded
@@ -78,7 +78,7 @@ RUNS: list[Run] = [
 ]
 
 
-def sequential(model: Any, tokens: Any, runs: list[Run], **arguments: Any) -> list[Any]:
+def in_turn(model: Any, tokens: Any, runs: list[Run], **arguments: Any) -> list[Any]:
     return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
 
 
@@ -88,8 +88,8 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 @pytest.fixture
 def model(on_one: Any) -> Any:
-    """On one CPU."""
-    return on_one("llama")
+    """A new model, on one CPU."""
+    return copy.deepcopy(on_one("llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -104,34 +104,21 @@ def test_it_yields_what_run_with_hooks_returns(
 ) -> None:
     model = on_one(kind)
     with tl_devicefix.disabled():
-        expected = sequential(model, tokens, RUNS)
+        expected = in_turn(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
     assert traces(model) == []
 
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
+    for arguments in (
         {"return_type": "loss", "loss_per_token": True},
         {"return_type": "both"},
         {"stop_at_layer": 3},
         {"stop_at_layer": -1},
-        {"attention_mask": True},
-        {"text": True},
-    ],
-    ids=str,
-)
-def test_with_the_arguments_of_a_forward(
-    arguments: Arguments, on_one: Any, tokens: torch.Tensor
-) -> None:
-    model = on_one("gpt2")
-    texts_or_tokens: Any = tokens
-    if arguments == {"text": True}:
-        texts_or_tokens, arguments = ["w5 w6 w7", "w8"], {"padding_side": "left"}
-    elif "attention_mask" in arguments:
-        arguments = {"attention_mask": padded(tokens)}
-    expected = sequential(model, texts_or_tokens, RUNS[:5], **arguments)
-    assert_same(list(tl_devicefix.sweep(model, texts_or_tokens, RUNS[:5], **arguments)), expected)
+        {"attention_mask": padded(tokens)},
+        {"padding_side": "left"},
+    ):
+        inputs: Any = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
+        expected = in_turn(model, inputs, RUNS[:5], **arguments)
+        assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
 def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> None:
@@ -139,7 +126,7 @@ def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> 
     at_home = tokens.to(model.cfg.device)
     runs = [[], at(3), at(1)]
     for arguments in ({}, {"attention_mask": padded(at_home)}):
-        expected = sequential(model, at_home, runs, **arguments)
+        expected = in_turn(model, at_home, runs, **arguments)
         actual = list(tl_devicefix.sweep(model, at_home, runs, **arguments))
         assert_agrees(actual, expected, machine.devices[0], tolerance=0)
 
@@ -171,94 +158,70 @@ def test_in_any_order_few_blocks_are_run_twice(
     assert count.blocks == needed + of_the_unpatched_run
 
 
-# What makes a run start at the first block: each is the case for the model within a context, which
-# gives the hooks that the runs have besides, and the arguments.
-Case = contextlib.AbstractContextManager[tuple[Run, Arguments]]
+class Probe(nn.Module):
+    """One of the user's: it may do anything."""
 
 
-@contextlib.contextmanager
-def case(
-    undo: Callable[[], Any] = lambda: None, hooks: Any = (), **arguments: Any
-) -> Iterator[tuple[Run, Arguments]]:
-    try:
-        yield list(hooks), arguments
-    finally:
-        undo()
-
-
-def permanent(model: Any, name: str) -> Case:
-    model.hook_dict[name].add_perma_hook(lambda activation, hook: None)
-    return case(lambda: model.reset_hooks(including_permanent=True))
-
-
-def hooked(add: Callable[..., Any]) -> Case:
-    return case(add(lambda *args: None).remove)
-
-
-def put_in(module: nn.Module, other: nn.Module) -> Case:
-    module.add_module("put_in", other)
-    return case(lambda: module._modules.pop("put_in"))
-
-
-def own_forward(module: Any) -> Case:
+def own_forward(module: Any) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(module).forward(module, *args, **kwargs)
 
     vars(module)["forward"] = forward
-    return case(lambda: vars(module).pop("forward"))
 
 
-def autograd(model: Any) -> Case:
-    torch.set_grad_enabled(True)
-    return case(lambda: torch.set_grad_enabled(False))
-
-
-class Probe(nn.Module):
-    """One of the user's: it may do anything."""
+def leave(*args: Any, **kwargs: Any) -> None:
+    """A hook of PyTorch's, or of a hook point, that changes nothing."""
 
 
 def of_first_block(name: str) -> bool:
     return name == "blocks.0.hook_mlp_out"
 
 
-CASES: dict[str, Callable[[Any], Case]] = {
-    "a hook of the run on the first block": lambda model: case(hooks=[(of_first_block, halve)]),
-    "a hook of the run on the embedding": lambda model: case(hooks=[("hook_embed", halve)]),
-    "a permanent hook on the first block": lambda model: permanent(model, "blocks.0.hook_mlp_out"),
-    "a permanent hook on the embedding": lambda model: permanent(model, "hook_embed"),
-    "PyTorch's hook in the first block": lambda model: hooked(
-        model.blocks[0].attn.register_forward_hook
+CASES: dict[str, Callable[[Any], Any]] = {
+    "a hook of the run on the first block": lambda model: [(of_first_block, halve)],
+    "a hook of the run on the embedding": lambda model: [("hook_embed", halve)],
+    "a permanent hook on the first block": lambda model: model.add_perma_hook(
+        "blocks.0.hook_mlp_out", leave
     ),
-    "PyTorch's backward hook": lambda model: hooked(model.blocks[0].register_full_backward_hook),
-    "PyTorch's hook on all modules": lambda model: hooked(
-        nn.modules.module.register_module_forward_pre_hook
+    "a permanent hook on the embedding": lambda model: model.add_perma_hook("hook_embed", leave),
+    "PyTorch's hook in the first block": lambda model: model.blocks[0].attn.register_forward_hook(
+        leave
     ),
-    "a module of the user's": lambda model: put_in(model.blocks[0], Probe()),
-    "dropout that is on": lambda model: put_in(model.blocks[0], nn.Dropout()),
+    "PyTorch's backward hook": lambda model: model.blocks[0].register_full_backward_hook(leave),
+    "PyTorch's hook on all modules": lambda model: (
+        nn.modules.module.register_module_forward_pre_hook(leave)
+    ),
+    "a module of the user's": lambda model: model.blocks[0].add_module("put_in", Probe()),
+    "dropout that is on": lambda model: model.blocks[0].add_module("put_in", nn.Dropout()),
     "a forward of the block's own": lambda model: own_forward(model.blocks[0]),
     "a forward of the model's own": own_forward,
-    "an argument that is not known": lambda model: case(start_at_layer=None),
-    "autograd": autograd,
+    "an argument that is not known": lambda model: {"start_at_layer": None},
+    "autograd": lambda model: torch.enable_grad(),
 }
+"""What is done to a model; it may give hooks of each run, arguments, or a context to be in."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_starts_at_the_first_block_if_that_may_differ(
     name: str, model: Any, tokens: torch.Tensor
 ) -> None:
-    with CASES[name](model) as (hooks, arguments):
-        runs = [[*at(3), *hooks], [*at(4), *hooks]]
-        expected = sequential(model, tokens, runs, **arguments)
+    given = CASES[name](model)
+    hooks = given if isinstance(given, list) else []
+    arguments = given if isinstance(given, dict) else {}
+    runs = [[*at(3), *hooks], [*at(4), *hooks]]
+    with given if hasattr(given, "__enter__") else contextlib.nullcontext():
+        expected = in_turn(model, tokens, runs, **arguments)
         with blocks_run(model) as count:  # from here on, its class has another forward
             actual = list(tl_devicefix.sweep(model, tokens, runs, **arguments))
-        assert_same(actual, expected)
+    assert_same(actual, expected)
     assert count.blocks == 2 * N_LAYERS
 
 
 def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(
     model: Any, tokens: torch.Tensor
 ) -> None:
-    with blocks_run(model) as count, permanent(model, "blocks.2.hook_mlp_out"):
+    model.add_perma_hook("blocks.2.hook_mlp_out", leave)
+    with blocks_run(model) as count:
         list(tl_devicefix.sweep(model, tokens, [at(4)]))
     assert count.blocks == 2 + 3  # two of the unpatched run
 
@@ -294,11 +257,9 @@ def test_an_error_in_a_hook_leaves_nothing_behind(model: Any, tokens: torch.Tens
 
 @pytest.mark.parametrize("changed_by", ["a run", "the caller"])
 def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_refused(
-    changed_by: str, model: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
+    changed_by: str, model: Any, tokens: torch.Tensor
 ) -> None:
     weight = next(model.blocks[0].parameters())
-    as_loaded = weight.detach().clone()
-    request.addfinalizer(lambda: weight.data.copy_(as_loaded))  # other tests have this model too
 
     def change(*args: Any, **kwargs: Any) -> None:
         weight.mul_(2)
@@ -317,67 +278,36 @@ def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_r
     results = tl_devicefix.sweep(model, tokens, runs)
     next(results)
     change()
-    assert_same(next(results), sequential(model, tokens, runs)[1])
+    assert_same(next(results), in_turn(model, tokens, runs)[1])
 
 
-@pytest.mark.parametrize("name", ["fwd_hooks", "bwd_hooks", "reset_hooks_end"])
-def test_what_would_leave_hooks_behind_is_refused(
-    name: str, model: Any, tokens: torch.Tensor
-) -> None:
-    with pytest.raises(TypeError, match=f"sweep\\(\\) takes no {name}"):
-        tl_devicefix.sweep(model, tokens, [], **{name: []})
+ARGUMENTS: dict[str, Arguments] = {
+    r"^sweep\(\) takes no fwd_hooks": {"fwd_hooks": []},
+    r"^sweep\(\) takes no bwd_hooks": {"bwd_hooks": []},
+    r"^sweep\(\) takes no reset_hooks_end": {"reset_hooks_end": []},
+    r"^sweep\(\) has no argument 'progres'.* mean 'progress'": {"progres": True},
+}
+OF_HOOKED: dict[str, Arguments] = {  # a Bridge passes them on to transformers
+    r"no argument 'stop_at'; did you mean 'stop_at_layer'": {"stop_at": 3},
+    r"^sweep\(\) has no argument 'remove_batch_dim'": {"remove_batch_dim": True},
+}
+MLP_OUT = "blocks.3.hook_mlp_out"
+WITHOUT_HOOKS: dict[str, Any] = {
+    r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
+    rf"a list of \(name, hook\), but has '{MLP_OUT}'": (MLP_OUT, print),
+    rf"'{MLP_OUT}' for the hook: give the name": [(print, MLP_OUT)],
+}
 
 
-def test_tokens_in_the_place_of_runs_are_refused(model: Any, tokens: torch.Tensor) -> None:
+def test_what_makes_no_sense_is_refused(cls: str, model: Any, tokens: torch.Tensor) -> None:
     with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
         tl_devicefix.sweep(model, [], tokens)
-
-
-def test_an_argument_that_does_not_exist_is_refused_at_the_call(
-    cls: str, model: Any, tokens: torch.Tensor
-) -> None:
-    with pytest.raises(TypeError, match=r"sweep\(\) has no argument 'progres'.* mean 'progress'"):
-        tl_devicefix.sweep(model, tokens, [], progres=True)
-    if cls != BRIDGE:  # which passes others on to transformers
-        with pytest.raises(TypeError, match="no argument 'stop_at'; did you mean 'stop_at_layer'"):
-            tl_devicefix.sweep(model, tokens, [], stop_at=3)
-        with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'remove_batch_dim'"):
-            tl_devicefix.sweep(model, tokens, [], remove_batch_dim=True)
-
-
-def test_a_bar_shows_how_many_runs_there_are(
-    model: Any, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shows = hf_logging.is_progress_bar_enabled()
-    hf_logging.enable_progress_bar()
-    list(tl_devicefix.sweep(model, tokens, [at(4), at(4)], progress=True))
-    if not shows:
-        hf_logging.disable_progress_bar()
-    assert "2/2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("run", "message"),
-    [
-        (
-            [("blocks.3.hook_mlp_uot", print)],
-            r"no hook point 'blocks.3.hook_mlp_uot'.* mean 'blocks.3",
-        ),
-        (
-            ("blocks.3.hook_mlp_out", print),
-            r"a list of \(name, hook\), but has 'blocks.3.hook_mlp_out'",
-        ),
-        (
-            [(print, "blocks.3.hook_mlp_out")],
-            r"'blocks.3.hook_mlp_out' for the hook: give the name",
-        ),
-    ],
-)
-def test_a_run_that_would_be_without_its_hooks_is_refused(
-    run: Any, message: str, model: Any, tokens: torch.Tensor
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        next(tl_devicefix.sweep(model, tokens, [run]))
+    for words, arguments in {**ARGUMENTS, **({} if cls == BRIDGE else OF_HOOKED)}.items():
+        with pytest.raises(TypeError, match=words):
+            tl_devicefix.sweep(model, tokens, [], **arguments)
+    for words, run in WITHOUT_HOOKS.items():
+        with pytest.raises(ValueError, match=words):
+            next(tl_devicefix.sweep(model, tokens, [run]))
 
 
 @pytest.mark.parametrize("by", ["context", "variable"])
@@ -462,11 +392,11 @@ def test_half_of_the_blocks_are_run(model: Any, few: torch.Tensor) -> None:
     "n_key_value_heads" not in patching.generic_activation_patch.__wrapped__.__code__.co_names,
     reason="TransformerLens 2.16 counts as many heads of values as of queries",
 )
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_each_of_grouped_heads_is_patched(name: str, model: Any, few: torch.Tensor) -> None:
-    function = f"get_act_patch_attn_head_{name}_all_pos"
+def test_each_of_grouped_heads_is_patched(model: Any, few: torch.Tensor) -> None:
     assert model.cfg.n_key_value_heads < model.cfg.n_heads
-    assert torch.equal(patch(function, model, few), unpatched(function, model, few))
+    for name in ("k", "v"):
+        function = f"get_act_patch_attn_head_{name}_all_pos"
+        assert torch.equal(patch(function, model, few), unpatched(function, model, few))
 
 
 def test_a_metric_may_run_and_hook_the_model(model: Any, few: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -69,46 +68,8 @@ def test_what_depends_on_values_waits_for_them(sim: Any, operation: Any) -> None
     assert sim.current_stream("sim:0").query()
 
 
-def train(device: str, other: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.GELU(), torch.nn.Dropout(0.2)
-    ).to(device)
-    head = torch.nn.Linear(6, 3).to(other)
-    parameters = [*layers.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(5, 6).to(device)
-        x[:, 0] += torch.rand(5, device=device)
-        logits = head(layers(x).to(other))
-        loss = torch.nn.functional.cross_entropy(logits, logits.argmax(-1).flip(0))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters[:2], 1.0)
-        optimizer.step()
-    return [loss.detach().cpu(), *(parameter.detach().cpu() for parameter in parameters)]
-
-
-def test_results_are_exactly_those_of_the_cpu(machine: Machine) -> None:
-    results = train("sim:0", "sim:1")
-    for result, other in zip(results, train("cpu", "cpu")):
-        assert torch.equal(result, other)
-
-
 # --------------------------------------------------------------------------------------------
 # Streams and events
-
-
-def test_a_stream_that_waits_for_another_is_ordered_after_it(sim: Any) -> None:
-    side = sim.Stream("sim:0")
-    x = torch.ones(3, device="sim:0") * 2
-    side.wait_stream(sim.current_stream("sim:0"))
-    with sim.stream(side):
-        y = x + 1
-        assert sim.current_stream("sim:0") == side
-    assert sim.current_stream("sim:0") == sim.default_stream("sim:0")
-    sim.current_stream("sim:0").wait_stream(side)
-    assert (y * 2).tolist() == [6, 6, 6]
 
 
 def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim: Any) -> None:
@@ -184,12 +145,14 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found(sim: Any) ->
 
 
 @pytest.mark.parametrize("keep", ["record_stream", "wait_stream"])
-def test_memory_may_be_kept_for_another_stream(sim: Any, keep: str) -> None:
+def test_a_stream_may_wait_for_another_and_use_its_memory(sim: Any, keep: str) -> None:
     side = sim.Stream("sim:0")
     x = torch.ones(1000, device="sim:0")
     side.wait_stream(sim.current_stream("sim:0"))
     with sim.stream(side):
         y = x + 1
+        assert sim.current_stream("sim:0") == side
+    assert sim.current_stream("sim:0") == sim.default_stream("sim:0")
     if keep == "record_stream":
         x.record_stream(side)
     else:
@@ -305,57 +268,6 @@ def test_workers_use_the_caller_s_streams(machine: Machine, sim: Any) -> None:
     )
 
     assert set(used) == set(streams)
-
-
-@pytest.fixture
-def switching_often() -> Iterator[None]:
-    """Threads take turns within operations too."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def layers() -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.LayerNorm(6), torch.nn.GELU())
-
-
-def run(one: Any, two: Any, first: str, last: str, number: int) -> list[torch.Tensor]:
-    """A forward over two devices, partly on another stream, and gradients of the input."""
-    x = torch.arange(30.0).view(5, 6).add(number).requires_grad_()
-    bias = torch.full((6,), float(number))
-    hidden = one(x.to(first))
-    if first == "cpu":
-        hidden = hidden * 1.5 + bias
-    else:
-        sim = torch.get_device_module("sim")
-        current, side = sim.current_stream(first), sim.Stream(first)
-        side.wait_stream(current)
-        with sim.stream(side):
-            changed = hidden * 1.5
-        hidden.record_stream(side)
-        current.wait_stream(side)
-        changed.record_stream(current)
-        hidden = changed + bias.pin_memory().to(first, non_blocking=True)
-    logits = two(hidden.to(last))
-    (gradient,) = torch.autograd.grad((logits**2).sum(), x)
-    return [logits.detach().cpu(), gradient]
-
-
-def test_what_several_threads_run_at_once_is_what_they_give_one_by_one(
-    machine: Machine, switching_often: None
-) -> None:
-    expected = [run(layers(), layers(), "cpu", "cpu", number) for number in range(16)]
-    one, two = layers().to("sim:0"), layers().to("sim:1")
-    before = [machine.memory_allocated(device) for device in machine.devices]
-    with ThreadPoolExecutor(8) as pool:
-        actual = list(pool.map(lambda n: run(one, two, "sim:0", "sim:1", n), range(16)))
-    for expecteds, founds in zip(expected, actual):
-        for tensor, other in zip(expecteds, founds):
-            assert torch.equal(tensor, other)
-    gc.collect()
-    assert [machine.memory_allocated(device) for device in machine.devices] == before
 
 
 def test_the_selfcheck_looks_whether_gradients_keep_their_memory(

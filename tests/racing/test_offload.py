@@ -25,45 +25,35 @@ def spread() -> str:
     return "all of one device"
 
 
-def zero_the_last(model: Any) -> None:
+def zero_weights(model: Any) -> None:
     with torch.no_grad():
-        model.blocks[-1].mlp.W_out.mul_(0)
-
-
-def load_zeros(model: Any) -> None:
-    model.load_state_dict({n: torch.zeros_like(p) for n, p in model.state_dict().items()})
+        for parameter in model.blocks.parameters():
+            parameter.mul_(0)
 
 
 def zero_data(model: Any) -> None:
     model.blocks[-1].mlp.W_out.data.zero_()
 
 
-CHANGES = [zero_the_last, load_zeros, zero_data]
+RUNS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "a forward": lambda model, residual: model(residual, start_at_layer=1),
+    "a block": lambda model, residual: model.blocks[-1](residual),
+}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_weight_may_be_changed_once_a_forward_has_returned(
-    load: Any, change: Callable[[Any], None], reference: Any, tokens: torch.Tensor
-) -> None:
-    model = load("llama", "all of one device")
-
-    with torch.no_grad():
-        logits = model(tokens)
-    change(model)
-
-    assert_agrees(logits, reference(tokens), home_of(model))
-
-
-def test_a_weight_may_be_changed_once_a_block_has_returned(
-    load: Any, reference: Any, tokens: torch.Tensor
+@pytest.mark.cover
+@pytest.mark.parametrize("change", [zero_weights, zero_data])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_weight_may_be_changed_once_a_run_has_returned(
+    run: str, load: Any, change: Callable[[Any], None], reference: Any, tokens: torch.Tensor
 ) -> None:
     model, residual = load("llama", "all of one device"), reference(tokens, stop_at_layer=1)
 
     with torch.no_grad():
-        arrived = model.blocks[-1](residual.to(DEVICE))
-    zero_the_last(model)
+        arrived = RUNS[run](model, residual.to(DEVICE))
+    change(model)
 
-    assert_agrees(arrived, reference.blocks[-1](residual), home_of(model))
+    assert_agrees(arrived, RUNS[run](reference, residual), home_of(model))
 
 
 def test_a_weight_may_be_changed_once_a_backward_has_returned(
@@ -75,9 +65,7 @@ def test_a_weight_may_be_changed_once_a_backward_has_returned(
         variant.requires_grad_(False)
         residual = variant(tokens, stop_at_layer=0).detach().requires_grad_()
         variant(residual, start_at_layer=0).square().sum().backward()
-        with torch.no_grad():
-            for parameter in variant.blocks.parameters():
-                parameter.mul_(0)
+        zero_weights(variant)
         gradients.append(residual.grad)
 
     assert_agrees(*gradients)

@@ -19,12 +19,11 @@ from runs_of_users import (
 from racing.machine import RacingMachine
 from tl_devicefix import pipeline_map
 
-RUNS = (generated, gradients_of_weights, some_of_the_cache, steered_at_a_block_elsewhere)
 
-
-@pytest.mark.cover
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("run", [a_number_that_is_waited_for, some_of_the_cache])
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [(a_number_that_is_waited_for, torch.bfloat16), (some_of_the_cache, torch.float32)],
+)
 def test_on_devices_that_run_behind_the_host(
     machine: Any, folded: Any, tokens: torch.Tensor, dtype: torch.dtype, run: Run
 ) -> None:
@@ -35,14 +34,12 @@ def test_on_devices_that_run_behind_the_host(
         assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("run", RUNS)
-def test_one_run_there_gives_what_a_cpu_gives(
-    machine: Any, folded: Any, folded_on_one: Any, tokens: torch.Tensor, kind: str, run: Run
+def test_runs_there_give_what_a_cpu_gives(
+    machine: Any, folded: Any, folded_on_one: Any, tokens: torch.Tensor
 ) -> None:
-    with torch.no_grad():
-        assert_agrees(run(folded(kind, 4), tokens), run(folded_on_one(kind), tokens))
+    model, reference = folded("llama", 4), folded_on_one("llama")
+    for run in (generated, gradients_of_weights, steered_at_a_block_elsewhere):
+        assert_agrees(run(model, tokens), run(reference, tokens))
 
 
 def test_the_residual_stream_goes_on_streams_of_its_run(

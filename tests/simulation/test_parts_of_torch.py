@@ -102,38 +102,6 @@ def test_safetensors_reads_a_file_to_a_device(values: bool, tmp_path: Path) -> N
     assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
 
 
-def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own, to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TL_DEVICEFIX_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-LEFT_OPEN = """
-import os, torch
-from tl_devicefix.simulation import simulate
-
-child = os.fork()
-entered = simulate(2)
-entered.__enter__()
-torch.ones(3, device="sim:1").cpu()
-if child:
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_script_may_end_within_simulate() -> None:
-    done = run_script(LEFT_OPEN)
-
-    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
-    ignored = done.stderr.partition("Exception ignored")[2]
-    assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too
-
-
 def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(_unit: int) -> None:
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
@@ -149,8 +117,9 @@ def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.Mo
     assert seen[-1][1] == torch.float16
 
 
-INTERRUPTED = """
-import signal, torch
+# An interrupt during a backward; then the process forks, and both end within `simulate`.
+SCRIPT = """
+import os, signal, torch
 from tl_devicefix.simulation import simulate
 
 handler = signal.default_int_handler
@@ -169,28 +138,31 @@ with simulate(2) as machine:
         loss.backward(gradient)
     except KeyboardInterrupt:
         machine.executor.run = run
-        print(x.grad.tolist())
+        print(x.grad.tolist(), flush=True)
     assert signal.getsignal(signal.SIGINT) is handler
+
+child = os.fork()
+entered = simulate(2)
+entered.__enter__()
+torch.ones(3, device="sim:1").cpu()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_an_interrupt_waits_for_a_backward_where_torch_would_end_the_process() -> None:
-    ended = run_script(INTERRUPTED)
-    assert (ended.returncode, ended.stdout) == (0, "[2.0, 2.0, 2.0]\n"), ended.stderr
+def test_an_interrupt_waits_for_a_backward_and_a_script_may_end_within_simulate() -> None:
+    """Torch alone would end the process at either."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TL_DEVICEFIX_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
-
-# --------------------------------------------------------------------------------------------
-# Several threads of the host that give work to devices at once
-
-
-def elsewhere(function: Callable[[], Any]) -> Any:
-    """What a function returns, or raises, in another thread."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
-def loss_of(weight: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return ((weight * 2).to(other.device) * other).sum()
+    assert (ended.returncode, ended.stdout) == (0, "[2.0, 2.0, 2.0]\n0\n"), ended.stderr
+    ignored = ended.stderr.partition("Exception ignored")[2]
+    assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too
 
 
 @pytest.mark.parametrize("call", ["backward", "grad"])
@@ -199,10 +171,14 @@ def test_a_backward_may_be_called_in_any_thread(machine: Machine, call: str) -> 
     other = torch.full((3,), 7.0, device="sim:0", requires_grad=True)
 
     def differentiate() -> list[Any]:
+        loss = ((weight * 2).to(other.device) * other).sum()
         if call == "grad":
-            return list(torch.autograd.grad(loss_of(weight, other), [weight, other]))
-        loss_of(weight, other).backward()
+            return list(torch.autograd.grad(loss, [weight, other]))
+        loss.backward()
         return [weight.grad, other.grad]
 
-    assert [gradient.tolist() for gradient in elsewhere(differentiate)] == [[14.0] * 3, [10.0] * 3]
+    with ThreadPoolExecutor(1) as pool:
+        gradients = pool.submit(differentiate).result()
+
+    assert [gradient.tolist() for gradient in gradients] == [[14.0] * 3, [10.0] * 3]
     assert torch.autograd.is_multithreading_enabled()  # the caller's setting is as it was
