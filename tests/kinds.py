@@ -53,23 +53,6 @@ GREEDY: dict[str, Any] = {
 Spread = int | str
 """Over how many devices a model lies, or "scattered", or which of `OFFLOADED` it is."""
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
-everywhere = pytest.mark.parametrize(
-    ("kind", "spread"),
-    [pytest.param(kind, 1) for kind in KINDS]
-    + [
-        pytest.param(kind, spread, marks=pytest.mark.fails_unpatched)
-        for kind in KINDS
-        for spread in (3, 4)
-    ]
-    + [pytest.param(kind, "scattered") for kind in KINDS if kind != "attention-only"]
-    + [
-        (kind, offload)
-        for kind in ("llama", "gpt2")
-        for offload in ("all of one device", "some of three devices")
-    ],
-)
-
 
 def where_to(kind: str, spread: Spread) -> dict[str, Any]:
     """The arguments of `from_pretrained` that spread this kind of model so."""

@@ -80,15 +80,3 @@ def gradients_of_weights(model: Any, batch: torch.Tensor) -> dict[str, torch.Ten
         model.zero_grad()
         model(batch).square().mean().backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-RUNS = (
-    *(logits, some_of_the_cache, steered_at_a_block_elsewhere, generated, with_a_mask),
-    *(
-        a_number_that_is_waited_for,
-        a_forward_within_a_hook,
-        gradients_of_activations,
-        gradients_without_backward,
-        gradients_of_weights,
-    ),
-)

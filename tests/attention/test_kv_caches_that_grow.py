@@ -28,6 +28,12 @@ def text() -> torch.Tensor:
     return torch.randint(3, 40, (2, N_TOKENS), generator=torch.Generator().manual_seed(2))
 
 
+@pytest.fixture(autouse=True)
+def grow_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short caches are made anew for each token, by default."""
+    monkeypatch.setattr("tl_devicefix.attention.kv_cache.GROWS_FROM", 0)
+
+
 MASKS = {"all": torch.ones(2, N_TOKENS, dtype=torch.long)}
 MASKS["padded"] = padded(MASKS["all"])  # with three pads on the left of one sequence
 
@@ -158,6 +164,21 @@ def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor) -> None
             return read(model, text, MASKS["all"])[0]
 
     assert_either_way(on_cpu("llama"), run)
+
+
+@torch.no_grad()
+def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(
+    on_cpu: Any, text: torch.Tensor
+) -> None:
+    model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
+    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+        model(text[:, :6], past_kv_cache=cache)
+        options = {"names_filter": "blocks.0.attn.hook_rot_k", "past_kv_cache": cache}
+        _, kept = model.run_with_cache(text[:, 6:7], **options)
+        before = kept["rot_k", 0].clone()
+        cache[0].past_keys.mul_(2)
+        model(text[:, 7:8], past_kv_cache=cache)
+    assert torch.equal(kept["rot_k", 0], before)
 
 
 def shallow(cache: Any) -> Any:
