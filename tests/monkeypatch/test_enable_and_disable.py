@@ -48,16 +48,20 @@ def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return {row.split()[0] for row in rows}
 
 
-def test_restore_puts_back_the_very_objects_that_were_there() -> None:
+def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once() -> None:
+    once = parts_of_transformer_lens()
+    tl_devicefix.enable()
+    importlib.reload(tl_devicefix)
+    assert changed(once, parts_of_transformer_lens()) == set()
     with tl_devicefix.disabled():
         original = parts_of_transformer_lens()
     assert ours(original) == set()
-    tl_devicefix.disable()
-    assert changed(original, parts_of_transformer_lens()) == set()
+    assert changed(original, once) != set()
+    for _ in range(2):
+        tl_devicefix.disable()
+        assert changed(original, parts_of_transformer_lens()) == set()
     tl_devicefix.enable()
-    assert changed(original, parts_of_transformer_lens()) != set()
-    tl_devicefix.disable()
-    assert changed(original, parts_of_transformer_lens()) == set()
+    assert changed(once, parts_of_transformer_lens()) == set()
 
 
 def test_what_changes_is_what_report_lists_and_nothing_else(
@@ -78,21 +82,15 @@ def test_what_changes_is_what_report_lists_and_nothing_else(
     assert not {path for path in differences if any(other in path for other in others)}
 
 
-def test_twice_is_once() -> None:
-    once = parts_of_transformer_lens()
-    tl_devicefix.enable()
-    importlib.reload(tl_devicefix)
-    assert changed(once, parts_of_transformer_lens()) == set()
-
-    tl_devicefix.disable()
-    original = parts_of_transformer_lens()
-    tl_devicefix.disable()
-    assert changed(original, parts_of_transformer_lens()) == set()
-
-
-@pytest.mark.parametrize("start", ["enable", "disable"])
-@pytest.mark.parametrize("block", ["enabled", "disabled"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, None])
+@pytest.mark.parametrize(
+    ("start", "block", "error"),
+    [
+        ("enable", "enabled", None),
+        ("enable", "disabled", KeyboardInterrupt),
+        ("disable", "enabled", KeyboardInterrupt),
+        ("disable", "disabled", None),
+    ],
+)
 def test_after_a_block_it_is_as_before(start: str, block: str, error: Any) -> None:
     tl_devicefix.disable()
     original = parts_of_transformer_lens()

@@ -27,8 +27,8 @@ def own_host() -> Iterator[LocalConnection]:
 
 
 @pytest.fixture
-def model(load: Any, own_host: LocalConnection) -> Any:
-    return load("llama", device_map=PLACES)
+def model(spread: Any) -> Any:
+    return spread("llama")
 
 
 @pytest.fixture
@@ -60,8 +60,9 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return hook
 
 
-@pytest.mark.parametrize("error", [ValueError("of the user's"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    ("error", "graph"), [(ValueError("of the user's"), True), (KeyboardInterrupt(), False)]
+)
 def test_a_hook_that_raises(
     error: BaseException, graph: bool, model: Any, tokens: torch.Tensor, assert_right: Any
 ) -> None:
@@ -104,9 +105,10 @@ def kept(host: LocalConnection) -> int:
     return len(host.worker._kept)
 
 
-def test_a_host_keeps_what_somebody_may_use(
-    model: Any, own_host: LocalConnection, tokens: torch.Tensor
+def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(
+    load: Any, own_host: LocalConnection, tokens: torch.Tensor
 ) -> None:
+    model = load("llama", device_map=PLACES)
     names = [Z, "blocks.3.hook_resid_pre"]
     before = kept(own_host)
     for _ in range(3):
@@ -118,10 +120,7 @@ def test_a_host_keeps_what_somebody_may_use(
 
     of_last_run = 0 if has_hooked_transformer() else 2  # a Bridge keeps its last KV cache
     assert kept(own_host) <= before + of_last_run
-
-
-def test_a_host_keeps_no_model_that_is_gone(load: Any, own_host: LocalConnection) -> None:
-    load("llama", device_map=PLACES)
+    del model
     assert kept(own_host) == 0
 
 
@@ -129,38 +128,20 @@ def test_a_host_keeps_no_model_that_is_gone(load: Any, own_host: LocalConnection
 # A lost host
 
 
-def a_forward(model: Any, tokens: torch.Tensor) -> Any:
-    model(tokens)
-
-
-def a_hooked_forward(model: Any, tokens: torch.Tensor) -> Any:
-    model.run_with_hooks(tokens, fwd_hooks=[(Z, lambda x, hook: x * 2)])
-
-
-def a_backward(model: Any, tokens: torch.Tensor) -> Any:
-    model(tokens, return_type="loss").backward()
-
-
-def a_read_of_a_cache(model: Any, tokens: torch.Tensor) -> Any:
-    return model.run_with_cache(tokens, names_filter=[Z])[1][Z] * 2
-
-
-def a_read_of_a_weight(model: Any, tokens: torch.Tensor) -> Any:
-    return model.W_Q.sum()
-
-
-LOST_AT = {
-    a_forward: "begin",
-    a_hooked_forward: "proceed",
-    a_backward: "backward",
-    a_read_of_a_cache: "kept",
-    a_read_of_a_weight: "weight",
+LOST_AT: dict[str, Callable[..., Any]] = {
+    "begin": lambda model, tokens: model(tokens),
+    "proceed": lambda model, tokens: model.run_with_hooks(
+        tokens, fwd_hooks=[(Z, lambda x, hook: x * 2)]
+    ),
+    "backward": lambda model, tokens: model(tokens, return_type="loss").backward(),
+    "kept": lambda model, tokens: model.run_with_cache(tokens, names_filter=[Z])[1][Z] * 2,
+    "weight": lambda model, tokens: model.W_Q.sum(),
 }
+"""What a host is asked for -> what asks it."""
 
 
-@pytest.mark.parametrize(("run", "method"), LOST_AT.items())
+@pytest.mark.parametrize("method", LOST_AT)
 def test_a_lost_host_is_told_as_such(
-    run: Any,
     method: str,
     model: Any,
     tokens: torch.Tensor,
@@ -170,7 +151,7 @@ def test_a_lost_host_is_told_as_such(
     lost = _losing(method, monkeypatch)
 
     with pytest.raises(HostLost) as raised:
-        run(model, tokens)
+        LOST_AT[method](model, tokens)
 
     assert raised.value is lost
     monkeypatch.undo()  # as if it had only been slow
