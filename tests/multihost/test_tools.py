@@ -34,22 +34,7 @@ def _batches(tokens: torch.Tensor, n: int) -> list[torch.Tensor]:
     return [tokens.roll(index, 1) for index in range(n)]
 
 
-def mapped_with_hooks(model: Any, tokens: torch.Tensor) -> Any:
-    def run(view: Any, item: torch.Tensor) -> torch.Tensor:
-        return view.run_with_hooks(item, fwd_hooks=[("blocks.2.attn.hook_z", _scale)]).detach()
-
-    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
-
-
-def mapped_with_caches(model: Any, tokens: torch.Tensor) -> Any:
-    def run(view: Any, item: torch.Tensor) -> Any:
-        with torch.no_grad():
-            return dict(view.run_with_cache(item)[1])
-
-    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
-
-
-def mapped_with_gradients(model: Any, tokens: torch.Tensor) -> Any:
+def mapped(model: Any, tokens: torch.Tensor) -> Any:
     def run(view: Any, item: torch.Tensor) -> Any:
         kept: list[torch.Tensor] = []
 
@@ -57,11 +42,12 @@ def mapped_with_gradients(model: Any, tokens: torch.Tensor) -> Any:
             x.retain_grad()
             kept.append(x)
 
-        hooks = [("blocks.2.hook_resid_mid", keep)]
+        hooks = [("blocks.2.attn.hook_z", _scale), ("blocks.2.hook_resid_mid", keep)]
         view.run_with_hooks(item, return_type="loss", fwd_hooks=hooks).backward()
-        return kept[0].grad
+        with torch.no_grad():
+            return kept[0].grad, dict(view.run_with_cache(item)[1])
 
-    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 4)))
+    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
 
 
 def swept(model: Any, tokens: torch.Tensor) -> Any:
@@ -111,7 +97,7 @@ def hooked_when_nobody_reads_logits(model: Any, tokens: torch.Tensor) -> Any:
 
 
 RUNS: list[Run] = [
-    *(mapped_with_hooks, mapped_with_caches, mapped_with_gradients, swept, with_sdpa, gathered),
+    *(mapped, swept, with_sdpa, gathered),
     *(with_a_module_in_a_hook_points_place, parts_of_a_block, hooked_when_nobody_reads_logits),
 ]
 

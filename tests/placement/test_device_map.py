@@ -64,7 +64,7 @@ def test_the_device_map_of_a_placement_gives_that_placement_again(
     assert plan(config(n_layers=26), device_map=placement.device_map) == placement
 
 
-@pytest.mark.parametrize("limit", [15_000, "15KB", "0.015MB", "15kB"])
+@pytest.mark.parametrize("limit", [15_000, "15KB", "0.015MB"])
 def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, machine: Any) -> None:
     sim_1 = devices(1)[0]
     assert plan(config(n_layers=12), n_devices=4).bytes_on(sim_1) > 15_000
@@ -79,13 +79,8 @@ def test_max_memory_bounds_what_a_device_holds(limit: int | str, config: Any, ma
 # `max_memory` means one thing: the devices that it names are used
 
 SIZES: dict[str, Any] = {
-    "both": {0: "1GiB", 1: "1GiB"},
-    "unequal": {0: "400MiB", 1: "1GiB"},
-    "without the first": {1: "1GiB", 2: "1GiB"},
     "with a gap": {0: "1GiB", 3: "1GiB"},
-    "one": {2: "1GiB"},
     "in another order": {2: "1GiB", 0: "1GiB"},
-    "with room on the host": {0: "1GiB", 1: "1GiB", "cpu": "100GiB"},
     "with blocks on the host": {1: "300MiB", 2: "300MiB", "cpu": "100GiB"},
     "the host": {"cpu": "100GiB"},
 }
@@ -110,7 +105,6 @@ def test_planning_estimating_and_dry_runs_place_alike(case: str) -> None:
     ("sizes", "options", "devices"),
     [
         ({0: "1GiB", 2: "1GiB"}, {}, "0, 2"),
-        ({0: "1GiB", 2: "1GiB", "cpu": "1GiB"}, {}, "0, 2"),
         ({1: "1GiB", 2: "1GiB"}, {"n_devices": 3}, "0, 1, 2"),
         ({0: "1GiB", 1: "1GiB"}, {"n_devices": 1}, "0"),
         ({0: "1GiB", 1: "1GiB", 3: "1GiB"}, {"device": "sim:1"}, "1, 3, 0"),

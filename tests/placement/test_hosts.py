@@ -32,12 +32,6 @@ def two_hosts() -> Iterator[Machine]:
         yield machine
 
 
-@pytest.fixture
-def one_host() -> Iterator[Machine]:
-    with simulate(4, values=False) as machine:
-        yield machine
-
-
 class _Connection(LocalConnection):
     """A host that nobody asks for more than the memory of its devices, which all have as much."""
 
@@ -106,8 +100,19 @@ def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts
     assert mapped.bytes_on("host1/1") == mapped.bytes_on("sim:3") > 0
 
 
-def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
-    with pytest.raises(ValueError, match=r"'host1/0' names a host, .* tl_devicefix\.init_hosts"):
+def test_where_no_other_host_has_joined_no_device_is_named_by_one(
+    config: Any, joined_hosts: None
+) -> None:
+    device_map = {"": "cpu", "blocks.1": "node-b/cuda:0"}
+    before = plan(config(), device_map=device_map)
+
+    join([])
+
+    assert repr(before).splitlines()[2].startswith("node-b/cuda:0")
+    refused = r"'node-b/cuda:0' names a host, but no other host has joined.*init_hosts"
+    with pytest.raises(ValueError, match=refused):
+        plan(config(), device_map=device_map)
+    with simulate(4), pytest.raises(ValueError, match=r"'host1/0' names a host"):
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
 
 
@@ -185,13 +190,3 @@ def test_more_devices_than_joined_hosts_have(config: Any, joined_hosts: None) ->
 def test_the_memory_of_joined_hosts_is_asked(config: Any, joined_hosts: None) -> None:
     with pytest.raises(ValueError, match=r"node-b/cuda:0 would hold \S+ GiB but has 1\.00 GiB"):
         plan("Llama-2-7b", device_map={"": "cpu", "blocks": "node-b/cuda:0"})
-
-
-def test_hosts_that_have_left_are_named_no_more(config: Any, joined_hosts: None) -> None:
-    before = plan(config(), n_devices=5)
-
-    join([])
-
-    assert repr(before).splitlines()[2].startswith("node-b/cuda:0")
-    with pytest.raises(ValueError, match="names a host, but no other host has joined"):
-        plan(config(), device_map={"": "cpu", "blocks.1": "node-b/cuda:0"})

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from dry_run_jobs import CASES, COVERED, NAME, TOKENS, Job, fold, forward, n_transfers
-from packaging.version import Version
 
 from tl_devicefix import dry_run, estimate, plan, simulate
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
@@ -44,29 +43,19 @@ def test_it_takes_what_the_job_takes(
     assert n_transfers(dry.transfers) == transfers
 
 
-def test_a_70b_model_runs_caches_and_generates(tokenizer: Any) -> None:
-    tokens = torch.zeros(1, 128, dtype=torch.long)
-
+def test_a_70b_model_runs_and_caches() -> None:
     def job(model: Any) -> Any:
         with torch.no_grad():
             logits, cache = model.run_with_cache(
-                tokens, names_filter=lambda name: name.endswith("hook_resid_post")
+                torch.zeros(1, 128, dtype=torch.long),
+                names_filter=lambda name: name.endswith("hook_resid_post"),
             )
-            assert len(cache) == model.cfg.n_layers == 80
-            shape = cache.stack_activation("resid_post").shape
-        if installed() == Version("3.0.0"):
-            return logits.shape, shape, "TransformerLens 3.0.0 cannot generate in bfloat16"
-        generated = model.generate(
-            tokens.to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
-        )
-        return logits.shape, shape, generated.shape
+        return logits.shape, cache.stack_activation("resid_post").shape
 
-    # TransformerLens 2 generates with a tokenizer only.
-    dry = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16, tokenizer=tokenizer)
+    dry = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16)
 
     assert dry.runs, dry
-    assert dry.result[:2] == ((1, 128, 32000), (80, 1, 128, 8192))
-    assert dry.result[2] == (1, 130) or installed() == Version("3.0.0")
+    assert dry.result == ((1, 128, 32000), (80, 1, 128, 8192))
     assert sum(item.weights for item in dry.devices) == pytest.approx(2 * 68.98e9, rel=0.01)
     assert "it runs" in repr(dry)
     assert dry.timeline[0].component == "embed"
@@ -169,13 +158,6 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_package_s_own_l
     assert others == [message] * 2
     assert "max_memory names sim:2, where nothing is placed" in message
     assert "only sim:0, sim:1, cpu may be used" in message
-
-
-def test_what_is_no_function_or_class_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"run must be a function .*, but is 'forward'"):
-        dry_run("gpt2", "forward")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"cls must be .*, but is"):
-        dry_run("gpt2", forward, cls=dict)
 
 
 def test_the_caller_s_grad_mode_stays() -> None:

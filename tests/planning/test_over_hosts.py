@@ -30,23 +30,6 @@ def test_what_the_devices_have_is_said_or_unlimited() -> None:
         plan("gpt2", 2, hosts=2, max_memory={"host0/cuda:0": "1MiB", "host1/cuda:0": "1MiB"})
 
 
-@pytest.mark.parametrize("function", [plan, estimate, dry_run])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_devices": 3}, "n_devices=3 cannot be divided evenly over hosts=2"),
-        ({}, "n_devices=None cannot be divided evenly over hosts=2: give the devices of all"),
-        ({"n_devices": 4, "device_map": "host2/0"}, "device 'host2/0' does not exist"),
-        ({"n_devices": 4, "max_memory": {"host2/0": "1GiB"}}, "device 'host2/0' does not exist"),
-    ],
-    ids=str,
-)
-def test_what_makes_no_sense(function: Any, options: Any, message: str) -> None:
-    run = {"run": id} if function is dry_run else {}
-    with pytest.raises(ValueError, match=message):
-        function("gpt2", hosts=2, **run, **options)
-
-
 def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
     planned = plan("gpt2", hosts=[1, 3])
     placements = [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,21 +156,3 @@ def test_printing_shows_a_table_of_devices_with_components_weights_and_totals(co
     everything = sum(c.weights for c in placement.components) / 2**30
     assert total.startswith("total")
     assert f"{everything:.2f} GiB" in total
-
-
-def test_nothing_in_the_package_asks_for_cuda_by_name() -> None:
-    package = Path(tl_devicefix.__file__).parent
-    # But for settings, which torch has by this name wherever it is.
-    sources = sorted({*package.rglob("*.py")} - {package / "multihost" / "worker.py"})
-    assert len(sources) > 10
-    assert [str(place) for source in sources for place in mentions_of_cuda(source)] == []
-
-
-def mentions_of_cuda(source: Path) -> list[tuple[str, int]]:
-    """Names, and strings that begin with "cuda", in the code."""
-    result = []
-    for node in ast.walk(ast.parse(source.read_text())):
-        names = (getattr(node, field, None) for field in ("id", "attr", "value", "name", "arg"))
-        if any(isinstance(name, str) and name.lower().startswith("cuda") for name in names):
-            result.append((source.name, getattr(node, "lineno", 0)))
-    return result
