@@ -36,8 +36,9 @@ def test_a_plan_weighs_the_published_number_of_parameters(name: str) -> None:
     for these at most 0.2% more.
     """
     config = known_config(name)
-    with simulate(4, "1TiB"):
+    with simulate(4, "1TiB") as machine:
         placement = plan(name, n_devices=4)
+        assert machine.max_memory_allocated(0) == 0
         if not has_hooked_transformer():
             assert placement == plan(config, n_devices=4)
 
