@@ -16,6 +16,7 @@ from hf_models import HF_CONFIGS, make_hf_model
 from local_hosts import LocalConnection
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import StaticCache
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
@@ -61,17 +62,6 @@ def test_a_weight_elsewhere_cannot_be(change: Any, weight: torch.Tensor) -> None
 
     assert torch.equal(weight.clone(), before)
     assert not weight.requires_grad
-
-
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's hosts process their own")
-def test_processing_of_weights_elsewhere_is_refused_before_any(spread: Any) -> None:
-    model = spread("llama")
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-
-    with pytest.raises(RuntimeError, match="is on node-b, where weights are frozen"):
-        model.load_and_process_state_dict({})
-
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 def test_an_optimiser_of_weights_elsewhere_changes_none(
@@ -218,7 +208,7 @@ def test_what_is_put_on_a_whole_block_acts(spread: Any, tokens: torch.Tensor) ->
 
 
 # --------------------------------------------------------------------------------------------
-# What is on in this process while a block runs elsewhere
+# What is on in this process while a block runs elsewhere, and what cannot be done there
 
 
 class _Mode(TorchFunctionMode):
@@ -251,29 +241,96 @@ def in_training(model: Any, tokens: torch.Tensor) -> None:
         model.eval()
 
 
-ON: dict[str, Callable[..., Any]] = {
-    "it is compiled": lambda model, tokens: torch.compile(model, backend="eager")(tokens),
-    "torch.autocast is on": within(lambda: torch.autocast("cpu", torch.bfloat16)),
-    "a _Mode is active": within(_Mode),
-    "torch.func transforms it": lambda model, tokens: torch.func.vmap(lambda row: model(row[None]))(
-        tokens
+def edits_an_earlier_activation(model: Any, tokens: torch.Tensor) -> None:
+    kept: list[torch.Tensor] = []
+
+    def edit(x: torch.Tensor, hook: Any) -> None:
+        kept[0][:, 0] = 7.0
+
+    for name, hook in (("resid_mid", lambda x, hook: kept.append(x)), ("mlp_out", edit)):
+        model.add_hook(f"blocks.2.hook_{name}", hook)
+    with torch.no_grad():
+        model(tokens)
+
+
+def hooks_its_own_block(model: Any, tokens: torch.Tensor) -> None:
+    def add(x: torch.Tensor, hook: Any) -> None:
+        model.add_hook("blocks.2.hook_resid_post", lambda x, hook: x * 1.5)
+
+    model.add_hook("blocks.2.hook_resid_mid", add)
+    model(tokens)
+
+
+def differentiates_twice(model: Any, tokens: torch.Tensor) -> None:
+    kept: list[torch.Tensor] = []
+    model.add_hook("blocks.1.hook_resid_post", lambda x, hook: kept.append(x))
+    loss = model(tokens, return_type="loss")
+    torch.autograd.grad(loss, kept[0], create_graph=True)
+
+
+CONVERTED = "on node-b, where weights keep their device"
+ON = "where this has no effect: {}; undo it, or load".format
+REFUSED: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda model, tokens: torch.compile(model, backend="eager")(tokens),
+        ON("it is compiled"),
     ),
-    "torch has hooks for every module": within(a_hook_for_every_module),
-}
-if not has_hooked_transformer():
-    ON |= {
-        "the model is in training mode": in_training,
-        "transformers was asked for hidden states or attentions": lambda model, tokens: (
-            model.original_model(tokens, output_hidden_states=True)
+    (within(lambda: torch.autocast("cpu", torch.bfloat16)), ON("torch.autocast is on")),
+    (within(_Mode), ON("a _Mode is active")),
+    (
+        lambda model, tokens: torch.func.vmap(lambda row: model(row[None]))(tokens),
+        ON("torch.func transforms it"),
+    ),
+    (within(a_hook_for_every_module), ON("torch has hooks for every module")),
+    (edits_an_earlier_activation, "changes an activation of an earlier hook point"),
+    (hooks_its_own_block, r"has put one on \S+ of the same block"),
+    (differentiates_twice, "gradients of gradients"),
+    (lambda model, tokens: model.half(), CONVERTED),
+    (lambda model, tokens: model.to(torch.float64), CONVERTED),
+    (lambda model, tokens: model._apply(lambda tensor: tensor.to("meta")), CONVERTED),
+    (lambda model, tokens: model.to_empty(device="cpu"), CONVERTED),
+]
+if has_hooked_transformer():
+    REFUSED += [
+        (
+            lambda model, tokens: model.load_and_process_state_dict({}),
+            "is on node-b, where weights are frozen",
+        )
+    ]
+else:
+    REFUSED += [
+        (in_training, ON("the model is in training mode")),
+        (
+            lambda model, tokens: model.original_model(tokens, output_hidden_states=True),
+            ON("transformers was asked for hidden states or attentions"),
         ),
-    }
+        (
+            lambda model, tokens: model(
+                tokens, past_key_values=StaticCache(model.original_model.config, max_cache_len=16)
+            ),
+            "a StaticCache is used: only a Dyn",
+        ),
+    ]
 
 
-@pytest.mark.parametrize("what", ON)
-def test_what_is_on(what: str, spread: Any, tokens: torch.Tensor) -> None:
-    refused = f"where this has no effect: {what}; undo it, or load"
-    with pytest.raises(RuntimeError, match=refused):
-        ON[what](spread("llama"), tokens)
+@pytest.mark.parametrize(("run", "message"), REFUSED)
+def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
+    run: Any, message: str, spread: Any, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(tokens)
+
+    with pytest.raises(RuntimeError, match=message):
+        run(model, tokens)
+
+    model.reset_hooks()
+    for name, weight in model.state_dict().items():
+        assert (weight.dtype, weight.device.type) == (before[name].dtype, "cpu")
+        assert torch.equal(weight, before[name])
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected)
 
 
 # --------------------------------------------------------------------------------------------
@@ -295,7 +352,6 @@ def test_a_model_in_memory_is_refused(load: Any, host: LocalConnection) -> None:
     ("where", "message"),
     [
         ({"device_map": {"": "cpu", "embed": "node-b/cpu"}}, "device_map puts embed on another h"),
-        ({"device_map": {"": "cpu", "unembed": "host1/1"}}, "device_map puts unembed on another h"),
         ({"device_map": {"": "cpu", "ln_final": 2}}, "device_map puts ln_final on another host"),
         ({"device_map": "node-b/cpu"}, "device_map puts embed on another host"),
         ({"device": "node-b/cpu", "n_devices": 2}, "device='node-b/cpu' is on another host"),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from local_hosts import LocalConnection, hosts
 from torch.utils._pytree import tree_leaves
-from transformers import StaticCache
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -109,10 +108,12 @@ def assert_equal(run: Run, alone: Any, spread: Any, tokens: torch.Tensor) -> Non
         torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("run", RUNS)
+CASES = [*(("llama", run) for run in RUNS), ("gpt2", mapped), ("gpt2", parts_of_a_block)]
+
+
+@pytest.mark.parametrize(("kind", "run"), CASES)
 def test_as_in_one_process(
-    run: Run, kind: str, alone: Any, spread: Any, tokens: torch.Tensor
+    kind: str, run: Run, alone: Any, spread: Any, tokens: torch.Tensor
 ) -> None:
     assert_equal(run, alone(kind), spread(kind), tokens)
 
@@ -217,7 +218,7 @@ def _entries(cache: Any) -> list[torch.Tensor]:
     return [entry.past_values for entry in cache.entries]
 
 
-def test_a_kv_cache_stays_with_its_host(
+def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
     kv_cache: Any, spread: Any, host: LocalConnection, tokens: torch.Tensor
 ) -> None:
     model = spread("llama")
@@ -227,24 +228,8 @@ def test_a_kv_cache_stays_with_its_host(
         host.calls.clear()
         model(tokens[:, 4:5], past_kv_cache=cache)
     assert host.calls == ["begin"]
-
-
-def test_gradients_through_a_kv_cache_are_refused(
-    kv_cache: Any, spread: Any, tokens: torch.Tensor
-) -> None:
-    model = spread("llama")
-    cache = kv_cache(model)
-    model(tokens[:, :4], past_kv_cache=cache)
     with pytest.raises(RuntimeError, match="gradients do not pass through a KV cache of blocks on"):
-        model(tokens[:, 4:5], past_kv_cache=cache)
-
-
-@pytest.mark.skipif(has_hooked_transformer(), reason="transformers' caches are a Bridge's")
-def test_a_cache_that_does_not_grow_is_refused(spread: Any, tokens: torch.Tensor) -> None:
-    model = spread("llama")
-    cache = StaticCache(model.original_model.config, max_cache_len=16)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="a StaticCache is used: only a Dyn"):
-        model(tokens, past_key_values=cache, use_cache=True)
+        model(tokens[:, 5:6], past_kv_cache=cache)
 
 
 def test_settings_of_torch_go_along(
