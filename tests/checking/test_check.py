@@ -229,27 +229,19 @@ def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) ->
 def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
+    model(tokens, return_type="loss").backward()
+    model.blocks[3].to("sim:0")
     for fault in (block_moved, parameter_replaced, block_replaced, backward_hook_left):
         fault(model)
 
     report = check(model, repair=True)
 
     assert [item.kind for item in report.findings] == ["hooks"]
+    gradients = [p.grad for p in model.blocks[3].parameters() if p.grad is not None]
+    assert {gradient.device for gradient in gradients} == {torch.device("sim:2")}
     model.reset_hooks()
     assert check(model)
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
-
-
-def test_repair_moves_gradients_too(model: Any, tokens: torch.Tensor) -> None:
-    model(tokens, return_type="loss").backward()
-    block_moved(model)
-
-    check(model, repair=True)
-
-    assert {p.grad.device for p in model.blocks[2].parameters() if p.grad is not None} == {
-        torch.device("sim:2")
-    }
-    model(tokens, return_type="loss").backward()
 
 
 # --------------------------------------------------------------------------------------------
