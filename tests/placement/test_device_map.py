@@ -107,12 +107,9 @@ def test_planning_estimating_and_dry_runs_place_alike(case: str) -> None:
         ({"sim:1": "1GiB", "sim:2": "1GiB"}, {"device": "cpu"}, "cpu"),
     ],
 )
-def test_loading_uses_the_devices_that_are_named(
-    sizes: Any, options: Any, devices: str, from_pretrained: Any, machine: Any
+def test_the_devices_that_are_named_are_used(
+    sizes: Any, options: Any, devices: str, machine: Any
 ) -> None:
-    model = from_pretrained("gpt2", max_memory=sizes, **options)
-    names = [d.type if d.index is None else str(d.index) for d in model.placement.devices]
+    placement = plan("gpt2", max_memory=sizes, **options)
+    names = [d.type if d.index is None else str(d.index) for d in placement.devices]
     assert ", ".join(names) == devices
-    assert model.cfg.device == str(model.placement.home)
-    logits = model(model.to_tokens("a b"))
-    assert logits.device == model.placement.home
