@@ -177,11 +177,11 @@ def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
         assert check(model)
         model.blocks[2].to("sim:1")
 
-        (finding,) = check(model).findings
-        assert finding.name == "blocks.2"
-        assert "cfg.device puts it on cpu" in finding.message
         report = check(model, repair=True)
 
+    (finding,) = report.repaired
+    assert finding.name == "blocks.2"
+    assert "cfg.device puts it on cpu" in finding.message
     assert report
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
 
