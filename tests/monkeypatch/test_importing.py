@@ -147,7 +147,7 @@ assert not tl_devicefix.patches.is_enabled()
 def run(*arguments: str, disable: str) -> None:
     environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
 
