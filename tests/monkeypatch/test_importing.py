@@ -161,7 +161,7 @@ def test_importing_while_disabled() -> None:
 
 
 if __name__ == "__main__":
-    import transformer_lens  # noqa: F401
+    import tl_parts  # noqa: F401  # and with it all that TransformerLens needs
 
     forking = multiprocessing.get_context("fork")
     for case in (refused_and_then_not, two_threads):
