@@ -45,7 +45,7 @@ SHARED_ROOMS = (
     "racing",
 )
 # What is written once for both classes, beside "..._of_either_class".
-OF_EITHER = ("test_misspelt_arguments", "test_within_simulate", "test_put_in_by_hand")
+OF_EITHER = ("test_within_simulate", "test_put_in_by_hand")
 OF_BRIDGE = [
     "transformer_bridge",
     *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),

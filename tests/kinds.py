@@ -94,11 +94,8 @@ def on_one_device(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         pytest.skip(f"TransformerLens itself fails with one device: {error}")
 
 
-_KV_CACHE = f"{'HookedTransformer' if IS_2 else 'TransformerLens'}KeyValueCache"
-KeyValueCacheEntry = getattr(transformer_lens, f"{_KV_CACHE}Entry")
-
-
 def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:
     """An empty KV cache, made as TransformerLens's own demos do."""
-    cls = getattr(transformer_lens, _KV_CACHE)
+    name = f"{'HookedTransformer' if IS_2 else 'TransformerLens'}KeyValueCache"
+    cls = getattr(transformer_lens, name)
     return cls.init_cache(model.cfg, model.cfg.device, batch_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -20,57 +19,40 @@ if real_devices.TYPE:
     pytest.skip("this is of what real devices do to the tests", allow_module_level=True)
 
 
-@pytest.fixture(autouse=True)
-def two_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tl_devicefix.simulate(2):
-        monkeypatch.setattr(real_devices, "TYPE", "sim")
-        yield
-
-
-def test_a_machine_has_the_devices_that_are_here() -> None:
-    with real_devices.simulate(2) as machine:
-        assert [str(device) for device in machine.devices] == ["sim:0", "sim:1"]
-        assert devices.device_count("sim") == 2
-        assert len(plan("gpt2", n_devices=2).devices) == 2
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda machine: machine.devices[3],
-        lambda machine: len(machine.devices),
-        lambda machine: devices.resolve(3),
-        lambda machine: devices.resolve("sim:2"),
-        lambda machine: plan("gpt2", n_devices=4),
-        lambda machine: plan("gpt2", device_map="balanced"),
-        lambda machine: machine.transfers,
-        lambda machine: machine.memory_allocated(0),
-    ],
-)
-def test_what_is_not_here_skips_the_test(use: Callable[[Any], Any]) -> None:
-    with real_devices.simulate(4) as machine:
-        assert machine.devices[0] == devices.default_device() == torch.device("sim:0")
-        assert devices.resolve(1) == torch.device("sim:1")
-        with pytest.raises(pytest.skip.Exception, match=r"of type 'sim'|simulated devices only"):
-            use(machine)
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("'sim:1'", "cuda:1"),
-        ("'sim'", "cuda"),
-        ("f'sim:{i}'", "cuda:1"),
-        ("'on sim:0, which simple'", "on cuda:0, which simple"),
-        ("'simulate(2); to(sim:1)'", "simulate(2); to(sim:1)"),
-    ],
-)
-def test_names_of_devices_in_tests_are_those_of_real_ones(
-    code: str, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_test(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(real_devices, "TYPE", "sim")
+    skipped = pytest.raises(pytest.skip.Exception, match=r"of type 'sim'|simulated devices only")
+    with tl_devicefix.simulate(2):
+        with real_devices.simulate(2) as machine:
+            assert [str(device) for device in machine.devices] == ["sim:0", "sim:1"]
+            assert len(plan("gpt2", n_devices=2).devices) == devices.device_count("sim") == 2
+        with real_devices.simulate(4) as machine:
+            assert machine.devices[0] == devices.default_device() == torch.device("sim:0")
+            assert devices.resolve(1) == torch.device("sim:1")
+            for use in (
+                lambda machine: machine.devices[3],
+                lambda machine: len(machine.devices),
+                lambda machine: devices.resolve("sim:2"),
+                lambda machine: plan("gpt2", n_devices=4),
+                lambda machine: plan("gpt2", device_map="balanced"),
+                lambda machine: machine.memory_allocated(0),
+            ):
+                with skipped:
+                    use(machine)
+
+
+def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_devices, "TYPE", "cuda")
-    renamed = real_devices._Named().visit(ast.parse(code, mode="eval"))
-    assert eval(compile(renamed, "", "eval"), {"i": 1}) == expected
+    for code, expected in {
+        "'sim'": "cuda",
+        "f'sim:{i}'": "cuda:1",
+        "'on sim:0, which simple'": "on cuda:0, which simple",
+        "'simulate(2); to(sim:1)'": "simulate(2); to(sim:1)",
+    }.items():
+        renamed = real_devices._Named().visit(ast.parse(code, mode="eval"))
+        assert eval(compile(renamed, "", "eval"), {"i": 1}) == expected
 
 
 def test_a_cover_has_every_pair_of_a_group_that_there_is_and_every_value_of_others() -> None:

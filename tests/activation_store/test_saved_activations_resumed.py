@@ -127,72 +127,79 @@ def test_only_batches_that_are_not_on_disk_are_run(
     assert files(begun) == files(tmp_path / "whole")
 
 
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "filter": ({"names_filter": NAMES[:1]}, r"blocks.3\S* is .* on disk, but not saved in this"),
-    "larger filter": (
-        {"names_filter": [*NAMES, "blocks.2.hook_resid_post"]},
-        r"blocks.2\S* is not saved on disk, but float32",
-    ),
-    "dtype": ({"dtype": torch.float16}, "blocks.1.* is float32 .* on disk, but float16"),
-    "transform": ({"transform": lambda a: a[:, :, :3]}, r"blocks.1.* is float32 \[9, 16\] by ex"),
-    "token_mask": (
-        {"token_mask": lambda tokens: tokens > 5},
-        r"by example on disk, but .* by token",
-    ),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_to_go_on_with_other_arguments_is_refused_naming_them(
-    other: str, begun: Path, start: Start
-) -> None:
-    before, (options, message) = files(begun), OTHERS[other]
-    with pytest.raises(ValueError, match=rf"in \S+ are not those of this call: .*{message}"):
-        start(resume=True, **options)
-    assert files(begun) == before
-
-
-def test_to_go_on_with_another_model_or_version_is_refused_naming_it(
-    begun: Path, start: Start, folded_on_one: Any
-) -> None:
-    with pytest.raises(ValueError, match=r"the model's \w+ is .*; load the first call's model"):
-        start(resume=True, model=folded_on_one("gpt2"))
+def made_by_another_torch(start: Start, begun: Path) -> None:
     index = read_index(begun)
     write_index(begun, replace(index, made_by={**index.made_by, "torch": "1.0"}))
-    with pytest.raises(ValueError, match=r"of torch is 1.0 on disk, .*; install that version"):
+    try:
+        start(resume=True)
+    finally:
+        write_index(begun, index)
+
+
+def while_another_process_saves(start: Start, begun: Path) -> None:
+    with resume.locked(begun):
         start(resume=True)
 
 
-def test_to_go_on_with_other_data_is_refused_naming_it(
-    begun: Path, start: Start, batches: Any
+REFUSED: list[tuple[Callable[[Start, Path], Any], str]] = [
+    (lambda start, begun: start(), r"of \d+ examples already, of .*: pass resume"),
+    (
+        lambda start, begun: start(resume=True, names_filter=NAMES[:1]),
+        r"in \S+ are not those of this call: .*blocks.3\S* is .* on disk, but not saved in this",
+    ),
+    (
+        lambda start, begun: start(resume=True, names_filter=[*NAMES, "blocks.2.hook_resid_post"]),
+        r"blocks.2\S* is not saved on disk, but float32",
+    ),
+    (
+        lambda start, begun: start(resume=True, dtype=torch.float16),
+        "blocks.1.* is float32 .* on disk, but float16",
+    ),
+    (
+        lambda start, begun: start(resume=True, transform=lambda a: a[:, :, :3]),
+        r"blocks.1.* is float32 \[9, 16\] by ex",
+    ),
+    (
+        lambda start, begun: start(resume=True, token_mask=lambda tokens: tokens > 5),
+        r"by example on disk, but .* by token",
+    ),
+    (made_by_another_torch, r"of torch is 1.0 on disk, .*; install that version"),
+    (while_another_process_saves, "another process is saving activations to"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_would_not_go_on_as_it_began_is_refused(
+    call: Callable[[Start, Path], Any], message: str, begun: Path, start: Start
 ) -> None:
-    saved = len(load_activations(begun))
-    other = [*batches[:3], batches[3].flip(1), *batches[4:]]
-    with pytest.raises(ValueError, match="from example 12 on, batches has other values of tokens"):
-        start(other, resume=True)
-    with pytest.raises(ValueError, match="from example 0 on, batches has other values of tokens"):
-        start(batches[1:], resume=True)
-    with pytest.raises(ValueError, match=f"they have {saved} examples, but batches has 8"):
-        start(batches[:2], resume=True)
-    start(resume=True)
-    with pytest.raises(ValueError, match="complete with 64 examples, but batches has more"):
-        start([*batches, batches[0]], resume=True)
-
-
-def test_activations_are_not_written_over(begun: Path, start: Start) -> None:
     before = files(begun)
-    with pytest.raises(FileExistsError, match=r"of \d+ examples already, of .*: pass resume"):
-        start()
+    with pytest.raises((ValueError, FileExistsError, RuntimeError), match=message):
+        call(start, begun)
     assert files(begun) == before
 
 
-def test_two_processes_in_one_directory_are_refused(start: Start, tmp_path: Path) -> None:
-    with (
-        resume.locked(tmp_path / "out"),
-        pytest.raises(RuntimeError, match="another process is saving activations to"),
-    ):
-        start()
-    assert start().is_complete
+def test_to_go_on_with_another_model_or_other_data_is_refused_naming_it(
+    begun: Path, start: Start, batches: Any, folded_on_one: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"the model's \w+ is .*; load the first call's model"):
+        start(resume=True, model=folded_on_one("gpt2"))
+    saved = len(load_activations(begun))
+    others = {
+        "from example 12 on, batches has other values of tokens": [
+            *batches[:3], batches[3].flip(1), *batches[4:],
+        ],
+        "from example 0 on, batches has other values of tokens": batches[1:],
+        f"they have {saved} examples, but batches has 8": batches[:2],
+        "batch 12 has 8 tokens in a row, but those before it have 9": [
+            *batches[:12], batches[12][:, 1:],
+        ],
+    }  # fmt: skip
+    for message, other in others.items():
+        with pytest.raises(ValueError, match=message):
+            start(other, resume=True)
+    assert start(resume=True).is_complete
+    with pytest.raises(ValueError, match="complete with 64 examples, but batches has more"):
+        start([*batches, batches[0]], resume=True)
 
 
 def test_a_process_that_was_forked_meanwhile_does_not_keep_others_out(
@@ -279,17 +286,6 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     with pytest.raises(OSError, match=r"activations need .*, but the disk of .* only 64.0 KiB"):
         start()
     assert not (tmp_path / "out" / INDEX).exists()
-
-
-def test_a_batch_of_another_width_leaves_complete_shards(
-    start: Start, batches: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(
-        ValueError, match="batch 12 has 8 tokens in a row, but those before it have 9"
-    ):
-        start([*batches[:12], batches[12][:, 1:]])
-    assert len(load_activations(tmp_path / "out")) > 0
-    assert start(resume=True).is_complete
 
 
 def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(

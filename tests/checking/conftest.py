@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from either_class import cls  # noqa: F401
+from either_class import BRIDGE, cls  # noqa: F401
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
@@ -16,6 +16,8 @@ if has_bridge():
 
 if has_hooked_transformer():
     from architectures import TOYS, build_toy
+
+LIES = {"": 0, **{f"blocks.{layer}": device for layer, device in enumerate((0, 1, 2, 2, 3))}}
 
 
 @pytest.fixture
@@ -31,13 +33,23 @@ def load(machine: Any, from_pretrained: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def model(load: Any) -> Any:
-    """A Llama over four devices; each version of TransformerLens would spread it otherwise."""
-    blocks = {f"blocks.{layer}": device for layer, device in enumerate((0, 1, 2, 2, 3))}
-    return load("llama", n_devices=1, device_map={"": 0, **blocks})
+def model(cls: str, machine: Any, request: pytest.FixtureRequest) -> Any:  # noqa: F811
+    """A folded Llama over four devices; each version of TransformerLens would spread it otherwise.
+
+    Block 2 is on sim:2.
+    """
+    if cls == BRIDGE:
+        return request.getfixturevalue("boot")("llama", compatible=True, device_map=LIES)
+    return request.getfixturevalue("load")("llama", n_devices=1, device_map=LIES)
 
 
 @pytest.fixture
-def reference(references: Any) -> Any:
+def unpatched(cls: str, request: pytest.FixtureRequest) -> Any:  # noqa: F811
+    """`unpatched("gpt2", ...)`: as TransformerLens alone loads it, on the CPU."""
+    return request.getfixturevalue("bridge_references" if cls == BRIDGE else "references")
+
+
+@pytest.fixture
+def reference(cls: str, unpatched: Any) -> Any:  # noqa: F811
     """The same weights on the CPU."""
-    return references("llama")
+    return unpatched("llama", compatible=True) if cls == BRIDGE else unpatched("llama")

@@ -1,10 +1,19 @@
-"""How models of either class are broken, and what a check finds."""
+"""How models are broken, and what a check finds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from either_class import BRIDGE, HOOKED
+from hf_models import D_MODEL
+from torch import nn
+
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+if has_hooked_transformer():
+    from transformer_lens.components import LayerNormPre, TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -37,17 +46,99 @@ def pytorch_hook_left(model: Any) -> None:
     model.blocks[2].register_forward_hook(lambda *args: None)
 
 
-OF_EITHER = {
-    "a block moved by hand": Fault(
+def parameter_replaced(model: Any) -> None:
+    model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to("sim:2"))
+
+
+def some_parameters_moved(model: Any) -> None:
+    for name in ("_W_K", "W_Q"):
+        parameter = getattr(model.blocks[4].attn, name)
+        parameter.data = parameter.data.to("cpu")
+
+
+def block_replaced(model: Any) -> None:
+    weights = model.blocks[2].state_dict()
+    model.blocks[2] = TransformerBlock(model.cfg, 2).to("sim:2")
+    model.blocks[2].load_state_dict(weights, strict=False)
+
+
+def backward_hook_left(model: Any) -> None:
+    model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
+
+
+def config_says_otherwise(model: Any) -> None:
+    model.cfg.normalization_type = "RMS"
+
+
+def a_norm_is_another(model: Any) -> None:
+    model.blocks[2].ln2 = LayerNormPre(model.cfg)
+    model.setup()
+
+
+def mlp_replaced_in_the_wrapped_model(model: Any) -> None:
+    model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
+
+
+def weight_moved(model: Any) -> None:
+    weight = model.blocks[4].attn.q._original_component.weight
+    weight.data = weight.data.to("cpu")
+
+
+def hook_left(model: Any) -> None:
+    model.add_hook("blocks.2.hook_resid_post", identity)
+
+
+OF_EITHER = [
+    Fault(
         block_moved, "device", "blocks.2",
         ("is on sim:0", "placement puts it on sim:2"), 'model.blocks[2].to("sim:2")',
     ),
-    "a PyTorch hook": Fault(
+    Fault(
         pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
         "del model.blocks[2]._forward_hooks[",
     ),
-    "a config of another device": Fault(
+    Fault(
         home_renamed, "config", "cfg.device", ("'sim:1'", "home is sim:0"),
         'model.cfg.device = "sim:0"',
     ),
+]  # fmt: skip
+FAULTS = {
+    HOOKED: [
+        *OF_EITHER,
+        Fault(
+            parameter_replaced, "device", "unembed.W_U",
+            ("is on sim:2", "puts it on sim:0", "2.5 KiB"), 'model.unembed.to("sim:0")',
+        ),
+        Fault(
+            some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
+            ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.to("sim:3")',
+        ),
+        Fault(block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"),
+        Fault(
+            backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
+            "model.reset_hooks()",
+        ),
+        Fault(
+            config_says_otherwise, "norms", "blocks.0.ln1",
+            ("cannot be RMSNormPre where cfg.normalization_type is 'RMS'", "correct the config"),
+            None,
+        ),
+        Fault(a_norm_is_another, "norms", "blocks.2.ln2", ("LayerNormPre", "'RMSPre'"), None),
+    ],
+    BRIDGE: [
+        *OF_EITHER,
+        Fault(
+            mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
+            ("is on sim:0", "puts it on sim:2"),
+            'model.blocks[2]._original_component.mlp.to("sim:2")', mends=False,
+        ),
+        Fault(
+            weight_moved, "device", "blocks.4.attn.q",
+            ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.q.to("sim:3")',
+        ),
+        Fault(hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"),
+    ],
 }  # fmt: skip
+"""Class -> faults of its models."""
+MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, weight_moved, home_renamed)
+"""What a repair brings back."""

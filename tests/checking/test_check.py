@@ -10,19 +10,26 @@ import pytest
 import torch
 from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config, build_toy
 from comparison import assert_agrees
-from faults import block_moved, identity
-from hf_models import D_MODEL, randomize
-from hooked_faults import (
-    MISPLACED,
+from either_class import HOOKED
+from faults import (
+    backward_hook_left,
+    block_moved,
     block_replaced,
-    hook_left,
+    identity,
+    parameter_replaced,
     some_parameters_moved,
 )
+from hf_models import D_MODEL, randomize
 from torch import nn
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix import check
+
+
+@pytest.fixture
+def cls() -> str:
+    return HOOKED
 
 
 def findings(model: Any) -> list[tuple[str, str]]:
@@ -53,9 +60,11 @@ def test_a_loaded_model_is_well(name: str, load: Any, tokens: torch.Tensor) -> N
     ]
 
 
-@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["folded", "not folded"])
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "n", "options"),
+    [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING), ("llama", 3, NO_PROCESSING)],
+    ids=["folded", "not folded, on one", "not folded"],
+)
 def test_a_model_is_well_however_it_is_loaded_copied_and_moved(
     name: str, n: int, options: Any, load: Any
 ) -> None:
@@ -82,19 +91,13 @@ def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyP
     assert findings(model) == [("processing", "model")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "solu"])
-def test_one_norm_that_is_not_folded_is_found(name: str, load: Any) -> None:
-    folded, other = load(name), load(name)
-    if name == "solu":
-        folded.process_weights_()
-    else:
-        other = load(name, fold_ln=False)
-    norm = "mlp.ln" if name == "solu" else "ln1"
-    parent = folded.blocks[0].get_submodule(norm.rpartition(".")[0])
-    setattr(parent, norm.rpartition(".")[2], other.blocks[0].get_submodule(norm))
+def test_one_norm_within_an_mlp_that_is_not_folded_is_found(load: Any) -> None:
+    folded, other = load("solu"), load("solu")
+    folded.process_weights_()
+    folded.blocks[0].mlp.ln = other.blocks[0].mlp.ln
     folded.setup()
 
-    assert findings(folded) == [("norms", f"blocks.0.{norm}")]
+    assert findings(folded) == [("norms", "blocks.0.mlp.ln")]
 
 
 def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> None:
@@ -107,12 +110,10 @@ def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> No
     assert len(repr(report).splitlines()) == 10
 
 
-def test_a_part_that_has_a_second_name_is_known_by_its_first(model: Any) -> None:
+def test_a_second_name_of_a_part_is_no_fault_and_a_permanent_hook_is_noted_only(
+    model: Any,
+) -> None:
     model.probe = model.blocks[3].mlp
-    assert check(model)
-
-
-def test_a_permanent_hook_is_noted_only(model: Any) -> None:
     model.blocks[2].hook_resid_post.add_perma_hook(identity)
 
     report = check(model)
@@ -125,7 +126,7 @@ def test_a_permanent_hook_is_noted_only(model: Any) -> None:
 # Modules that are put in
 
 
-def test_a_module_put_in_at_home_is_found_until_it_is_set_up(
+def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_where_it_is(
     model: Any, tokens: torch.Tensor
 ) -> None:
     model.blocks[4].mlp = linear("sim:0")
@@ -142,12 +143,6 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up(
     assert [(item.kind, item.name) for item in report.notes] == [("attached", name)]
     text = report.notes[0].message
     assert "is on sim:0, and its block on sim:3" in text
-    model(tokens)
-
-
-def test_repair_leaves_what_was_set_up_where_it_is(model: Any, tokens: torch.Tensor) -> None:
-    model.blocks[4].mlp = linear("sim:0")
-    model.setup()
     expected = model(tokens)
     model.blocks[4].attn.to("sim:1")
 
@@ -182,11 +177,11 @@ def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
         assert check(model)
         model.blocks[2].to("sim:1")
 
-        (finding,) = check(model).findings
-        assert finding.name == "blocks.2"
-        assert "cfg.device puts it on cpu" in finding.message
         report = check(model, repair=True)
 
+    (finding,) = report.repaired
+    assert finding.name == "blocks.2"
+    assert "cfg.device puts it on cpu" in finding.message
     assert report
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
 
@@ -219,7 +214,7 @@ def everything_in(model: Any) -> dict[str, Any]:
 
 
 def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) -> None:
-    for fault in (block_moved, some_parameters_moved, hook_left):
+    for fault in (block_moved, some_parameters_moved, backward_hook_left):
         fault(model)
     before, placement = everything_in(model), model.placement
     machine.reset_transfers()
@@ -234,27 +229,19 @@ def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) ->
 def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(
     model: Any, reference: Any, tokens: torch.Tensor
 ) -> None:
-    for fault in (*MISPLACED[:2], block_replaced, hook_left):
+    model(tokens, return_type="loss").backward()
+    model.blocks[3].to("sim:0")
+    for fault in (block_moved, parameter_replaced, block_replaced, backward_hook_left):
         fault(model)
 
     report = check(model, repair=True)
 
     assert [item.kind for item in report.findings] == ["hooks"]
+    gradients = [p.grad for p in model.blocks[3].parameters() if p.grad is not None]
+    assert {gradient.device for gradient in gradients} == {torch.device("sim:2")}
     model.reset_hooks()
     assert check(model)
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
-
-
-def test_repair_moves_gradients_too(model: Any, tokens: torch.Tensor) -> None:
-    model(tokens, return_type="loss").backward()
-    block_moved(model)
-
-    check(model, repair=True)
-
-    assert {p.grad.device for p in model.blocks[2].parameters() if p.grad is not None} == {
-        torch.device("sim:2")
-    }
-    model(tokens, return_type="loss").backward()
 
 
 # --------------------------------------------------------------------------------------------

@@ -43,11 +43,9 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys: Any) -> None:
     assert "L5H1 attends to the answer most" in output
 
 
-@pytest.mark.parametrize("n_devices", ["0", "100"])
-def test_the_demo_of_too_few_or_too_many_devices_is_refused(n_devices: str, capsys: Any) -> None:
-    assert main(["demo", "--n-devices", n_devices]) == 1
-    error = capsys.readouterr().err
-    assert error.endswith(f"n_devices must be from 1 to 64, but is {n_devices}\n")
+def test_the_demo_of_too_many_devices_is_refused(capsys: Any) -> None:
+    assert main(["demo", "--n-devices", "100"]) == 1
+    assert capsys.readouterr().err.endswith("n_devices must be from 1 to 64, but is 100\n")
 
 
 def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) -> None:
@@ -57,14 +55,9 @@ def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) 
     assert "TOO LARGE" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("is_default", [True, False])
-def test_the_selfcheck_trusts_a_machine_that_computes_right(
-    is_default: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None:
     with tl_devicefix.simulate(2):
-        if not is_default:
-            monkeypatch.setattr(devices, "simulated_device", lambda: None)
-        assert main(["selfcheck", *([] if is_default else ["--device", "sim"])]) == 0
+        assert main(["selfcheck"]) == 0
     output = capsys.readouterr().out
     assert "copy sim:0 -> sim:1: ok" in output
     assert "copy sim:1 -> cpu: ok" in output
@@ -75,11 +68,15 @@ def test_the_selfcheck_trusts_a_machine_that_computes_right(
 def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(
     capsys: Any, monkeypatch: Any
 ) -> None:
+    """Of a type that is named, as it is not the default's."""
     right = demo.hf_logits
     monkeypatch.setattr(selfcheck, "hf_logits", lambda tokens: right(tokens) * 1.01)
     with tl_devicefix.simulate(2):
-        assert main(["selfcheck"]) == 1
-    assert "Do NOT trust" in capsys.readouterr().out
+        monkeypatch.setattr(devices, "simulated_device", lambda: None)
+        assert main(["selfcheck", "--device", "sim"]) == 1
+    output = capsys.readouterr().out
+    assert "copy sim:0 -> sim:1: ok" in output
+    assert "Do NOT trust" in output
 
 
 class Corrupted(torch.Tensor):
@@ -129,13 +126,10 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
     ("arguments", "status", "says", "imports"),
     [
         (["--help"], 0, "{demo,selfcheck,estimate,activations}", []),
-        (["estimate", "--help"], 0, "--max-memory", []),
         (["estimate"], 2, "the following arguments are required: model", []),
-        (["nonsense"], 2, "invalid choice: 'nonsense'", []),
         (["estimate", "gpt2", "--n-device=4"], 2, "did you mean '--n-devices'?", []),
         (["estimate", "gpt2", "--models"], 2, "there is no argument '--models'\n", []),
         (["--version"], 0, version("tl_devicefix"), []),
-        (["estimate", "--n-devices", "x"], 2, "invalid int value: 'x'", []),
         (["activations", "info", "none"], 1, "no saved activations in none", ["torch"]),
     ],
 )

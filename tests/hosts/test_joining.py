@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,16 +32,13 @@ class _Described:
         return {"devices": ["cuda:0", "cuda:1"], "versions": self._versions}
 
 
-def test_a_node_of_the_same_versions_joins() -> None:
+def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused() -> None:
     host = joining._described(_Described(), 1.0)  # type: ignore[arg-type]
     assert host.devices == ("cuda:0", "cuda:1")
-
-
-@pytest.mark.parametrize("package", ["Python", "torch", "transformers", "transformer_lens"])
-def test_a_node_of_another_version_is_refused(package: str) -> None:
-    own = own_versions()[package]
-    with pytest.raises(RuntimeError, match=f"node-b has {package} 0.1, and this .* has {own}: "):
-        joining._described(_Described(**{package: "0.1"}), 1.0)  # type: ignore[arg-type]
+    for package in ("Python", "torch", "transformers", "transformer_lens"):
+        differs = f"node-b has {package} 0.1, and this .* has {own_versions()[package]}: "
+        with pytest.raises(RuntimeError, match=differs):
+            joining._described(_Described(**{package: "0.1"}), 1.0)  # type: ignore[arg-type]
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,21 +53,17 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined() == ()
 
 
-def test_a_timeout_that_a_busy_machine_would_miss() -> None:
+def test_a_timeout_that_a_busy_machine_would_miss_and_nobody_at_an_address() -> None:
     with pytest.raises(ValueError, match="timeout must be 2 seconds or more, but is 1"):
         tl_devicefix.init_hosts(timeout=1)
-
-
-def test_nobody_at_an_address() -> None:
     with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:1: start"):
         joining._check_that_it_answers("127.0.0.1:1")
 
 
 def test_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     services = pytest.importorskip("ray._private.services", reason="Ray is not installed")
-    monkeypatch.setattr(
-        services, "find_gcs_addresses", cache(set)
-    )  # clusters of others may run here
+    # Clusters of others may run here.
+    monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -77,63 +72,49 @@ def test_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert joined() == ()
 
 
-TENSORS = {
-    "float": torch.randn(3, 4),
-    "transposed": torch.randn(3, 4).T,
-    "half": torch.randn(5).bfloat16(),
-    "bool": torch.tensor([True, False]),
-    "a number": torch.tensor(7),
-    "empty": torch.empty(0, 4),
-    "with a gradient": torch.randn(2, requires_grad=True),
-}
+TENSORS = [
+    *(torch.randn(3, 4), torch.randn(3, 4).T, torch.randn(5).bfloat16(), torch.empty(0, 4)),
+    *(torch.tensor([True, False]), torch.tensor(7), torch.randn(2, requires_grad=True)),
+]
 
 
-@pytest.mark.parametrize("which", TENSORS)
-def test_tensors_arrive_as_they_left_and_can_be_written_to(which: str) -> None:
-    sent = TENSORS[which]
+def test_tensors_arrive_as_they_left_and_can_be_written_to() -> None:
     buffers: list[pickle.PickleBuffer] = []
-    packed = _converted(({"x": [sent, 1]}, None), torch.Tensor, _Packed)
+    packed = _converted(({"x": [*TENSORS, 1]}, None), torch.Tensor, _Packed)
     pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     read_only = [bytes(buffer) for buffer in buffers]  # as Ray's shared memory is
-    arrived = _converted(pickle.loads(pickled, buffers=read_only), _Packed, _Packed.unpack)
+    tree, none = _converted(pickle.loads(pickled, buffers=read_only), _Packed, _Packed.unpack)
 
-    (tree, none), (tensor, number) = arrived, arrived[0]["x"]
-    assert (list(tree), none, number) == (["x"], None, 1)
-    assert tensor.dtype == sent.dtype
-    assert torch.equal(tensor, sent.detach())
-    assert not tensor.requires_grad
-    tensor.zero_()
-    assert not tensor.any()
+    *tensors, number = tree["x"]
+    assert (list(tree), none, number, len(tensors)) == (["x"], None, 1, len(TENSORS))
+    for tensor, sent in zip(tensors, TENSORS):
+        assert tensor.dtype == sent.dtype
+        assert torch.equal(tensor, sent.detach())
+        assert not tensor.requires_grad
+        tensor.zero_()
+        assert not tensor.any()
 
 
 def test_the_names_and_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed")
+    context = SimpleNamespace(get_node_id=lambda: "0")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
-    def nodes(*names: str, gpus: int = 8) -> list[dict[str, Any]]:
-        return [
+    def named(*names: str, gpus: Sequence[int] = (8,) * 4) -> list[str]:
+        """Of the nodes but the first, where this process is, in the order of their devices."""
+        nodes = [
             {
                 "NodeID": f"{number}",
                 "Alive": name != "dead",
                 "NodeManagerHostname": name,
-                "Resources": {"GPU": gpus} if gpus else {},
+                "Resources": {"GPU": gpus[number]} if gpus[number] else {},
             }
             for number, name in enumerate(names)
         ]
-
-    class _Context:
-        def get_node_id(self) -> str:
-            return "0"
-
-    monkeypatch.setattr(ray, "get_runtime_context", _Context)
-
-    def named(found: list[dict[str, Any]]) -> list[str]:
-        monkeypatch.setattr(ray, "nodes", lambda: found)
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
         return [name for name, _ in joining._other_nodes()]
 
-    assert named(nodes("a", "node-10", "node-9", "dead")) == ["node-9", "node-10"]
-    assert named(nodes("vm", "vm", "vm")) == ["host1", "host2"]
-    without = nodes("a", "b", gpus=0)
-    assert named(without) == ["b"]
-    with_gpus = nodes("a", "c", "d")
-    with_gpus[1]["Resources"] = {}
-    assert named(with_gpus) == ["d"]
+    assert named("a", "node-10", "node-9", "dead") == ["node-9", "node-10"]
+    assert named("vm", "vm", "vm") == ["host1", "host2"]
+    assert named("a", "b", gpus=(0, 0)) == ["b"]
+    assert named("a", "c", "d", gpus=(8, 0, 8)) == ["d"]

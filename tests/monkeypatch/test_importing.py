@@ -1,90 +1,77 @@
 """`import tl_devicefix` applies the patches, before or after TransformerLens, unless disabled.
 
-What an import does is seen in fresh interpreters only. They are slow to start, so they run
-together, and check several things each.
+What an import does is seen in a fresh interpreter only, which takes long to import TransformerLens.
+So this file is also a script that does it once: cases in which it is not imported yet run in forks
+that have all but TransformerLens itself.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import multiprocessing
 import os
 import subprocess
 import sys
-import textwrap
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+import pytest
 
-TRANSFORMER_LENS_FIRST = """
-    import inspect, sys
 
-    from tl_parts import changed, changed_in_modules_of, parts_of_transformer_lens
-    import transformer_lens
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
+def transformer_lens_first() -> None:
+    """Also for models and subclasses that exist."""
+    from tl_parts import MODEL_CLASS, changed, changed_in_modules_of, parts_of_transformer_lens
 
-    class Mine(HookedTransformer):
-        pass
+    is_hooked = MODEL_CLASS.__name__ == "HookedTransformer"
+    if is_hooked:
+        from transformer_lens import HookedTransformerConfig
 
-    cfg = HookedTransformerConfig(
-        n_layers=3, d_model=8, n_heads=2, d_head=4, d_vocab=9, n_ctx=5, act_fn="relu", device="cpu"
-    )
-    model = Mine(cfg)
+        Mine = type("Mine", (MODEL_CLASS,), {})
+        sizes = {"n_layers": 3, "d_model": 8, "n_heads": 2, "d_head": 4, "d_vocab": 9, "n_ctx": 5}
+        cfg = HookedTransformerConfig(**sizes, act_fn="relu", device="cpu")
+        model = Mine(cfg)
     original = parts_of_transformer_lens()
 
     import tl_devicefix
 
+    loader = "from_pretrained" if is_hooked else "boot_transformers"
     replaced = changed(original, parts_of_transformer_lens())
-    assert any(path.endswith("HookedTransformer.from_pretrained") for path in replaced)
-    assert "device_map" in inspect.signature(HookedTransformer.from_pretrained).parameters
-    assert "device_map" in inspect.signature(Mine.from_pretrained).parameters
-    with tl_devicefix.simulate(2):
-        model.to("sim:1")
-        assert model.cfg.device == "sim:1"
-        cfg.device, cfg.n_devices = "sim", 2
-        assert {p.device.index for p in Mine(cfg).parameters()} == {0, 1}
+    assert any(path.endswith(f"{MODEL_CLASS.__name__}.{loader}") for path in replaced)
+    if is_hooked:
+        assert "device_map" in inspect.signature(MODEL_CLASS.from_pretrained).parameters
+        assert "device_map" in inspect.signature(Mine.from_pretrained).parameters
+        with tl_devicefix.simulate(2):
+            model.to("sim:1")
+            assert model.cfg.device == "sim:1"
+            cfg.device, cfg.n_devices = "sim", 2
+            assert {p.device.index for p in Mine(cfg).parameters()} == {0, 1}
 
     tl_devicefix.disable()
     left = changed_in_modules_of(original, parts_of_transformer_lens())
     assert left == set(), left
-"""
 
-BRIDGE_FIRST = """
-    from tl_parts import changed, changed_in_modules_of, parts_of_transformer_lens
-    from transformer_lens.model_bridge import TransformerBridge
 
-    original = parts_of_transformer_lens()
+def refused_and_then_not() -> None:
     import tl_devicefix
-
-    replaced = changed(original, parts_of_transformer_lens())
-    assert any(path.endswith("TransformerBridge.boot_transformers") for path in replaced)
-    tl_devicefix.disable()
-    left = changed_in_modules_of(original, parts_of_transformer_lens())
-    assert left == set(), left
-"""
-
-REFUSED_AND_THEN_NOT = """
-    import sys
-
-    import tl_devicefix
-
-    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
     from tl_devicefix.monkeypatch import applying
     from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens
 
-    def refuse(patch):
+    assert "transformer_lens" not in sys.modules
+
+    def refuse(patch: Any) -> None:
         raise UnsupportedTransformerLens("not this one")
 
     check, applying.check_target = applying.check_target, refuse
-    for attempt in range(2):
-        try:
+    for _ in range(2):
+        with pytest.raises(UnsupportedTransformerLens, match=r"^not this one$"):
             import transformer_lens
-        except UnsupportedTransformerLens as error:
-            assert str(error) == "not this one"
-        else:
-            raise AssertionError("it was imported")
     assert not tl_devicefix.patches.is_enabled()
 
     applying.check_target = check
-    import transformer_lens
+    import transformer_lens  # noqa: F401
 
     assert tl_devicefix.patches.is_enabled()
     from tl_parts import MODEL_CLASS, ours, parts_of_transformer_lens
@@ -96,16 +83,17 @@ REFUSED_AND_THEN_NOT = """
     tl_devicefix.disable()
     left = ours(parts_of_transformer_lens())
     assert left == set(), left
-"""
 
-TWO_THREADS = """
-    import importlib, sys, threading
+
+def two_threads() -> None:
     import tl_devicefix
 
-    is_amid_it, other_comes, seen, states = threading.Event(), threading.Event(), [], []
+    is_amid_it, other_comes = threading.Event(), threading.Event()
+    seen: list[str] = []
+    states: list[bool] = []
     import_module = importlib.import_module
 
-    def pause(event, args):
+    def pause(event: str, args: Any) -> None:
         if event == "import" and threading.current_thread() is first:
             if args[0].startswith("transformer_lens."):
                 is_amid_it.set()
@@ -115,17 +103,17 @@ TWO_THREADS = """
             if "tl_devicefix.pipelining.patching_loops" in seen[:-1]:
                 other_comes.set()  # which imports TransformerLens, and whose lock is held
 
-    def import_and_tell(name, package=None):
+    def import_and_tell(name: str, package: str | None = None) -> Any:
         if name == "transformer_lens":
             other_comes.set()
         return import_module(name, package)
 
-    def imports():
-        import transformer_lens
+    def imports() -> None:
+        import transformer_lens  # noqa: F401
 
         states.append(tl_devicefix.patches.is_enabled())
 
-    def touches():
+    def touches() -> None:
         is_amid_it.wait()
         states.append(callable(tl_devicefix.save_activations))
 
@@ -137,41 +125,48 @@ TWO_THREADS = """
     first.join()
     second.join()
     assert states == [True, True], states
-"""
+
+
+def without_transformer_lens(case: Callable[[], None]) -> None:
+    """Run a case as if TransformerLens were not imported yet."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("transformer_lens", "tl_parts"):
+            del sys.modules[name]
+    case()
+
 
 DISABLED = """
-    import sys
+import sys
+import tl_devicefix
 
-    import tl_devicefix
-
-    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
-    assert not tl_devicefix.patches.is_enabled()
+assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
+assert not tl_devicefix.patches.is_enabled()
 """
 
 
-def start(script: str, disable: str | None) -> subprocess.Popen[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TL_DEVICEFIX_DISABLE"}
-    if disable is not None:
-        environment["TL_DEVICEFIX_DISABLE"] = disable
-    folder, elsewhere = str(Path(__file__).parent), environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, elsewhere)))
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def run(*arguments: str, disable: str) -> None:
+    environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
     )
+    assert done.returncode == 0, done.stderr
 
 
-def test_importing_first_or_last_or_disabled() -> None:
-    first = TRANSFORMER_LENS_FIRST if has_hooked_transformer() else BRIDGE_FIRST
-    interpreters = {
-        "TransformerLens first": start(first, disable=None),
-        "tl_devicefix first, refused, and then not": start(REFUSED_AND_THEN_NOT, disable="0"),
-        "two threads": start(TWO_THREADS, disable=None),
-        "disabled": start(DISABLED, disable="1"),
-    }
-    errors = {name: run.communicate(timeout=300)[1] for name, run in interpreters.items()}
-    for name, run in interpreters.items():
-        assert run.returncode == 0, f"{name}: {errors[name]}"
+def test_importing_first_or_last() -> None:
+    run(str(Path(__file__)), disable="0")
+
+
+def test_importing_while_disabled() -> None:
+    run("-c", DISABLED, disable="1")
+
+
+if __name__ == "__main__":
+    import tl_parts  # noqa: F401  # and with it all that TransformerLens needs
+
+    forking = multiprocessing.get_context("fork")
+    for case in (refused_and_then_not, two_threads):
+        process = forking.Process(target=without_transformer_lens, args=(case,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, case.__name__
+    transformer_lens_first()

@@ -27,8 +27,8 @@ def own_host() -> Iterator[LocalConnection]:
 
 
 @pytest.fixture
-def model(load: Any, own_host: LocalConnection) -> Any:
-    return load("llama", device_map=PLACES)
+def model(spread: Any) -> Any:
+    return spread("llama")
 
 
 @pytest.fixture
@@ -52,42 +52,44 @@ def _waiting() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "_run_in_thread" in thread.name]
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def hook(x: torch.Tensor, hook: Any) -> None:
+def ended_by_a_hook(error: BaseException, model: Any, tokens: torch.Tensor) -> None:
+    def fail(x: torch.Tensor, hook: Any) -> None:
         assert _waiting()
         raise error
 
-    return hook
+    model.run_with_hooks(tokens, fwd_hooks=[(Z, fail)])
 
 
-@pytest.mark.parametrize("error", [ValueError("of the user's"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("graph", [True, False])
-def test_a_hook_that_raises(
-    error: BaseException, graph: bool, model: Any, tokens: torch.Tensor, assert_right: Any
-) -> None:
-    with pytest.raises(type(error)) as raised, torch.set_grad_enabled(graph):
-        model.run_with_hooks(tokens, fwd_hooks=[(Z, raising(error))])
-
-    assert raised.value is error
-    del raised
-    error.__traceback__ = None  # which has the run
-    assert_right(model)
+def ended_in_a_block(error: BaseException, model: Any, tokens: torch.Tensor) -> None:
+    model.run_with_hooks(tokens, fwd_hooks=[(Z, lambda x, hook: x[:, :, :, :-1])])
 
 
-def test_an_error_in_a_block(model: Any, tokens: torch.Tensor, assert_right: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"size|shape"):
-        model.run_with_hooks(tokens, fwd_hooks=[(Z, lambda x, hook: x[:, :, :, :-1])])
-
-    assert_right(model)
-
-
-def test_an_error_in_backward(model: Any, tokens: torch.Tensor, assert_right: Any) -> None:
+def ended_in_backward(error: BaseException, model: Any, tokens: torch.Tensor) -> None:
     def fail(gradient: torch.Tensor, hook: Any) -> None:
-        raise ValueError("of the user's")
+        raise error
 
-    with pytest.raises(ValueError, match="of the user's"), model.hooks(bwd_hooks=[(Z, fail)]):
+    with model.hooks(bwd_hooks=[(Z, fail)]):
         model(tokens, return_type="loss").backward()
 
+
+@pytest.mark.parametrize(
+    ("run", "graph", "error"),
+    [
+        (ended_by_a_hook, True, ValueError("of the user's")),
+        (ended_by_a_hook, False, KeyboardInterrupt()),
+        (ended_in_a_block, True, RuntimeError()),  # of torch's, as the shape is another
+        (ended_in_backward, True, ValueError("of the user's")),
+    ],
+)
+def test_after_an_error_the_next_run_is_right(
+    run: Any, graph: bool, error: Any, model: Any, tokens: torch.Tensor, assert_right: Any
+) -> None:
+    with pytest.raises(type(error)) as raised, torch.set_grad_enabled(graph):
+        run(error, model, tokens)
+
+    assert raised.value is error or run is ended_in_a_block
+    del raised
+    error.__traceback__ = None  # which has the run
     assert_right(model)
 
 
@@ -104,9 +106,10 @@ def kept(host: LocalConnection) -> int:
     return len(host.worker._kept)
 
 
-def test_a_host_keeps_what_somebody_may_use(
-    model: Any, own_host: LocalConnection, tokens: torch.Tensor
+def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(
+    load: Any, own_host: LocalConnection, tokens: torch.Tensor
 ) -> None:
+    model = load("llama", device_map=PLACES)
     names = [Z, "blocks.3.hook_resid_pre"]
     before = kept(own_host)
     for _ in range(3):
@@ -118,10 +121,7 @@ def test_a_host_keeps_what_somebody_may_use(
 
     of_last_run = 0 if has_hooked_transformer() else 2  # a Bridge keeps its last KV cache
     assert kept(own_host) <= before + of_last_run
-
-
-def test_a_host_keeps_no_model_that_is_gone(load: Any, own_host: LocalConnection) -> None:
-    load("llama", device_map=PLACES)
+    del model
     assert kept(own_host) == 0
 
 
@@ -129,76 +129,27 @@ def test_a_host_keeps_no_model_that_is_gone(load: Any, own_host: LocalConnection
 # A lost host
 
 
-def a_forward(model: Any, tokens: torch.Tensor) -> Any:
-    model(tokens)
+def loaded(load: Any, *_: Any) -> Any:
+    return load("llama", device_map=PLACES)
 
 
-def a_hooked_forward(model: Any, tokens: torch.Tensor) -> Any:
-    model.run_with_hooks(tokens, fwd_hooks=[(Z, lambda x, hook: x * 2)])
-
-
-def a_backward(model: Any, tokens: torch.Tensor) -> Any:
-    model(tokens, return_type="loss").backward()
-
-
-def a_read_of_a_cache(model: Any, tokens: torch.Tensor) -> Any:
-    return model.run_with_cache(tokens, names_filter=[Z])[1][Z] * 2
-
-
-def a_read_of_a_weight(model: Any, tokens: torch.Tensor) -> Any:
-    return model.W_Q.sum()
-
-
-LOST_AT = {
-    a_forward: "begin",
-    a_hooked_forward: "proceed",
-    a_backward: "backward",
-    a_read_of_a_cache: "kept",
-    a_read_of_a_weight: "weight",
+LOST_AT: dict[str, Callable[..., Any]] = {
+    "begin": lambda load, model, tokens: model(tokens),
+    "proceed": lambda load, model, tokens: model.run_with_hooks(
+        tokens, fwd_hooks=[(Z, lambda x, hook: x * 2)]
+    ),
+    "backward": lambda load, model, tokens: model(tokens, return_type="loss").backward(),
+    "kept": lambda load, model, tokens: model.run_with_cache(tokens, names_filter=[Z])[1][Z] * 2,
+    "weight": lambda load, model, tokens: model.W_Q.sum(),
+    **dict.fromkeys(("free_memory", "differences", "load"), loaded),
 }
+"""What a host is asked for -> what asks it."""
 
 
-@pytest.mark.parametrize(("run", "method"), LOST_AT.items())
+@pytest.mark.parametrize("method", LOST_AT)
 def test_a_lost_host_is_told_as_such(
-    run: Any,
-    method: str,
-    model: Any,
-    tokens: torch.Tensor,
-    assert_right: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, load: Any, model: Any, tokens: torch.Tensor, assert_right: Any, monkeypatch: Any
 ) -> None:
-    lost = _losing(method, monkeypatch)
-
-    with pytest.raises(HostLost) as raised:
-        run(model, tokens)
-
-    assert raised.value is lost
-    monkeypatch.undo()  # as if it had only been slow
-    del raised
-    lost.__traceback__ = None
-    assert_right(model)
-
-
-@pytest.mark.parametrize("method", ["free_memory", "differences", "load"])
-def test_a_host_that_is_lost_while_a_model_is_loaded(
-    method: str,
-    load: Any,
-    own_host: LocalConnection,
-    assert_right: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lost = _losing(method, monkeypatch)
-
-    with pytest.raises(HostLost) as raised:
-        load("llama", device_map=PLACES)
-
-    assert raised.value is lost
-    monkeypatch.undo()
-    assert_right(load("llama", device_map=PLACES))
-
-
-def _losing(method: str, monkeypatch: pytest.MonkeyPatch) -> HostLost:
-    """Have a host be lost when it is asked for something."""
     lost, call = HostLost("node-b is lost", "node-b"), LocalConnection.call
 
     def call_or_lose(self: LocalConnection, called: str, *arguments: Any) -> Any:
@@ -207,4 +158,11 @@ def _losing(method: str, monkeypatch: pytest.MonkeyPatch) -> HostLost:
         return call(self, called, *arguments)
 
     monkeypatch.setattr(LocalConnection, "call", call_or_lose)
-    return lost
+    with pytest.raises(HostLost) as raised:
+        LOST_AT[method](load, model, tokens)
+
+    assert raised.value is lost
+    monkeypatch.undo()  # as if it had only been slow
+    del raised
+    lost.__traceback__ = None
+    assert_right(loaded(load) if LOST_AT[method] is loaded else model)

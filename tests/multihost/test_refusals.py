@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +16,7 @@ from hf_models import HF_CONFIGS, make_hf_model
 from local_hosts import LocalConnection
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import StaticCache
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
@@ -29,66 +32,27 @@ def weight(spread: Any) -> torch.Tensor:
     return next(p for p in spread("llama").blocks[2].parameters() if type(p) is RemoteTensor)
 
 
-def asked_for_a_gradient(weight: torch.Tensor) -> None:
-    weight.requires_grad_()
-
-
-def set_to_require_a_gradient(weight: torch.Tensor) -> None:
-    weight.requires_grad = True
-
-
-def multiplied_in_place(weight: torch.Tensor) -> None:
-    weight.mul_(2)
-
-
-def divided_in_place(weight: torch.Tensor) -> None:
+def divided(weight: torch.Tensor) -> None:
     weight /= 2
 
 
-def given_other_data(weight: torch.Tensor) -> None:
-    weight.data = torch.zeros(weight.shape)
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "asked for a gradient": lambda weight: weight.requires_grad_(),
+    "set to require a gradient": lambda weight: setattr(weight, "requires_grad", True),
+    "multiplied in place": lambda weight: weight.mul_(2),
+    "divided in place": divided,
+    "given other data": lambda weight: setattr(weight, "data", torch.zeros(weight.shape)),
+    "changed by its data": lambda weight: weight.data.zero_(),
+    "changed in a row": lambda weight: weight.__setitem__(0, 0),
+    "changed by a view": lambda weight: weight.transpose(0, -1).zero_(),
+    "changed detached": lambda weight: weight.detach().zero_(),
+    "drawn anew": nn.init.zeros_,
+    "changed with others": lambda weight: torch._foreach_mul_([weight], 2),
+    "taken for the output": lambda weight: torch.mul(weight.clone(), 2, out=weight),
+}
 
 
-def changed_by_its_data(weight: torch.Tensor) -> None:
-    weight.data.zero_()
-
-
-def changed_in_a_row(weight: torch.Tensor) -> None:
-    weight[0] = 0
-
-
-def changed_by_a_row(weight: torch.Tensor) -> None:
-    weight[0].zero_()
-
-
-def changed_by_a_view(weight: torch.Tensor) -> None:
-    weight.transpose(0, -1).zero_()
-
-
-def changed_detached(weight: torch.Tensor) -> None:
-    weight.detach().zero_()
-
-
-def drawn_anew(weight: torch.Tensor) -> None:
-    nn.init.zeros_(weight)
-
-
-def changed_with_others(weight: torch.Tensor) -> None:
-    torch._foreach_mul_([weight], 2)
-
-
-def taken_for_the_output(weight: torch.Tensor) -> None:
-    torch.mul(weight.clone(), 2, out=weight)
-
-
-CHANGES = [
-    *(asked_for_a_gradient, set_to_require_a_gradient, multiplied_in_place, divided_in_place),
-    *(given_other_data, changed_by_its_data, changed_in_a_row, changed_by_a_row),
-    *(changed_by_a_view, changed_detached, drawn_anew, changed_with_others, taken_for_the_output),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_weight_elsewhere_cannot_be(change: Any, weight: torch.Tensor) -> None:
     before = weight.clone()
 
@@ -98,17 +62,6 @@ def test_a_weight_elsewhere_cannot_be(change: Any, weight: torch.Tensor) -> None
 
     assert torch.equal(weight.clone(), before)
     assert not weight.requires_grad
-
-
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's hosts process their own")
-def test_processing_of_weights_elsewhere_is_refused_before_any(spread: Any) -> None:
-    model = spread("llama")
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-
-    with pytest.raises(RuntimeError, match="is on node-b, where weights are frozen"):
-        model.load_and_process_state_dict({})
-
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 def test_an_optimiser_of_weights_elsewhere_changes_none(
@@ -131,103 +84,103 @@ def test_an_optimiser_of_weights_elsewhere_changes_none(
 # What is put into a remote block, or exchanged in this process alone
 
 
-def _attention(model: Any) -> Any:
-    return model.blocks[2].attn
+METHOD = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruct_attention_mask"
+"""One of the attention's."""
 
 
-def a_module(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(model.blocks[2]._modules, "mlp", nn.Identity())
+def _replaced(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Put a function in another's place that calls it."""
+    function = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: function(*args, **kwargs))
 
 
-def a_module_within_one(model: Any, patch: pytest.MonkeyPatch) -> None:
-    mlp = model.blocks[2].mlp
-    patch.setitem(mlp._modules, "probe", nn.Linear(2, 2))
-
-
-def a_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(vars(_attention(model)), "forward", lambda *args, **kwargs: None)
-
-
-def an_object_as_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(vars(_attention(model)), "forward", Mock())
-
-
-def a_method(model: Any, patch: pytest.MonkeyPatch) -> None:
-    name = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruct_attention_mask"
-    assert callable(getattr(_attention(model), name))
-    patch.setitem(vars(_attention(model)), name, lambda *args, **kwargs: None)
-
-
-def a_parameter(model: Any, patch: pytest.MonkeyPatch) -> None:
-    module = next(m for m in model.blocks[2].modules() if m._parameters)
+def a_parameter(block: Any, patch: pytest.MonkeyPatch) -> None:
+    module = next(m for m in block.modules() if m._parameters)
     name = next(iter(module._parameters))
     patch.setitem(module._parameters, name, nn.Parameter(torch.zeros(1)))
 
 
-def a_buffer(model: Any, patch: pytest.MonkeyPatch) -> None:
-    buffers = _attention(model)._buffers
+def a_buffer(block: Any, patch: pytest.MonkeyPatch) -> None:
+    buffers = block.attn._buffers
     patch.setitem(buffers, next(iter(buffers), "mask"), torch.zeros(1))
 
 
-def a_class(model: Any, patch: pytest.MonkeyPatch) -> None:
-    mlp = model.blocks[2].mlp
-    patch.setattr(mlp, "__class__", type("Mine", (type(mlp),), {"forward": lambda self, x: x}))
+def a_class(block: Any, patch: pytest.MonkeyPatch) -> None:
+    mine = type("Mine", (type(block.mlp),), {"forward": lambda self, x: x})
+    patch.setattr(block.mlp, "__class__", mine)
 
 
-def a_hook_of_torch(model: Any, patch: pytest.MonkeyPatch) -> None:
-    hooks = model.blocks[2].mlp._forward_hooks
-    patch.setitem(hooks, 1 << 40, lambda module, args, output: output * 0)
+def a_method_of_its_class(block: Any, patch: pytest.MonkeyPatch) -> None:
+    _replaced(patch, next(cls for cls in type(block.attn).__mro__ if METHOD in vars(cls)), METHOD)
 
 
-def a_forward_of_its_class(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(type(model.blocks[2].mlp), "forward", lambda self, x, *args, **kwargs: x)
-
-
-def a_method_of_its_class(model: Any, patch: pytest.MonkeyPatch) -> None:
-    name = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruct_attention_mask"
-    owner = next(cls for cls in type(_attention(model)).__mro__ if name in vars(cls))
-    method = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: method(*args, **kwargs))
-
-
-def a_function_of_torch(model: Any, patch: pytest.MonkeyPatch) -> None:
-    silu = nn.functional.silu
-    patch.setattr(nn.functional, "silu", lambda *args, **kwargs: silu(*args, **kwargs))
-
-
-def a_function_of_the_library(model: Any, patch: pytest.MonkeyPatch) -> None:
+def a_function_of_the_library(block: Any, patch: pytest.MonkeyPatch) -> None:
     if has_hooked_transformer():
         from transformer_lens.components import grouped_query_attention as module
-
-        name = "simple_attn_linear"
     else:
         import transformers.models.llama.modeling_llama as module
-
-        name = "apply_rotary_pos_emb"
-    function = getattr(module, name)
-    patch.setattr(module, name, lambda *args, **kwargs: function(*args, **kwargs))
+    name = "simple_attn_linear" if has_hooked_transformer() else "apply_rotary_pos_emb"
+    _replaced(patch, module, name)
 
 
-PUT_IN = [
-    *(a_module, a_module_within_one, a_forward, a_method, a_parameter, a_buffer, a_class),
-    *(a_hook_of_torch, an_object_as_forward),
-    *(a_forward_of_its_class, a_method_of_its_class, a_function_of_torch),
-    a_function_of_the_library,
-]
+def an_attribute(block: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(vars(block.ln1), "eps" if hasattr(block.ln1, "eps") else "name", 3.0)
 
 
-@pytest.mark.parametrize("put_in", PUT_IN)
-def test_what_is_put_in(
-    put_in: Callable[..., None], spread: Any, alone: Any, tokens: torch.Tensor
-) -> None:
+def a_private_attribute(block: Any, patch: pytest.MonkeyPatch) -> None:
+    names = ("_attention_dir_override", "_layer_idx", "attn_type")
+    name = next(name for name in names if name in vars(block.attn))
+    patch.setitem(vars(block.attn), name, "bidirectional")
+
+
+PUT_IN: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+    "a module": lambda block, patch: patch.setitem(block._modules, "mlp", nn.Identity()),
+    "a module within one": lambda block, patch: patch.setitem(
+        block.mlp._modules, "probe", nn.Linear(2, 2)
+    ),
+    "a forward": lambda block, patch: patch.setitem(vars(block.attn), "forward", lambda x: None),
+    "an object as forward": lambda block, patch: patch.setitem(vars(block.attn), "forward", Mock()),
+    "a method": lambda block, patch: patch.setitem(vars(block.attn), METHOD, lambda x: None),
+    "a new method": lambda block, patch: patch.setitem(vars(block.attn), "mine", lambda x: x),
+    "a parameter": a_parameter,
+    "a buffer": a_buffer,
+    "a class": a_class,
+    "an attribute": an_attribute,
+    "a private attribute": a_private_attribute,
+    "a hook of torch's": lambda block, patch: patch.setitem(
+        block.mlp._forward_hooks, 1 << 40, lambda module, args, output: output * 0
+    ),
+    "a forward of its class": lambda block, patch: patch.setattr(
+        type(block.mlp), "forward", lambda self, x, *args, **kwargs: x
+    ),
+    "a method of its class": a_method_of_its_class,
+    "a function of the library": a_function_of_the_library,
+    "torch.relu": lambda block, patch: _replaced(patch, torch, "relu"),
+    "torch.nn.functional.silu": lambda block, patch: _replaced(patch, nn.functional, "silu"),
+    "torch.Tensor.relu": lambda block, patch: _replaced(patch, torch.Tensor, "relu"),
+}
+SAYS = {
+    "a new method": "has a mine that was not loaded",
+    "an attribute": r"has a \w+ that was not loaded",
+    "a private attribute": r"has a \w+ that was not loaded",
+    "torch.relu": r"torch\.\S+ was replaced",
+    "torch.nn.functional.silu": r"functional\.\S+ was replaced",
+    "torch.Tensor.relu": r"Tensor\.\S+ was replaced",
+}
+"""What else is said of some."""
+
+
+@pytest.mark.parametrize("name", PUT_IN)
+def test_what_is_put_in(name: str, spread: Any, tokens: torch.Tensor) -> None:
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
 
         with pytest.MonkeyPatch.context() as patch:
-            put_in(model, patch)
-            with pytest.raises(RuntimeError, match="2 runs on node-b, where this has no effect"):
+            PUT_IN[name](model.blocks[2], patch)
+            with pytest.raises(RuntimeError, match="2 runs on node-b, where this has no ") as error:
                 model(tokens)
+            assert re.search(SAYS.get(name, ""), str(error.value))
 
         assert torch.equal(model(tokens), expected)
 
@@ -255,7 +208,7 @@ def test_what_is_put_on_a_whole_block_acts(spread: Any, tokens: torch.Tensor) ->
 
 
 # --------------------------------------------------------------------------------------------
-# What is on in this process while a block runs elsewhere
+# What is on in this process while a block runs elsewhere, and what cannot be done there
 
 
 class _Mode(TorchFunctionMode):
@@ -263,33 +216,24 @@ class _Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def autocast(model: Any, tokens: torch.Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        model(tokens)
-
-
-def a_function_mode(model: Any, tokens: torch.Tensor) -> Any:
-    with _Mode():
-        model(tokens)
-
-
-def vmap(model: Any, tokens: torch.Tensor) -> Any:
-    torch.func.vmap(lambda row: model(row[None]))(tokens)
-
-
-def a_hook_for_every_module(model: Any, tokens: torch.Tensor) -> Any:
+@contextmanager
+def a_hook_for_every_module() -> Iterator[None]:
     hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     try:
-        model(tokens)
+        yield
     finally:
         hook.remove()
 
 
-def torch_compile(model: Any, tokens: torch.Tensor) -> Any:
-    torch.compile(model, backend="eager")(tokens)
+def within(context: Callable[[], Any]) -> Callable[..., None]:
+    def run(model: Any, tokens: torch.Tensor) -> None:
+        with context():
+            model(tokens)
+
+    return run
 
 
-def training(model: Any, tokens: torch.Tensor) -> Any:
+def in_training(model: Any, tokens: torch.Tensor) -> None:
     model.train()
     try:
         model(tokens)
@@ -297,32 +241,96 @@ def training(model: Any, tokens: torch.Tensor) -> Any:
         model.eval()
 
 
-def recorded(model: Any, tokens: torch.Tensor) -> Any:
-    model.original_model(tokens, output_hidden_states=True)
+def edits_an_earlier_activation(model: Any, tokens: torch.Tensor) -> None:
+    kept: list[torch.Tensor] = []
+
+    def edit(x: torch.Tensor, hook: Any) -> None:
+        kept[0][:, 0] = 7.0
+
+    for name, hook in (("resid_mid", lambda x, hook: kept.append(x)), ("mlp_out", edit)):
+        model.add_hook(f"blocks.2.hook_{name}", hook)
+    with torch.no_grad():
+        model(tokens)
 
 
-ON = {
-    torch_compile: "it is compiled",
-    autocast: "torch.autocast is on",
-    a_function_mode: "a _Mode is active",
-    vmap: "torch.func transforms it",
-    a_hook_for_every_module: "torch has hooks for every module",
-}
+def hooks_its_own_block(model: Any, tokens: torch.Tensor) -> None:
+    def add(x: torch.Tensor, hook: Any) -> None:
+        model.add_hook("blocks.2.hook_resid_post", lambda x, hook: x * 1.5)
+
+    model.add_hook("blocks.2.hook_resid_mid", add)
+    model(tokens)
 
 
-if not has_hooked_transformer():
-    ON |= {
-        training: "the model is in training mode",
-        recorded: "transformers was asked for hidden states or attentions",
-    }
+def differentiates_twice(model: Any, tokens: torch.Tensor) -> None:
+    kept: list[torch.Tensor] = []
+    model.add_hook("blocks.1.hook_resid_post", lambda x, hook: kept.append(x))
+    loss = model(tokens, return_type="loss")
+    torch.autograd.grad(loss, kept[0], create_graph=True)
 
 
-@pytest.mark.parametrize("run", ON)
-def test_what_is_on(run: Any, spread: Any, tokens: torch.Tensor) -> None:
-    with pytest.raises(
-        RuntimeError, match=f"where this has no effect: {ON[run]}; undo it, or load"
-    ):
-        run(spread("llama"), tokens)
+CONVERTED = "on node-b, where weights keep their device"
+ON = "where this has no effect: {}; undo it, or load".format
+REFUSED: list[tuple[Callable[..., Any], str]] = [
+    (
+        lambda model, tokens: torch.compile(model, backend="eager")(tokens),
+        ON("it is compiled"),
+    ),
+    (within(lambda: torch.autocast("cpu", torch.bfloat16)), ON("torch.autocast is on")),
+    (within(_Mode), ON("a _Mode is active")),
+    (
+        lambda model, tokens: torch.func.vmap(lambda row: model(row[None]))(tokens),
+        ON("torch.func transforms it"),
+    ),
+    (within(a_hook_for_every_module), ON("torch has hooks for every module")),
+    (edits_an_earlier_activation, "changes an activation of an earlier hook point"),
+    (hooks_its_own_block, r"has put one on \S+ of the same block"),
+    (differentiates_twice, "gradients of gradients"),
+    (lambda model, tokens: model.half(), CONVERTED),
+    (lambda model, tokens: model.to(torch.float64), CONVERTED),
+    (lambda model, tokens: model._apply(lambda tensor: tensor.to("meta")), CONVERTED),
+    (lambda model, tokens: model.to_empty(device="cpu"), CONVERTED),
+]
+if has_hooked_transformer():
+    REFUSED += [
+        (
+            lambda model, tokens: model.load_and_process_state_dict({}),
+            "is on node-b, where weights are frozen",
+        )
+    ]
+else:
+    REFUSED += [
+        (in_training, ON("the model is in training mode")),
+        (
+            lambda model, tokens: model.original_model(tokens, output_hidden_states=True),
+            ON("transformers was asked for hidden states or attentions"),
+        ),
+        (
+            lambda model, tokens: model(
+                tokens, past_key_values=StaticCache(model.original_model.config, max_cache_len=16)
+            ),
+            "a StaticCache is used: only a Dyn",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("run", "message"), REFUSED)
+def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
+    run: Any, message: str, spread: Any, tokens: torch.Tensor
+) -> None:
+    model = spread("llama")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(tokens)
+
+    with pytest.raises(RuntimeError, match=message):
+        run(model, tokens)
+
+    model.reset_hooks()
+    for name, weight in model.state_dict().items():
+        assert (weight.dtype, weight.device.type) == (before[name].dtype, "cpu")
+        assert torch.equal(weight, before[name])
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected)
 
 
 # --------------------------------------------------------------------------------------------
@@ -344,7 +352,6 @@ def test_a_model_in_memory_is_refused(load: Any, host: LocalConnection) -> None:
     ("where", "message"),
     [
         ({"device_map": {"": "cpu", "embed": "node-b/cpu"}}, "device_map puts embed on another h"),
-        ({"device_map": {"": "cpu", "unembed": "host1/1"}}, "device_map puts unembed on another h"),
         ({"device_map": {"": "cpu", "ln_final": 2}}, "device_map puts ln_final on another host"),
         ({"device_map": "node-b/cpu"}, "device_map puts embed on another host"),
         ({"device": "node-b/cpu", "n_devices": 2}, "device='node-b/cpu' is on another host"),

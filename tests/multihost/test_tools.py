@@ -15,7 +15,6 @@ import pytest
 import torch
 from local_hosts import LocalConnection, hosts
 from torch.utils._pytree import tree_leaves
-from transformers import StaticCache
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -34,22 +33,7 @@ def _batches(tokens: torch.Tensor, n: int) -> list[torch.Tensor]:
     return [tokens.roll(index, 1) for index in range(n)]
 
 
-def mapped_with_hooks(model: Any, tokens: torch.Tensor) -> Any:
-    def run(view: Any, item: torch.Tensor) -> torch.Tensor:
-        return view.run_with_hooks(item, fwd_hooks=[("blocks.2.attn.hook_z", _scale)]).detach()
-
-    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
-
-
-def mapped_with_caches(model: Any, tokens: torch.Tensor) -> Any:
-    def run(view: Any, item: torch.Tensor) -> Any:
-        with torch.no_grad():
-            return dict(view.run_with_cache(item)[1])
-
-    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
-
-
-def mapped_with_gradients(model: Any, tokens: torch.Tensor) -> Any:
+def mapped(model: Any, tokens: torch.Tensor) -> Any:
     def run(view: Any, item: torch.Tensor) -> Any:
         kept: list[torch.Tensor] = []
 
@@ -57,11 +41,12 @@ def mapped_with_gradients(model: Any, tokens: torch.Tensor) -> Any:
             x.retain_grad()
             kept.append(x)
 
-        hooks = [("blocks.2.hook_resid_mid", keep)]
+        hooks = [("blocks.2.attn.hook_z", _scale), ("blocks.2.hook_resid_mid", keep)]
         view.run_with_hooks(item, return_type="loss", fwd_hooks=hooks).backward()
-        return kept[0].grad
+        with torch.no_grad():
+            return kept[0].grad, dict(view.run_with_cache(item)[1])
 
-    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 4)))
+    return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
 
 
 def swept(model: Any, tokens: torch.Tensor) -> Any:
@@ -111,8 +96,8 @@ def hooked_when_nobody_reads_logits(model: Any, tokens: torch.Tensor) -> Any:
 
 
 RUNS: list[Run] = [
-    *(mapped_with_hooks, mapped_with_caches, mapped_with_gradients, swept, with_sdpa, gathered),
-    *(with_a_module_in_a_hook_points_place, parts_of_a_block, hooked_when_nobody_reads_logits),
+    *(mapped, swept, with_sdpa, gathered),
+    *(with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits),
 ]
 
 
@@ -123,10 +108,12 @@ def assert_equal(run: Run, alone: Any, spread: Any, tokens: torch.Tensor) -> Non
         torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("run", RUNS)
+CASES = [*(("llama", run) for run in RUNS), ("gpt2", mapped), ("gpt2", parts_of_a_block)]
+
+
+@pytest.mark.parametrize(("kind", "run"), CASES)
 def test_as_in_one_process(
-    run: Run, kind: str, alone: Any, spread: Any, tokens: torch.Tensor
+    kind: str, run: Run, alone: Any, spread: Any, tokens: torch.Tensor
 ) -> None:
     assert_equal(run, alone(kind), spread(kind), tokens)
 
@@ -231,7 +218,7 @@ def _entries(cache: Any) -> list[torch.Tensor]:
     return [entry.past_values for entry in cache.entries]
 
 
-def test_a_kv_cache_stays_with_its_host(
+def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
     kv_cache: Any, spread: Any, host: LocalConnection, tokens: torch.Tensor
 ) -> None:
     model = spread("llama")
@@ -241,24 +228,10 @@ def test_a_kv_cache_stays_with_its_host(
         host.calls.clear()
         model(tokens[:, 4:5], past_kv_cache=cache)
     assert host.calls == ["begin"]
-
-
-def test_gradients_through_a_kv_cache_are_refused(
-    kv_cache: Any, spread: Any, tokens: torch.Tensor
-) -> None:
-    model = spread("llama")
     cache = kv_cache(model)
     model(tokens[:, :4], past_kv_cache=cache)
     with pytest.raises(RuntimeError, match="gradients do not pass through a KV cache of blocks on"):
         model(tokens[:, 4:5], past_kv_cache=cache)
-
-
-@pytest.mark.skipif(has_hooked_transformer(), reason="transformers' caches are a Bridge's")
-def test_a_cache_that_does_not_grow_is_refused(spread: Any, tokens: torch.Tensor) -> None:
-    model = spread("llama")
-    cache = StaticCache(model.original_model.config, max_cache_len=16)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="a StaticCache is used: only a Dyn"):
-        model(tokens, past_key_values=cache, use_cache=True)
 
 
 def test_settings_of_torch_go_along(

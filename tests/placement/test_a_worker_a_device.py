@@ -58,7 +58,7 @@ def test_workers_share_the_cores_that_the_caller_uses(devices: Any) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 def test_workers_are_in_the_caller_s_mode(mode: Any, devices: Any) -> None:
     def modes(_: Any = None) -> None:
         seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))

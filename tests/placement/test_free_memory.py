@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import real_devices
@@ -19,14 +20,15 @@ GIB = 2**30
 
 
 @pytest.fixture
-def module(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`module(memory_reserved=...)`: torch's module of the device type, with other answers."""
+def answer(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`answer(memory_reserved=...)`: what torch's module of the device type returns, or raises."""
 
     def answer(**answers: Any) -> None:
         for name, value in answers.items():
-            monkeypatch.setattr(
-                type(torch.get_device_module("sim")), name, lambda *_, v=value: v, raising=False
-            )
+            module = type(torch.get_device_module("sim"))
+            is_error = isinstance(value, Exception)
+            how = {"side_effect": value} if is_error else {"return_value": value}
+            monkeypatch.setattr(module, name, Mock(**how), raising=False)
 
     return answer
 
@@ -41,10 +43,10 @@ def module(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
     ids=["of others", "in reserve", "allowed", "more than allowed"],
 )
-def test_what_is_free(answers: dict[str, Any], free: int, module: Any) -> None:
+def test_what_is_free(answers: dict[str, Any], free: int, answer: Any) -> None:
     if "get_per_process_memory_fraction" in answers:
         answers = {"memory_reserved": 60 * GIB, "memory_allocated": GIB, **answers}
-    module(**{"mem_get_info": (3 * GIB, 80 * GIB), **answers})
+    answer(**{"mem_get_info": (3 * GIB, 80 * GIB), **answers})
     assert free_memory(torch.device("sim:0")) == free * GIB
 
 
@@ -55,15 +57,16 @@ def test_what_is_free(answers: dict[str, Any], free: int, module: Any) -> None:
         NotImplementedError("torch.xpu.mem_get_info requires PyTorch to be built with SYCL 2025."),
     ],
 )
-def test_a_device_that_cannot_tell_has_no_limit(
-    error: RuntimeError, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(type(torch.get_device_module("sim")), "mem_get_info", refuse, raising=False)
+def test_a_device_that_cannot_tell_has_no_limit(error: RuntimeError, answer: Any) -> None:
+    answer(mem_get_info=error)
     assert free_memory(torch.device("sim:0")) is None
     assert len(plan("gpt2", n_devices=4).devices) == 4
+
+
+def test_a_device_that_has_failed_is_no_device_without_a_limit(answer: Any) -> None:
+    answer(mem_get_info=RuntimeError("CUDA error: CUDA-capable device(s) is/are busy"))
+    with pytest.raises(RuntimeError, match="is/are busy"):
+        free_memory(torch.device("sim:0"))
 
 
 @pytest.mark.parametrize(
@@ -78,14 +81,3 @@ def test_a_device_that_cannot_tell_has_no_limit(
 def test_running_out_of_memory_is_known_whatever_its_type(error: RuntimeError) -> None:
     assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("CUDA error: invalid device ordinal"))
-
-
-def test_a_device_that_has_failed_is_no_device_without_a_limit(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
-
-    monkeypatch.setattr(type(torch.get_device_module("sim")), "mem_get_info", fail, raising=False)
-    with pytest.raises(RuntimeError, match="busy or unavailable"):
-        free_memory(torch.device("sim:0"))

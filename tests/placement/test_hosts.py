@@ -32,12 +32,6 @@ def two_hosts() -> Iterator[Machine]:
         yield machine
 
 
-@pytest.fixture
-def one_host() -> Iterator[Machine]:
-    with simulate(4, values=False) as machine:
-        yield machine
-
-
 class _Connection(LocalConnection):
     """A host that nobody asks for more than the memory of its devices, which all have as much."""
 
@@ -58,24 +52,15 @@ def joined_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     join([])
 
 
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        *(("head/xpu:1", 1), ("node-b/xpu:0", 2), ("host1/xpu:1", 3), ("host0/0", 0)),
-        *(("node-b/xpu", 2), ("node-b/1", 3)),
-    ],
-)
-def test_a_device_is_named_by_its_host_and_what_that_calls_it(name: str, index: int) -> None:
-    assert site_named(name, JOINED) is JOINED[index]
-
-
-@pytest.mark.parametrize("name", ["node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"])
-def test_a_name_that_is_not_there_gets_those_that_are(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^device {name!r} does not exist: name one of") as caught:
-        site_named(name, JOINED)
-
-    sentence = "head/xpu:0 to xpu:1 (host0), node-b/xpu:0 to xpu:1 (host1)"
-    assert str(caught.value).endswith(sentence)
+def test_a_device_is_named_by_its_host_and_what_that_calls_it() -> None:
+    names = {"head/xpu:1": 1, "node-b/xpu:0": 2, "host1/xpu:1": 3, "host0/0": 0}
+    for name, index in {**names, "node-b/xpu": 2, "node-b/1": 3}.items():
+        assert site_named(name, JOINED) is JOINED[index]
+    there = r"head/xpu:0 to xpu:1 \(host0\), node-b/xpu:0 to xpu:1 \(host1\)$"
+    for name in ("node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"):
+        refused = f"^device {name!r} does not exist: name one of.* {there}"
+        with pytest.raises(ValueError, match=refused):
+            site_named(name, JOINED)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +68,6 @@ def test_a_name_that_is_not_there_gets_those_that_are(name: str) -> None:
     [
         (5, 2, "n_devices=5 cannot be divided evenly over hosts=2"),
         (2, 4, "n_devices=2 cannot be divided evenly over hosts=4"),
-        (4, 0, "hosts must be an int of 1 or more, .* but is 0"),
         (4, "2", "hosts must be an int of 1 or more, .* but is '2'"),
         (4, [2, 1], r"n_devices is 4, but hosts=\[2, 1\] have 3"),
         (4, [5, -1], r"1 device or more, but hosts is \[5, -1\]"),
@@ -106,8 +90,19 @@ def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts
     assert mapped.bytes_on("host1/1") == mapped.bytes_on("sim:3") > 0
 
 
-def test_on_one_host_no_device_is_named_by_it(config: Any, one_host: Machine) -> None:
-    with pytest.raises(ValueError, match=r"'host1/0' names a host, .* tl_devicefix\.init_hosts"):
+def test_where_no_other_host_has_joined_no_device_is_named_by_one(
+    config: Any, joined_hosts: None
+) -> None:
+    device_map = {"": "cpu", "blocks.1": "node-b/cuda:0"}
+    before = plan(config(), device_map=device_map)
+
+    join([])
+
+    assert repr(before).splitlines()[2].startswith("node-b/cuda:0")
+    refused = r"'node-b/cuda:0' names a host, but no other host has joined.*init_hosts"
+    with pytest.raises(ValueError, match=refused):
+        plan(config(), device_map=device_map)
+    with simulate(4), pytest.raises(ValueError, match=r"'host1/0' names a host"):
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
 
 
@@ -136,23 +131,22 @@ def test_a_placement_says_both_names_and_what_crosses(config: Any, two_hosts: Ma
         ("host0", "host1"): 2 * 3 * 16 * 4,
         ("host1", "host0"): 2 * 3 * 16 * 4,
     }
-
-
-def test_each_boundary_counts_and_offloaded_weights_do(config: Any, two_hosts: Machine) -> None:
     there_and_back = {"": 0, "blocks.1": "host1/0", "blocks.3": "host1/0"}
-    offloaded = {"": 0, "blocks.3": "host1/0", "blocks.4": "cpu", "blocks.5": "host1/0"}
-
     crossings = plan(config(), device_map=there_and_back).between_hosts()
-    visits = plan(config(), device_map=offloaded)
+    assert crossings == dict.fromkeys((("host0", "host1"), ("host1", "host0")), 2 * 64)
 
-    weights = next(
-        component.weights for component in visits.components if component.name == "blocks.4"
-    )
-    stream = 16 * 4
-    assert crossings == dict.fromkeys((("host0", "host1"), ("host1", "host0")), 2 * stream)
-    assert visits.between_hosts() == {
-        ("host0", "host1"): stream + weights,
-        ("host1", "host0"): stream,
+
+def test_weights_of_a_block_that_visits_another_host_cross_too(
+    config: Any, two_hosts: Machine
+) -> None:
+    device_map = {"": 0, "blocks.3": "host1/0", "blocks.4": "cpu", "blocks.5": "host1/0"}
+
+    placement = plan(config(), device_map=device_map)
+
+    (weights,) = (item.weights for item in placement.components if item.name == "blocks.4")
+    assert placement.between_hosts() == {
+        ("host0", "host1"): 64 + weights,
+        ("host1", "host0"): 64,
     }
 
 
@@ -176,22 +170,11 @@ def test_a_device_map_names_devices_of_joined_hosts(config: Any, joined_hosts: N
     assert placement.read_at("blocks.1") == placement.home
 
 
-def test_more_devices_than_joined_hosts_have(config: Any, joined_hosts: None) -> None:
+def test_joined_hosts_have_so_many_devices_of_so_much_memory(
+    config: Any, joined_hosts: None
+) -> None:
     of_hosts = r"node-a/cpu \(host0\), node-b/cuda:0 to cuda:1 \(host1\), node-c/cuda:0 to "
     with pytest.raises(ValueError, match=f"the hosts have 5 \\({of_hosts}"):
         plan(config(), n_devices=6)
-
-
-def test_the_memory_of_joined_hosts_is_asked(config: Any, joined_hosts: None) -> None:
     with pytest.raises(ValueError, match=r"node-b/cuda:0 would hold \S+ GiB but has 1\.00 GiB"):
         plan("Llama-2-7b", device_map={"": "cpu", "blocks": "node-b/cuda:0"})
-
-
-def test_hosts_that_have_left_are_named_no_more(config: Any, joined_hosts: None) -> None:
-    before = plan(config(), n_devices=5)
-
-    join([])
-
-    assert repr(before).splitlines()[2].startswith("node-b/cuda:0")
-    with pytest.raises(ValueError, match="names a host, but no other host has joined"):
-        plan(config(), device_map={"": "cpu", "blocks.1": "node-b/cuda:0"})

@@ -54,7 +54,9 @@ def where(model: Any) -> list[str]:
     ],
 )
 def test_a_number_is_of_homes_type(load: Load, options: Any, expected: list[str]) -> None:
-    assert where(load(**options)) == expected
+    model = load(**options)
+    assert where(model) == expected
+    assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
 def test_a_limit_by_number_holds(load: Load, caplog: Any) -> None:

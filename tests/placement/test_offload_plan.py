@@ -85,13 +85,6 @@ def test_room_is_for_the_two_largest_visitors() -> None:
     assert Placement(components).bytes_on(sim(0)) == 1 + 1000 + 100
 
 
-def test_nothing_is_offloaded_unless_the_host_is_named(
-    config: Any, machine: Any, room: Any
-) -> None:
-    with pytest.raises(ValueError, match=r"sim:0.* would hold .* but has"):
-        plan(config(), max_memory={0: room(blocks=5)})
-
-
 @pytest.mark.parametrize("strategy", [None, "balanced", "sequential"])
 def test_each_device_runs_one_range_of_blocks(
     strategy: str | None, config: Any, machine: Any, room: Any
@@ -106,13 +99,10 @@ def test_each_device_runs_one_range_of_blocks(
     assert set(runs_on) == {0, 1}
     # Offloading on both takes room for visitors on both: 12 - 3 - 2, or 12 - 1 - 4.
     assert len(offloaded(placement)) == 7
-    for device in (0, 1):
-        limit = limits[device]
-        assert placement.bytes_on(device) <= limit
+    assert all(placement.bytes_on(device) <= limits[device] for device in (0, 1))
 
 
-@pytest.mark.parametrize("n_layers", [5, 8, 13, 26])
-@pytest.mark.parametrize("blocks", [2, 3, 4])
+@pytest.mark.parametrize(("n_layers", "blocks"), [(5, 2), (8, 3), (13, 4), (26, 3)])
 def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
     n_layers: int, blocks: int, config: Any, machine: Any, room: Any
 ) -> None:
@@ -125,22 +115,20 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "on_host", "message"),
+    ("limits", "message"),
     [
-        (5, 100, r"fit: cpu would hold .* KiB but has 100 bytes to use; use more devices"),
-        (
-            1,
-            "1GiB",
-            r"fit: sim:0.* would hold .* but has .* to use; use more devices, a larger max_memory "
-            r"or a smaller dtype$",
-        ),
+        ((5,), r"sim:0.* would hold .* but has .* or offload blocks: name 'cpu' in max_memory$"),
+        ((5, 100), r"fit: cpu would hold .* KiB but has 100 bytes to use; use more devices"),
+        ((1, "1GiB"), r"sim:0.* would hold .*, a larger max_memory or a smaller dtype$"),
     ],
 )
-def test_what_does_not_fit_even_so_is_refused_in_one_sentence(
-    blocks: int, on_host: int | str, message: str, config: Any, machine: Any, room: Any
+def test_what_does_not_fit_is_refused_in_one_sentence(
+    limits: tuple[Any, ...], message: str, config: Any, machine: Any, room: Any
 ) -> None:
+    """Nothing is offloaded unless the host is named."""
+    blocks, *on_host = limits
     with pytest.raises(ValueError, match=message) as refused:
-        plan(config(), max_memory={0: room(blocks), "cpu": on_host})
+        plan(config(), max_memory={0: room(blocks), **({"cpu": on_host[0]} if on_host else {})})
     assert "\n" not in str(refused.value)
 
 
@@ -160,6 +148,8 @@ def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(
     assert all_away.bytes_on(0) == resident.bytes_on(0) - 6 * block + 2 * block
     assert one_away.bytes_on(0) == resident.bytes_on(0)
     assert (all_away.bytes_on("cpu"), one_away.bytes_on("cpu")) == (6 * block, block)
+    assert copy.deepcopy(all_away) == all_away == pickle.loads(pickle.dumps(all_away))
+    assert all_away.gathered_on(sim(1)).memories == (sim(1),)
 
 
 def test_printing_shows_what_is_on_the_host_and_where_it_visits(config: Any, machine: Any) -> None:
@@ -174,10 +164,3 @@ def test_printing_shows_what_is_on_the_host_and_where_it_visits(config: Any, mac
     assert lines[3].startswith("cpu (offloaded)")
     assert "blocks.1, 3 -> sim:0; blocks.5 -> sim:1" in lines[3]
     assert lines[4].startswith("total")
-
-
-def test_a_placement_is_copied_and_gathered(config: Any, machine: Any) -> None:
-    placement = plan(config(), device_map={"": 0, "blocks": "cpu"})
-
-    assert copy.deepcopy(placement) == placement == pickle.loads(pickle.dumps(placement))
-    assert placement.gathered_on(sim(1)).memories == (sim(1),)

@@ -20,21 +20,15 @@ def placement(config: Any, machine: Any) -> Placement:
 HAS = "which has embed, pos_embed, blocks.0-5, ln_final, unembed"
 
 
-@pytest.mark.parametrize("ask", ["device_of", "stored_on"])
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [
-        ("blocks.99", ""),
-        ("blocks.6.attn.W_Q", ""),
-        ("blocks", ""),
-        (4, ""),
-        ("unembd.W_U", "; did you mean 'unembed'?"),
-    ],
+    [("blocks.99", ""), ("blocks", ""), (4, ""), ("unembd.W_U", "; did you mean 'unembed'?")],
 )
-def test_a_name_of_no_component(ask: str, name: Any, meant: str, placement: Placement) -> None:
-    with pytest.raises(KeyError) as caught:
-        getattr(placement, ask)(name)
-    assert caught.value.args[0] == f"{name!r} is in no component of this model, {HAS}{meant}"
+def test_a_name_of_no_component(name: Any, meant: str, placement: Placement) -> None:
+    for ask in (placement.device_of, placement.stored_on):
+        with pytest.raises(KeyError) as caught:
+            ask(name)
+        assert caught.value.args[0] == f"{name!r} is in no component of this model, {HAS}{meant}"
 
 
 @pytest.mark.parametrize(("n_devices", "is_told"), [(6, False), (8, True)])

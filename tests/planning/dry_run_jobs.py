@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import product
 from typing import Any
 
 import torch
@@ -55,18 +54,15 @@ def fold(bridge: Any) -> Any:
     return forward(bridge)
 
 
-OF_EITHER = (forward, keep_all, generate, backward, steer)
-CASES: list[tuple[str, int, Job]]
+JOBS = (forward, keep_all, generate, backward, steer)
+CASES: list[tuple[str, int, Job]] = [("llama", 1, generate), *(("llama", 3, job) for job in JOBS)]
 """An architecture, over how many devices, and what is done with it."""
 if has_hooked_transformer():
-    spread = [("llama", 1), ("llama", 3), ("gpt2", 3), ("pythia", 3), ("gemma-2", 3)]
-    CASES = [(*devices, job) for devices, job in product(spread, (*OF_EITHER, analyse))]
-    COVERED: tuple[str, ...] = ("job", "n_devices")
+    CASES += [("llama", 3, analyse), ("gpt2", 3, analyse), ("pythia", 3, backward)]
+    CASES += [("gpt2", 1, keep_all), ("gemma-2", 3, keep_all)]
 else:
-    CASES = [("llama", 1, generate), *(("llama", 3, job) for job in (*OF_EITHER, fold))]
-    families = ("qwen2", "gpt2", "gemma-2", "pythia")
-    CASES += [(name, 3, job) for name, job in product(families, (keep_all, fold))]
-    COVERED = ("name", "n_devices", "job")
+    CASES += [("llama", 3, fold)]
+    CASES += [(n, 3, job) for n in ("gpt2", "gemma-2", "pythia") for job in (keep_all, fold)]
 
 
 def n_transfers(transfers: Iterable[Any]) -> int:

@@ -12,7 +12,6 @@ from hf_models import D_VOCAB, make_hf_model, save_checkpoint
 from transformers import LlamaConfig
 
 from tl_devicefix import dry_run, estimate, simulate
-from tl_devicefix.__main__ import main
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.planning.estimation import Job
 
@@ -71,13 +70,6 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
         assert less.peak - less.weights < pattern < more.peak - more.weights
 
 
-def test_what_is_kept_is_built(llama: str) -> None:
-    result = estimate(llama, attn_implementation="sdpa", seq_len=256, cache="pattern").devices[0]
-
-    pattern = HEADS["num_attention_heads"] * 256**2 * 4
-    assert result.peak - result.weights > SIZES["num_hidden_layers"] * pattern
-
-
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge has transformers' own caches")
 def test_a_kv_cache_has_room(llama: str) -> None:
     def growth(way: str) -> int:
@@ -112,8 +104,3 @@ def test_a_dry_run_builds_a_pattern_where_somebody_listens(llama: str) -> None:
         peaks.append(dry.devices[0].peak - dry.devices[0].weights)
 
     assert peaks[0] < pattern < peaks[1]
-
-
-def test_the_command_takes_it(llama: str, capsys: Any) -> None:
-    assert main(["estimate", llama, "--seq-len", "64", "--attn-implementation", "sdpa"]) == 0
-    assert "64 tokens, attn_implementation sdpa" in capsys.readouterr().out

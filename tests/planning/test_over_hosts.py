@@ -30,23 +30,6 @@ def test_what_the_devices_have_is_said_or_unlimited() -> None:
         plan("gpt2", 2, hosts=2, max_memory={"host0/cuda:0": "1MiB", "host1/cuda:0": "1MiB"})
 
 
-@pytest.mark.parametrize("function", [plan, estimate, dry_run])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_devices": 3}, "n_devices=3 cannot be divided evenly over hosts=2"),
-        ({}, "n_devices=None cannot be divided evenly over hosts=2: give the devices of all"),
-        ({"n_devices": 4, "device_map": "host2/0"}, "device 'host2/0' does not exist"),
-        ({"n_devices": 4, "max_memory": {"host2/0": "1GiB"}}, "device 'host2/0' does not exist"),
-    ],
-    ids=str,
-)
-def test_what_makes_no_sense(function: Any, options: Any, message: str) -> None:
-    run = {"run": id} if function is dry_run else {}
-    with pytest.raises(ValueError, match=message):
-        function("gpt2", hosts=2, **run, **options)
-
-
 def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
     planned = plan("gpt2", hosts=[1, 3])
     placements = [
@@ -56,7 +39,7 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
         dry_run("gpt2", id, hosts=[1, 3]).placement,
     ]
     main(["estimate", "gpt2", "--hosts", "1,3", "--seq-len", "8"])
-    too_large = estimate("gpt2-xl", hosts=[1, 2], max_memory="100MiB", seq_len=8)
+    too_large = estimate("gpt2", hosts=[1, 2], max_memory="100MiB", seq_len=8)
 
     names = ["host0/0", "host1/0", "host1/1", "host1/2"]
     assert [[site.name for site in item.sites] for item in placements] == [names] * 4
@@ -119,12 +102,8 @@ def test_a_dry_run_says_what_went_between_hosts() -> None:
     assert "; between hosts: host0 -> host1 48.0 KiB, host1 -> host0 48.0 KiB" in lines[-2]
 
 
-def test_the_command(capsys: Any) -> None:
-    command = ["estimate", "gpt2", "--n-devices", "4", "--hosts", "2", "--seq-len", "8"]
-    assert main([*command, "--device-map", '{"": "host0/0", "blocks.3": "host1/1"}']) == 0
-    assert "3 (host1/1)" in capsys.readouterr().out
-
-    main([*command, "--json"])
+def test_the_command_gives_json(capsys: Any) -> None:
+    main(["estimate", "gpt2", "--n-devices", "4", "--hosts", "2", "--seq-len", "8", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["between_hosts"]["a forward"] == dict.fromkeys(
         ("host0 -> host1", "host1 -> host0"), 8 * 768 * 4

@@ -1,0 +1,127 @@
+"""Arguments that make no sense are refused in a sentence, by each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dry_run_jobs import NAME, TINY
+
+from tl_devicefix import dry_run, estimate, plan
+from tl_devicefix.__main__ import main
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
+
+Rows = list[tuple[Callable[[], Any], str]]
+"""Calls, and what is said of them."""
+
+
+def estimated(model: Any = "gpt2", **options: Any) -> Any:
+    return estimate(model, seq_len=8, **options)
+
+
+def dry(model: Any = "gpt2", **options: Any) -> Any:
+    return dry_run(model, id, **options)
+
+
+REFUSED: Rows = [
+    (lambda: dry_run("gpt2", "forward"), "run must be a function .*, but is 'forward'"),  # type: ignore[arg-type]
+    (lambda: dry(cls=dict), "cls must be .*, but is"),
+    (lambda: estimated(cache="resid_pots"), "'resid_pots', but .* no such hook.* 'resid_post'"),
+    (
+        lambda: estimate("gpt2", seq_len=1000, max_new_tokens=100),
+        "are 1100 tokens together, more than the model's n_ctx of 1024",
+    ),
+    (
+        lambda: estimated(NAME, n_device=4),
+        r"^estimate has .*'n_device'.*; did you mean 'n_devices'\?",
+    ),
+    (lambda: dry(NAME, n_device=4), r"^dry_run has .*'n_device'.*; did you mean 'n_devices'\?"),
+]
+
+if has_hooked_transformer():
+    from transformer_lens import HookedTransformerConfig
+
+    CFG = HookedTransformerConfig(
+        n_layers=1, d_model=8, n_ctx=8, d_head=4, d_vocab=9, act_fn="relu"
+    )
+    TOO_MANY = "n_devices must be from 1 to 64, but is"
+    REFUSED += [
+        (lambda: estimated(CFG, n_ctx=4), "no argument 'n_ctx' beside a config"),
+        (lambda: dry(CFG, n_ctx=4), "no argument 'n_ctx' beside a config"),
+        (lambda: estimated(batch_size=0), "batch_size must be an int of 1 or more, but is 0"),
+        (lambda: estimated(n_devices=0), f"{TOO_MANY} 0"),
+        (lambda: estimated(n_devices=10**9), f"{TOO_MANY} 1000000000"),
+        (lambda: estimated(device_map={"": 10**9}), TOO_MANY),
+        (lambda: estimated(hosts=[10**9]), TOO_MANY),
+        (lambda: estimated(cache=""), "but is ''"),
+        (lambda: estimated(cache=["z"]), "cache must be 'all' or names"),
+        (lambda: estimated(gather=1), "gather must be 'cpu' or a device's index below 1, but is 1"),
+        (lambda: estimated(gather="sim:7"), "gather must be 'cpu'"),
+        (lambda: estimated(max_memory="much"), "but is 'much'"),
+        (
+            lambda: estimated(max_memory={0: "9" * 400 + "GiB"}),
+            r"max_memory\[0\] must be .* but is '999\S*GiB'",
+        ),
+        (lambda: estimated(memory="1e999GiB"), "but is '1e999GiB'"),
+        (lambda: estimated(attn_implementation="spda"), "must be 'sdpa' or 'eager', but is 'spda'"),
+        (lambda: estimate(None), "^a NoneType is neither a model's name"),
+        (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is neither a model's name"),
+        *(
+            (lambda call=call: call(n_devices=3, hosts=2), "n_devices=3 cannot be divided evenly")
+            for call in (estimated, dry, lambda **options: plan("gpt2", **options))
+        ),
+        (lambda: plan("gpt2", hosts=2), "n_devices=None cannot .*: give the devices of all"),
+        (lambda: plan("gpt2", 4, hosts=2, device_map="host2/0"), "'host2/0' does not exist"),
+        (lambda: plan("gpt2", 4, hosts=2, max_memory={"host2/0": "1GiB"}), "'host2/0' does not ex"),
+    ]
+else:
+    REFUSED += [
+        (lambda: estimated(TINY, n_ctxt=4), "'n_ctxt' for a Tr.*Bridge; did you mean 'n_ctx'"),
+        (lambda: dry(TINY, n_ctxt=4), "'n_ctxt' for a TransformerBridge; did you mean 'n_ctx'"),
+    ]
+
+if has_bridge():
+    from transformer_lens.model_bridge import TransformerBridge
+
+    boot = TransformerBridge.boot_transformers
+    REFUSED += [
+        (lambda: boot("gpt2", n_device=4), r"no argument 'n_device'; did you mean 'n_devices'\?$"),
+        (lambda: boot("gpt2", bogus=True), "^boot_transformers has no argument 'bogus'$"),
+    ]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_arguments_that_make_no_sense(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize("n_ctx", [64, 2048])
+def test_learnt_positions_are_as_many_as_they_are(n_ctx: int, checkpoints: Any) -> None:
+    with pytest.raises(ValueError, match=f"n_ctx is {n_ctx}, but this model has"):
+        estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="arguments of HookedTransformer's")
+@pytest.mark.parametrize("call", [estimated, dry])
+def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call: Any) -> None:
+    asked: dict[str, Any] = {"revision": "main", "local_files_only": True, "token": None}
+    call(first_n_layers=1, fold_ln=False, **asked)
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="sizes of a HookedTransformer")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nosuchmodel", "TransformerLens lists no model 'nosuchmodel'"),
+        ("gpt2 --max-memory 0=40", "max_memory[0] must be bytes"),
+        ("gpt2 --max-memory 40GiB --memory 0=40", "memory[0] must be bytes"),
+        ("gpt2 --seq-len 4096", "more than the model's n_ctx of 1024: lower them\n"),
+        ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or pass n_ctx=9000\n"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: str, message: str, capsys: Any) -> None:
+    assert main(["estimate", *arguments.split()]) == 1
+    assert message in capsys.readouterr().err
