@@ -132,7 +132,8 @@ class AsLoaded:
 
 _NOT_FACTS = {
     *(*vars(nn.Module()), HAS_MLP_IN),
-    *("_start_at_layer_idx", "_start_residual", "_stop_at_layer_idx"),
+    # What a Bridge notes in a forward.
+    *("_start_at_layer_idx", "_start_residual", "_stop_at_layer_idx", "_fired_hook_out"),
 }
 _FACTS = (
     *(bool, int, float, str, type(None), torch.Tensor),
