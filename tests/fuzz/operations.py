@@ -524,7 +524,16 @@ class Descriptor:
 def method(
     trial: Trial,
     name: Method,
-    how: Literal["function", "wraps", "descriptor", "partialmethod", "partial", "mock", "autospec"],
+    how: Literal[
+        "function",
+        "wraps",
+        "descriptor",
+        "partialmethod",
+        "partial",
+        "mock",
+        "autospec",
+        "torch's decorator",
+    ],
 ) -> None:
     owner, _, name = name.rpartition(".")  # type: ignore[assignment]
     cls = find_class(owner)
@@ -546,6 +555,8 @@ def method(
         instead = mock.Mock(side_effect=lambda *args, **kwargs: [*args, *kwargs.values()][0])
     elif how == "autospec":
         instead = mock.create_autospec(original, side_effect=function)
+    elif how == "torch's decorator":
+        instead = torch.no_grad()(original)
     trial.undo.enter_context(mock.patch.object(cls, name, instead))
 
 
@@ -574,7 +585,7 @@ def module_function(trial: Trial, name: Function) -> None:
 
 
 def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
-    """A change that a hook makes, once."""
+    """A change that a hook makes, once: of a hook point, or one of torch's of a module."""
     todo = [operation]
 
     def hook(x: Any, hook: Any) -> None:
@@ -583,7 +594,10 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
             with torch.inference_mode(False):
                 trial.do(todo.pop())
 
-    trial.model.add_hook(point, hook)
+    if point in trial.model.hook_dict:
+        trial.model.add_hook(point, hook)
+    else:
+        trial.at(point).register_forward_pre_hook(hook)
 
 
 OPERATIONS["within"] = within
