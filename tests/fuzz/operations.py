@@ -268,11 +268,10 @@ def torch_hook(
 
     def hook(_: Any, *given: Any) -> Any:
         value = given[1] if register == "forward_pre" and flag and not given[0] else given[0]
+        noted = tuple(value.values()) if type(value) is dict else value
         if register == "forward":
-            value = given[-1]
-        trial.note(
-            f"torch's {kind} {module}", tuple(value.values()) if type(value) is dict else value
-        )
+            value, noted = given[-1], given  # a hook of a point gets its input as it came
+        trial.note(f"torch's {kind} {module}", noted)
         if effect == "read" or register == "full_backward_pre":
             return None
         if flag == "with_kwargs" and register == "forward_pre":

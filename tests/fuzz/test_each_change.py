@@ -33,6 +33,7 @@ NO_HOOKS = [("replace_hook_dicts", "", f"_forward{kind}_hooks", "of all") for ki
 """The common idiom to remove all hooks."""
 
 OF_TL, OF_LLAMA = "transformer_lens.components", "transformers.models.llama.modeling_llama"
+SCALE = ("scale", "fwd", "name")
 BIDIRECTIONAL = ("attention_dir", "bidirectional")
 OTHER_FORMS = ("descriptor", "partialmethod", "partial", "mock", "autospec")
 
@@ -41,6 +42,21 @@ HOOKED_TRANSFORMER: dict[Any, list[Any]] = {
         *(torch_hooks(f"blocks.1{path}") for path in ("", ".attn", ".mlp", ".ln1", ".attn.q_norm")),
         *(torch_hooks(f"blocks.1.{path}") for path in ("attn.hook_z", "hook_resid_post")),
         [*NO_HOOKS, ("hook", "blocks.0.hook_mlp_out", "zero", "fwd", "name")],
+        [
+            ("hook", "blocks.1.hook_resid_pre", "zero", "fwd", "name"),
+            ("torch_hook", "blocks.1.hook_resid_pre", "forward", "read"),
+        ],
+        ("within", "hook_embed", ("hook", "blocks.0.attn.hook_rot_k", *SCALE)),
+        (
+            "within",
+            "blocks.0.ln1.hook_normalized",
+            ("hook", "blocks.0.mlp.hook_post", *SCALE),
+        ),
+        [
+            ("hook", "blocks.0.hook_mlp_out", *SCALE),
+            ("hook", "blocks.1.hook_mlp_out", *SCALE),
+            ("within", "blocks.1.attn.hook_z", ("remove_hooks", "reset")),
+        ],
         ("exchange", "blocks.0.attn.hook_q", "Doubling"),
         ("exchange", "blocks.0.attn.hook_pattern", "Doubling"),
         ("exchange", "blocks.0.ln1.hook_scale", "Doubling"),
@@ -53,7 +69,7 @@ HOOKED_TRANSFORMER: dict[Any, list[Any]] = {
         ("sub_class", "blocks.0.mlp", "scale"),
         ("sub_class", "blocks.0.attn.hook_z", "scale"),
         [
-            ("hook", "blocks.0.attn.hook_q", "scale", "fwd", "name"),
+            ("hook", "blocks.0.attn.hook_q", *SCALE),
             *(NO_GRAD, ("sub_class", "blocks.0.attn", "scale")),
         ],
         ("instance_forward", "blocks.0.attn", "put in"),
@@ -96,7 +112,7 @@ HOOKED_TRANSFORMER: dict[Any, list[Any]] = {
         ("within", "blocks.0.hook_resid_post", ("global_hook", "forward")),
     ],
     GPT_NEO: [
-        ("own_config", "blocks.1", ".attn", ("window_size", 1)),
+        ("own_config", "blocks.0", ".attn", ("window_size", 2)),
         ("set_attribute", "blocks.1", ("attn._attention_dir_override", "bidirectional")),
     ],
 }
@@ -121,7 +137,7 @@ OF_BRIDGE: dict[Any, list[Any]] = {
         ("set_attribute", "blocks.1", ("mlp._original_component.act_fn", "tanh")),
         ("set_mode", "bfloat16"),
         *(
-            ("hook", point, "scale", "fwd", "name")
+            ("hook", point, *SCALE)
             for point in ("embed.hook_out", "ln_final.hook_normalized", "unembed.hook_in")
         ),
         ("method", "GatedMLPBridge.forward", "function"),
@@ -130,7 +146,7 @@ OF_BRIDGE: dict[Any, list[Any]] = {
         ("method", "PositionEmbeddingsAttentionBridge.forward", "function"),
         ("method", "HookPoint.forward", "function"),
         ("within", "blocks.0.hook_out", ("method", "GatedMLPBridge.forward", "function")),
-        ("within", "blocks.0.hook_out", ("hook", "blocks.1.attn.hook_z", "scale", "fwd", "name")),
+        ("within", "blocks.0.hook_out", ("hook", "blocks.1.attn.hook_z", *SCALE)),
     ],
     FOLDED: [
         [*NO_HOOKS, ("hook", "blocks.0.hook_mlp_out", "zero", "fwd", "name")],
