@@ -10,7 +10,15 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, MappingView
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    ValuesView,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +170,7 @@ def results(value: Any) -> Any:
         return value.to_dict()
     if type(value).__module__.startswith("transformer_lens"):
         return results(vars(value))
-    if isinstance(value, (list, tuple, Iterator, MappingView)):
+    if isinstance(value, (list, tuple, Iterator, KeysView, ValuesView, ItemsView)):
         return [results(tensor) for tensor in value]
     return value
 
