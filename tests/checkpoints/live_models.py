@@ -220,30 +220,18 @@ def values(weight: Any, rounded: bool) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------
 # Offloaded by accelerate
 
-PARTS = {
-    "llama": (
-        ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"],
-        [f"model.layers.{i}" for i in range(5)],
-    ),
-    "gpt2": (
-        ["transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head"],
-        [f"transformer.h.{i}" for i in range(5)],
-    ),
-}
-"""What a device_map of transformers names: all that is outside the blocks, and the blocks."""
 
-
-def device_map(name: str, outside: str, first: str, others: str) -> dict[str, str]:
-    rest, blocks = PARTS[name]
-    return {**dict.fromkeys(rest, outside), **dict.fromkeys(blocks, others), blocks[0]: first}
+def gpt2_device_map(outside: str, first: str, others: str) -> dict[str, str]:
+    """What transformers takes: all that is outside the blocks, the first block, and the others."""
+    names = ("wte", "wpe", "ln_f")
+    blocks = {f"transformer.h.{i}": others if i else first for i in range(5)}
+    return {**{f"transformer.{name}": outside for name in names}, "lm_head": outside, **blocks}
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a live model is made of."""
 
-    name: str
-    """Its architecture's."""
     model: PreTrainedModel
     """A plain model, which may be changed."""
     checkpoint: Path
@@ -258,7 +246,7 @@ Make = Callable[[Parts], Any]
 def from_pretrained(outside: str, first: str, others: str, **options: Any) -> Make:
     return lambda parts: AutoModelForCausalLM.from_pretrained(
         parts.checkpoint,
-        device_map=device_map(parts.name, outside, first, others),
+        device_map=gpt2_device_map(outside, first, others),
         offload_folder=parts.folder,
         **options,
     ).eval()
@@ -277,12 +265,6 @@ OFFLOADED: dict[str, tuple[str, Make]] = {
     # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
     "transformers, embeddings on disk": ("gpt2", from_pretrained("disk", "cpu", "disk")),
     "disk_offload, buffers too": ("llama", on_disk(offload_buffers=True)),
-    "dispatch_model": (
-        "llama",
-        lambda parts: accelerate.dispatch_model(
-            parts.model, device_map("llama", "cpu", "cpu", "disk"), offload_dir=parts.folder
-        ),
-    ),
 }
 
 # --------------------------------------------------------------------------------------------
@@ -341,11 +323,11 @@ _TWO = (config(*IN_LLAMA), config("q_proj", "o_proj"))
 _DORA_ON_CONV = lora(*IN_GPT2, use_dora=True, **CONV, modules_to_save=["ln_f"])
 
 CASES: dict[str, Case] = {
-    "LoRA": adapted("llama", lora(*IN_LLAMA)),
+    "LoRA, also on the embedding and the unembedding": adapted(
+        "llama", lora(*IN_LLAMA, "embed_tokens", "lm_head")
+    ),
     "LoRA on Conv1D, with all biases trained": adapted("gpt2", lora(*IN_GPT2, **CONV, bias="all")),
-    "LoRA on the embedding and the unembedding": adapted("llama", lora("embed_tokens", "lm_head")),
     "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
-    "DoRA": adapted("llama", lora(*IN_LLAMA, use_dora=True)),
     "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
     "IA3": adapted("llama", IA3),
     "norms": adapted("llama", adapter(peft.LNTuningConfig(target_modules=["norm"], **CAUSAL))),
@@ -357,14 +339,9 @@ CASES: dict[str, Case] = {
     ),
     "an adapter that transformers added": adapted("llama", added_by_transformers, lora(*IN_LLAMA)),
     "an adapter that its user merged": adapted("llama", merged_by_its_user, lora(*IN_LLAMA)),
-    **{
-        f"disabled: {name}": once_disabled(adapt)
-        for name, adapt in {
-            "modules to save": lora(*IN_LLAMA, modules_to_save=["lm_head", "norm"]),
-            "merged": merged_by_its_user,
-            "added by transformers": added_by_transformers,
-        }.items()
-    },
+    "disabled, with modules to save": once_disabled(lora(*IN_LLAMA, modules_to_save=["norm"])),
+    "disabled, once merged": once_disabled(merged_by_its_user),
+    "disabled, added by transformers": once_disabled(added_by_transformers),
     **{f"{kind} mistral": quantised(MISTRAL, kind) for kind in KINDS},
     "nf4, scales quantised too, run": quantised(MISTRAL, "nf4, scales quantised too", was_run=True),
     "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),

@@ -60,7 +60,7 @@ STORED = (torch.float32, torch.bfloat16)
 LOADED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@pytest.mark.cover(("stored", "loaded"), ("name", "form"))
+@pytest.mark.cover(("stored", "loaded"), ("name",))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("stored", "loaded"), list(itertools.product(STORED, LOADED)), ids=lambda dtype: str(dtype)[6:]

@@ -331,13 +331,14 @@ def difference(case: Case, expected: bytes) -> str | None:
     # This package folds weights in an order of its own.
     exact = case.n_devices == 1 and "compatible" not in case.model
     for i, (this, that) in enumerate(itertools.zip_longest(actual.seen, installed.seen)):
-        if not _equal(this, that, exact):
+        if not equal(this, that, exact):
             messages = "\n".join(("errors:", *actual.messages, "installed:", *installed.messages))
             return f"value {i}: {_shown(this)}\ninstalled: {_shown(that)}\n{messages}"
     return None
 
 
-def _equal(this: Any, that: Any, exact: bool) -> bool:
+def equal(this: Any, that: Any, exact: bool) -> bool:
+    """Whether two values that cases show are the same."""
     if this is None or that is None or this[0] != that[0]:
         return False
     a, b = this[1], that[1]

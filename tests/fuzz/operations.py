@@ -268,11 +268,10 @@ def torch_hook(
 
     def hook(_: Any, *given: Any) -> Any:
         value = given[1] if register == "forward_pre" and flag and not given[0] else given[0]
+        noted = tuple(value.values()) if type(value) is dict else value
         if register == "forward":
-            value = given[-1]
-        trial.note(
-            f"torch's {kind} {module}", tuple(value.values()) if type(value) is dict else value
-        )
+            value, noted = given[-1], given  # a hook of a point gets its input as it came
+        trial.note(f"torch's {kind} {module}", noted)
         if effect == "read" or register == "full_backward_pre":
             return None
         if flag == "with_kwargs" and register == "forward_pre":
@@ -524,7 +523,16 @@ class Descriptor:
 def method(
     trial: Trial,
     name: Method,
-    how: Literal["function", "wraps", "descriptor", "partialmethod", "partial", "mock", "autospec"],
+    how: Literal[
+        "function",
+        "wraps",
+        "descriptor",
+        "partialmethod",
+        "partial",
+        "mock",
+        "autospec",
+        "torch's decorator",
+    ],
 ) -> None:
     owner, _, name = name.rpartition(".")  # type: ignore[assignment]
     cls = find_class(owner)
@@ -546,6 +554,8 @@ def method(
         instead = mock.Mock(side_effect=lambda *args, **kwargs: [*args, *kwargs.values()][0])
     elif how == "autospec":
         instead = mock.create_autospec(original, side_effect=function)
+    elif how == "torch's decorator":
+        instead = torch.no_grad()(original)
     trial.undo.enter_context(mock.patch.object(cls, name, instead))
 
 
@@ -574,7 +584,7 @@ def module_function(trial: Trial, name: Function) -> None:
 
 
 def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
-    """A change that a hook makes, once."""
+    """A change that a hook makes, once: of a hook point, or one of torch's of a module."""
     todo = [operation]
 
     def hook(x: Any, hook: Any) -> None:
@@ -583,7 +593,10 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
             with torch.inference_mode(False):
                 trial.do(todo.pop())
 
-    trial.model.add_hook(point, hook)
+    if point in trial.model.hook_dict:
+        trial.model.add_hook(point, hook)
+    else:
+        trial.at(point).register_forward_pre_hook(hook)
 
 
 OPERATIONS["within"] = within

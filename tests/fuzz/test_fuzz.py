@@ -11,19 +11,11 @@ A case that fails says which operations it takes. To run it again, paste it:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from cases import Installed, report
 from pools import IS_BRIDGE
 
 SEEDS = range(10 if IS_BRIDGE else 100)
-
-
-@pytest.fixture(scope="session")
-def installed() -> Iterator[Installed]:
-    with Installed() as process:
-        yield process
 
 
 @pytest.mark.parametrize("seed", SEEDS)

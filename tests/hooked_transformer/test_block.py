@@ -1,8 +1,12 @@
-"""A block gives the installed activations and gradients, bit for bit, whoever listens to it."""
+"""A block gives the installed activations and gradients, bit for bit, whoever listens to it.
+
+Several hooks at once, hooks that change other things, and changes by hand are in tests/fuzz.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -26,267 +30,86 @@ from block_variants import (
     shared,
     tokens,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kinds import new_kv_cache
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import known_blocks
-
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-either_grad = pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-
-
-FORWARD, BACKWARD = (
-    ("read", "edit", "edit_quietly", "replace", "upcast"),
-    ("read", "replace_gradient"),
-)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> dict[str, Any]:
-    variant = draw(st.sampled_from(list(VARIANTS)))
-    dtype = draw(st.sampled_from(DTYPES))
-    names = points(shared(variant, dtype))
-    n, past = draw(st.integers(1, 6)), draw(st.sampled_from((None, 0, 1, 4)))
-    total = n + (past or 0)
-    left = draw(st.integers(0, total - 1))
-    return {
-        "variant": variant,
-        "dtype": dtype,
-        "n": n,
-        "past": past,
-        "mask": draw(
-            st.sampled_from((None, padded(total), padded(total, left), padded(total, right=left)))
-        ),
-        "grad": draw(st.booleans()),
-        "frozen": draw(st.booleans()),
-        "hooks": draw(st.lists(st.tuples(st.sampled_from(names), st.sampled_from(FORWARD)))),
-        "bwd_hooks": draw(
-            st.lists(st.tuples(st.sampled_from(names), st.sampled_from(BACKWARD)), max_size=2)
-        ),
-    }
-
-
-def test_random_hooks_at_random_points(pytestconfig: pytest.Config) -> None:
-    n = 5000 if pytestconfig.getoption("--full") else 250
-
-    @settings(max_examples=n, derandomize=True, deadline=None, database=None)
-    @given(cases())
-    def holds(case: dict[str, Any]) -> None:
-        model = shared(case["variant"], case["dtype"])
-
-        def once() -> Seen:
-            log: dict[str, Any] = {}
-            record = Recorder(log)
-            options: dict[str, Any] = {}
-            for block in model.blocks:
-                block.attn.alibi = None  # a longer one, of an earlier forward, gives other numbers
-            mask, past = case["mask"], case["past"]
-            cache = None
-            if past is not None:
-                cache = new_kv_cache(model, 2)
-                if past:
-                    with torch.no_grad():
-                        first = None if mask is None else mask[:, :past]
-                        model(tokens(past), past_kv_cache=cache, attention_mask=first)
-                if case["frozen"]:
-                    cache.freeze()
-                options["past_kv_cache"] = cache
-                mask = None if mask is None else mask[:, past:]
-            seen = run(
-                model,
-                [(name, getattr(record, kind)) for name, kind in case["hooks"]],
-                [(name, getattr(record, kind)) for name, kind in case["bwd_hooks"]],
-                n=case["n"],
-                grad=case["grad"],
-                log=log,
-                attention_mask=mask,
-                **options,
-            )
-            entries = () if cache is None else cache.entries
-            contents = {
-                f"{i} {kind}": getattr(entry, kind).detach()
-                for i, entry in enumerate(entries)
-                for kind in ("past_keys", "past_values")
-            }
-            return {**seen, **contents}
-
-        model.zero_grad()
-        assert_as_installed(once)
-        model.zero_grad()  # where both have failed
-
-    holds()
-
 
 NOT_ALWAYS_CALLED = (
     *("_in", "_input", "hook_result", "blocks.1.hook_mlp_out"),
     "hook_expert_indices",  # what replaces them is no index
 )
 """Points that some variants have and do not call, or that refuse what replaces them."""
+Runs = dict[str, Callable[[], Seen]]
 
 
-@pytest.mark.cover(("variant", "grad"))
-@either_grad
-@every_variant
-def test_each_hook_point_alone(variant: str, grad: bool) -> None:
-    model = shared(variant)
-    log: dict[str, Any] = {}
-    record = Recorder(log)
+def in_each_dtype(variant: str) -> list[Any]:
+    return [shared(variant), *(shared(variant, dtype) for dtype in DTYPES[1:])]
 
-    def hooked(name: str) -> Seen:
-        return run(model, [(name, record.replace)], grad=grad, log=log)
 
+def with_one_hook(variant: str) -> Runs:
+    """Each hook point of a block alone, every other one with gradients."""
+    model, log = shared(variant), dict[str, Any]()
     names = [name for name in points(model) if name.startswith("blocks.1.")]
+    hooks = {name: [(name, Recorder(log).replace)] for name in names}
+    return {
+        name: partial(run, model, hooks[name], grad=bool(i % 2), log=log)
+        for i, name in enumerate(names)
+    }
 
-    seen = assert_all_as_installed({name: partial(hooked, name) for name in names})
 
-    uncalled = {name for name in names if not any(key.endswith(name) for key in seen[name])}
-    may_be = (*NOT_ALWAYS_CALLED, *(name for name in names if ".experts." in name))
-    assert [name for name in uncalled if not name.endswith(may_be)] == []
+def without_hooks(variant: str) -> Runs:
+    """Gradients where nobody listens, inference mode and autocast."""
+    masks = (None, padded(5, 2), padded(5, right=1))
+    runs: Runs = {
+        f"{model.cfg.dtype} {mask}": partial(run, model, attention_mask=mask)
+        for model, mask in zip(in_each_dtype(variant), masks)
+    }
+    unpadded = partial(run, shared(variant), grad=False)
+    return {
+        **runs,
+        "inference mode": lambda: torch.inference_mode()(unpadded)(),
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16)(runs[f"{DTYPES[0]} None"])(),
+    }
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@every_variant
-def test_all_activations_and_their_gradients(variant: str, dtype: torch.dtype) -> None:
-    model = shared(variant, dtype)
+def all_activations(variant: str) -> Runs:
+    """With their gradients, in 16 bits."""
+    model = shared(variant, torch.bfloat16)
 
     def cached() -> Seen:
         _, cache = model.run_with_cache(
             tokens(6), incl_bwd=True, return_type="loss", attention_mask=padded(6, 2)
         )
+        assert "blocks.1.attn.hook_pattern_grad" in cache
         return {**cache, **gradients(model)}
 
-    seen = assert_as_installed(cached)
-
-    assert "blocks.1.attn.hook_pattern_grad" in seen
+    return {"activations": cached}
 
 
-@every_variant
-def test_gradients_where_nobody_listens(variant: str) -> None:
-    runs = {
-        f"{dtype} {mask}": partial(run, shared(variant, dtype), attention_mask=mask)
-        for dtype in DTYPES
-        for mask in (None, padded(5, 2))
-    }
-    assert_all_as_installed(runs)
-
-
-@either_grad
-@every_variant
-def test_a_kv_cache_with_padding(variant: str, grad: bool) -> None:
+def with_kv_cache(variant: str) -> Runs:
+    """Three parts of a text behind each other, with and without padding."""
     model = shared(variant)
 
-    def generated(mask: torch.Tensor | None) -> Seen:
+    def generated(mask: torch.Tensor | None, grad: bool) -> Seen:
         cache, seen = new_kv_cache(model, 2), {}
         with torch.set_grad_enabled(grad):
             for start, end in ((0, 4), (4, 5), (5, 7)):
                 new = None if mask is None else mask[:, start:end]
                 logits = model(tokens(7)[:, start:end], past_kv_cache=cache, attention_mask=new)
                 seen[f"logits {start}"] = logits.detach()
+            cache.freeze()
+            seen["logits frozen"] = model(tokens(2), past_kv_cache=cache).detach()
         for i, entry in enumerate(cache.entries):
             seen |= {f"keys {i}": entry.past_keys, f"values {i}": entry.past_values}
         return seen
 
-    masks = (None, padded(7), padded(7, left=3), padded(7, right=2))
-    # TransformerLens's ALiBi table grows, and the last bits depend on how large it is.
-    model(tokens(7))
-    assert_all_as_installed({str(mask): partial(generated, mask) for mask in masks})
+    masks = {None: True, padded(7): False, padded(7, left=3): True, padded(7, right=2): False}
+    return {f"KV cache {mask}": partial(generated, mask, grad) for mask, grad in masks.items()}
 
 
-@either_grad
-@pytest.mark.parametrize("variant", ["LN", "no norm"])
-def test_a_residual_stream_that_is_a_part_of_another(variant: str, grad: bool) -> None:
-    """As `generate` hands the last token's to the blocks; its layout decides how is rounded."""
-    model = shared(variant)
-    longer = torch.randn(2, 9, model.cfg.d_model, generator=torch.Generator().manual_seed(0))
-
-    def start() -> Seen:
-        cache = new_kv_cache(model, 2)
-        with torch.set_grad_enabled(grad):
-            for part in (longer[:, :-1], longer[:, -1:]):
-                logits = model(part, start_at_layer=0, past_kv_cache=cache)
-        return {"logits": logits.detach()}
-
-    assert_as_installed(start)
-
-
-def test_hooks_that_add_and_remove_hooks() -> None:
-    model = shared("qk-norm, grouped")
-    log: dict[str, Any] = {}
-    record = Recorder(log)
-    later = ["blocks.0.attn.hook_rot_k", "blocks.0.mlp.hook_post", "blocks.1.ln1.hook_scale"]
-
-    def adds(value: torch.Tensor, hook: Any) -> None:
-        for name in later:
-            model.hook_dict[name].add_hook(record.replace)
-
-    def removes(value: torch.Tensor, hook: Any) -> None:
-        for name in (*later, "blocks.1.hook_mlp_out"):
-            model.hook_dict[name].remove_hooks("fwd")
-
-    hooks = [
-        ("blocks.0.hook_resid_pre", adds),
-        ("blocks.1.attn.hook_z", removes),
-        ("blocks.1.hook_mlp_out", record.replace),
-    ]
-    for first in ("blocks.0.hook_resid_pre", "blocks.0.ln1.hook_normalized", "hook_embed"):
-        for grad in (False, True):
-            hooks[0] = (first, adds)
-            seen = assert_as_installed(lambda grad=grad: run(model, hooks, grad=grad, log=log))
-            assert len([key for key in seen if "hook" in key]) >= 3
-            model.reset_hooks(including_permanent=True)
-
-
-def test_every_hook_of_a_point_gets_the_input_as_it_came() -> None:
-    model = shared("qk-norm, grouped")
-    point = model.blocks[1].hook_resid_pre
-
-    def seen_by_torch_s_hook() -> Seen:
-        seen: Seen = {}
-
-        def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
-            seen["input"], seen["output"] = inputs[0], output
-
-        handle = point.register_forward_hook(keep)
-        try:
-            run(model, [(point.name, lambda value, hook: value * 0)])
-        finally:
-            handle.remove()
-        return seen
-
-    def seen_after_one_of_torch_s() -> Seen:
-        handle = point.register_forward_hook(lambda module, inputs, output: output * 0)
-        try:
-            return seen_by_torch_s_hook()
-        finally:
-            handle.remove()
-
-    seen = assert_as_installed(seen_after_one_of_torch_s)
-    assert seen["input"].any()
-    assert not seen["output"].any()
-
-
-CONTEXTS = {
-    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True),
-    "inference": (torch.inference_mode, False),
-}
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("variant", ["LN", "RMS, grouped", "local rotary", "ALiBi", "qk-norm"])
-def test_within_autocast_and_inference_mode(variant: str, context: str) -> None:
-    model, (make_context, grad) = shared(variant), CONTEXTS[context]
-
-    def within() -> Seen:
-        with make_context():
-            return run(model, grad=grad, attention_mask=padded(5, 2))
-
-    assert_as_installed(within)
-
-
-@pytest.mark.parametrize("variant", ["LN", "RMS, grouped", "ALiBi", "qk-norm"])
-def test_blocks_and_components_called_by_hand(variant: str) -> None:
+def by_hand(variant: str) -> Runs:
+    """A block and its components, called by themselves."""
     model = shared(variant)
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -295,10 +118,74 @@ def test_blocks_and_components_called_by_hand(variant: str) -> None:
         with torch.no_grad():
             attended = block.attn(x, x * 2, x * 3, attention_mask=padded(5, 1))
             masked = block.attn(x, x, x, additive_attention_mask=torch.full((2, 1, 1, 5), -1.0))
-            outputs = {"block": block(x), "attention": attended, "masked": masked}
-            return {**outputs, "MLP": block.mlp(x), "norm": block.ln1(x)}
+            return {
+                "block": block(x),
+                "attention": attended,
+                "masked": masked,
+                "norm": block.ln1(x),
+            }
 
-    assert_as_installed(called)
+    return {"by hand": called}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_a_block(variant: str) -> None:
+    with tl_devicefix.disabled():
+        # TransformerLens's ALiBi table grows, and the last bits depend on how large it is.
+        for model in in_each_dtype(variant):
+            model(tokens(9))
+    hooked = with_one_hook(variant)
+    runs = hooked | without_hooks(variant) | all_activations(variant) | with_kv_cache(variant)
+
+    seen = assert_all_as_installed(runs | by_hand(variant))
+
+    uncalled = {name for name in hooked if not any(key.endswith(name) for key in seen[name])}
+    may_be = (*NOT_ALWAYS_CALLED, *(name for name in hooked if ".experts." in name))
+    assert [name for name in uncalled if not name.endswith(may_be)] == []
+    block = shared(variant).blocks[1]
+    of_attention = known_blocks.why_attention_as_installed(block.attn)
+    assert (known_blocks.why_as_installed(block) is not None) == (variant in BLOCKS_AS_INSTALLED)
+    assert (of_attention is not None) == (variant in ATTENTION_AS_INSTALLED)
+
+
+@pytest.mark.parametrize("variant", ["LN", "no norm"])
+def test_a_residual_stream_that_is_a_part_of_another(variant: str) -> None:
+    """As `generate` hands the last token's to the blocks; its layout decides how is rounded."""
+    model = shared(variant)
+    longer = torch.randn(2, 9, model.cfg.d_model, generator=torch.Generator().manual_seed(0))
+
+    def start(grad: bool) -> Seen:
+        cache = new_kv_cache(model, 2)
+        with torch.set_grad_enabled(grad):
+            for part in (longer[:, :-1], longer[:, -1:]):
+                logits = model(part, start_at_layer=0, past_kv_cache=cache)
+        return {"logits": logits.detach()}
+
+    assert_all_as_installed({str(grad): partial(start, grad) for grad in (False, True)})
+
+
+@pytest.mark.parametrize("variant", ["LN", "no norm", "RMSPre, grouped"])
+def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant: str) -> None:
+    model = make(variant)
+    model.requires_grad_(False)
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        kwargs["query_input"][:, 0] = 0.5
+
+    model.blocks[1].attn.register_forward_pre_hook(before, with_kwargs=True)
+
+    assert_as_installed(lambda: dict(model.run_with_cache(tokens(5))[1]))
+
+
+def test_a_copy_of_a_model_has_its_own_hooks() -> None:
+    model = make("RMS, grouped")
+    before = run(model, grad=False)["logits"]
+    copied = copy.deepcopy(model)
+    copied.add_hook("blocks.1.hook_resid_mid", lambda activation, hook: activation * 0.5)
+    assert not torch.equal(run(copied, grad=False)["logits"], before)
+    assert torch.equal(run(model, grad=False)["logits"], before)
+    model.add_hook("blocks.0.hook_resid_mid", lambda activation, hook: activation * 0.5)
+    assert_as_installed(lambda: run(copied, grad=False))
 
 
 def test_a_prompt_longer_than_the_tables() -> None:
@@ -315,17 +202,6 @@ def test_a_prompt_longer_than_the_tables() -> None:
     with tl_devicefix.set_attn_implementation(model, "sdpa"), counted as fused:
         torch.testing.assert_close(run(model, grad=False, n=9)["logits"], expected)
     assert fused.call_count == len(model.blocks) or known_blocks.IS_2
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_which_blocks_run_as_installed(variant: str) -> None:
-    model = shared(variant)
-
-    why = known_blocks.why_as_installed(model.blocks[1])
-    of_attention = known_blocks.why_attention_as_installed(model.blocks[1].attn)
-
-    assert (why is not None) == (variant in BLOCKS_AS_INSTALLED)
-    assert (of_attention is not None) == (variant in ATTENTION_AS_INSTALLED)
 
 
 def test_the_installed_blocks_are_known() -> None:

@@ -130,11 +130,8 @@ def assert_the_next_load_is_right(load: Any, references: Any) -> None:
 
 _WING = "tl_devicefix.hooked_transformer"
 STAGES: dict[str, tuple[str, int]] = {
-    "the config": (f"{_WING}.loading.model_config", 1),
     "the plan": (f"{_WING}.loading.decide_fitting", 1),
-    "opening the source": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.__init__", 1),
     "constructing the third block": ("transformer_lens.components.TransformerBlock.__init__", 3),
-    "finishing the empty model": ("transformer_lens.HookedTransformer.HookedTransformer.setup", 1),
     "reading a component": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.read", 4),
     "folding the last slice": (f"{_WING}.units.process_component", 13),
     "writing the thirtieth weight": (f"{_WING}.units.write", 30),

@@ -15,7 +15,7 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 
-NAMES = ("llama", "gpt2", "gpt-neo")  # the last has global and local attention in turn
+NAMES = ("llama", "gpt-neo")  # the last has global and local attention in turn
 
 
 @pytest.fixture

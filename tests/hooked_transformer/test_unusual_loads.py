@@ -44,10 +44,10 @@ def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints: Any) 
 
 def test_threads_may_load_at_once(checkpoints: Any) -> None:
     alone = HookedTransformer.from_pretrained(checkpoints("gpt2"), device="cpu")
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         loads = [
             pool.submit(HookedTransformer.from_pretrained, checkpoints("gpt2"), device="cpu")
-            for _ in range(4)
+            for _ in range(3)
         ]
         models = [load.result() for load in loads]
     for model in models:

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import model_calls
 import module_calls
 import result_calls
 import torch
+from model_calls import moved
 from module_calls import metric, trained
-from registry import LAST, RESID, Calls, Run, left_out
+from registry import LAST, RESID, TEXT, Calls, Run, arguments, gradients_of, left_out, steer
 
 CALLS = Calls()
 for _module in (model_calls, result_calls, module_calls):
@@ -28,55 +30,67 @@ call = CALLS.call
 # --------------------------------------------------------------------------------------------
 # TransformerBridge: what HookedTransformer does not have
 
-CALLS.expressions(
+FEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+
+CALLS.attributes("TransformerBridge", "model", "attn_head_labels", "hook_aliases")
+CALLS.methods(
     "TransformerBridge",
-    """
-QK_for_attn_layers: model.QK_for_attn_layers()
-OV_for_attn_layers: model.OV_for_attn_layers()
-QK_for_attn_layers gradient: gradients_of(run, lambda model:
-    model.QK_for_attn_layers()[1].AB.pow(2).sum())
-stack_params_for: model.stack_params_for("attn", "attn.W_Q")
-blocks_with: [index for index, _ in model.blocks_with("attn")]
-block_hooks: model.block_hooks(LAST)
-block_submodules: model.block_submodules(LAST)
-layer_types: model.layer_types()
-attn_head_labels: model.attn_head_labels
-composition_layer_indices: model.composition_layer_indices()
-original_model: model.original_model(tokens_at_home).logits
-hook_aliases: dict(model.hook_aliases)
-hook_dict: list(model.hook_dict)
-mod_dict: list(model.mod_dict)
-tokenizer: model.tokenizer.vocab_size
-get_hook_point: model.get_hook_point(RESID).name
-check_hooks_to_add: check_hook(model, steer(run))
-clear_hook_registry: without_registry(run.changeable(), run)
-get_params: dict(model.get_params())
-tl_parameters: dict(model.tl_parameters())
-tl_named_parameters: dict(model.tl_named_parameters())
-parameters: [each.cpu() for each in model.parameters()]
-named_parameters: on_cpu(dict(model.named_parameters()))
-state_dict: on_cpu(model.state_dict())
-load_state_dict: moved(run, lambda model: model.load_state_dict(model.state_dict()))
-hf_generate: model.hf_generate(tokens_at_home, max_new_tokens=3, do_sample=False,
-    stop_at_eos=False)
-hf_generate text: model.hf_generate(TEXT, max_new_tokens=3, do_sample=False)
-generate several_texts: model.generate([TEXT, "w5 w6"], max_new_tokens=3, do_sample=False,
-    verbose=False)
-forward start_to_stop: model(model(tokens, stop_at_layer=1), start_at_layer=1, stop_at_layer=4)
-forward several_texts: model([TEXT, "w5 w6"])
-forward predictions: model(TEXT, return_type="predictions")
-train: run.changeable().train()(tokens)
-input_to_embed and_on: model(model.input_to_embed(tokens)[0], start_at_layer=0)
-run_with_hooks block_input: model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in",
-    steer(run))])
-run_with_hooks attention: model.run_with_hooks(tokens,
-    fwd_hooks=[(f"blocks.{LAST}.attn.hook_pattern", lambda a, hook: a * 0.5)])
-run_with_hooks stop_at_layer: model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_post",
-    steer(run))], stop_at_layer=4)
-to twice: moved(run, lambda model: model.to(model.cfg.device).to(torch.float64))
-""",
-    globals(),
-    vars(model_calls),
+    "model",
+    {
+        **dict.fromkeys(
+            (
+                *("QK_for_attn_layers", "OV_for_attn_layers", "layer_types"),
+                *("composition_layer_indices", "get_params", "tl_parameters"),
+                "tl_named_parameters",
+            ),
+            arguments(),
+        ),
+        "stack_params_for": arguments("attn", "attn.W_Q"),
+        "block_hooks": arguments(LAST),
+        "block_submodules": arguments(LAST),
+        "generate several_texts": arguments([TEXT, "w5 w6"], **FEW, verbose=False),
+    },
+)
+CALLS.calls(
+    "TransformerBridge",
+    {
+        "QK_for_attn_layers gradient": lambda run: gradients_of(
+            run, lambda model: model.QK_for_attn_layers()[1].AB.pow(2).sum()
+        ),
+        "blocks_with": lambda model: [index for index, _ in model.blocks_with("attn")],
+        "original_model": lambda model, at_home: model.original_model(at_home).logits,
+        "hook_dict": lambda model: list(model.hook_dict),
+        "mod_dict": lambda model: list(model.mod_dict),
+        "tokenizer": lambda model: model.tokenizer.vocab_size,
+        "get_hook_point": lambda model: model.get_hook_point(RESID).name,
+        "check_hooks_to_add": lambda run, model: check_hook(model, steer(run)),
+        "clear_hook_registry": lambda run: without_registry(run.changeable(), run),
+        "parameters": lambda model: [each.cpu() for each in model.parameters()],
+        "named_parameters": lambda model: on_cpu(dict(model.named_parameters())),
+        "state_dict": lambda model: on_cpu(model.state_dict()),
+        "load_state_dict": moved(lambda model: model.load_state_dict(model.state_dict())),
+        "hf_generate": lambda model, at_home: model.hf_generate(at_home, **FEW, stop_at_eos=False),
+        "hf_generate text": lambda model: model.hf_generate(TEXT, **FEW),
+        "forward start_to_stop": lambda model, tokens: model(
+            model(tokens, stop_at_layer=1), start_at_layer=1, stop_at_layer=4
+        ),
+        "forward several_texts": lambda model: model([TEXT, "w5 w6"]),
+        "forward predictions": lambda model: model(TEXT, return_type="predictions"),
+        "train": lambda run, tokens: run.changeable().train()(tokens),
+        "input_to_embed and_on": lambda model, tokens: model(
+            model.input_to_embed(tokens)[0], start_at_layer=0
+        ),
+        "run_with_hooks block_input": lambda run, model, tokens: model.run_with_hooks(
+            tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in", steer(run))]
+        ),
+        "run_with_hooks attention": lambda model, tokens: model.run_with_hooks(
+            tokens, fwd_hooks=[(f"blocks.{LAST}.attn.hook_pattern", lambda a, hook: a * 0.5)]
+        ),
+        "run_with_hooks stop_at_layer": lambda run, model, tokens: model.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.2.hook_resid_post", steer(run))], stop_at_layer=4
+        ),
+        "to twice": moved(lambda model: model.to(model.cfg.device).to(torch.float64)),
+    },
 )
 
 
@@ -134,7 +148,7 @@ def learned(run: Run) -> Any:
         result = analysis.fit_das(
             run.model,
             RESID,
-            run.tokens_at_home,
+            run.at_home,
             run.other_tokens.to(run.model.cfg.device),
             torch.tensor([0, 1]),
             logits_of_two_words(run),
@@ -152,7 +166,7 @@ def interchange(run: Run) -> tuple[Any, ...]:
         run.model, RESID, run.other_tokens, logits_of_two_words(run), positions=LAST_TOKEN
     )
     subspace = analysis.SubspaceInterchange(analysis.random_basis(run.model.cfg.d_model, 3, 0))
-    return run.model, RESID, subspace, run.tokens_at_home, source, logits_of_two_words(run)
+    return run.model, RESID, subspace, run.at_home, source, logits_of_two_words(run)
 
 
 def direct_path(run: Run) -> dict[str, Any]:
@@ -184,90 +198,111 @@ def faithful(run: Run) -> Any:
     )
 
 
-CALLS.expressions(
+CALLS.calls(
     "analysis",
-    """
-logit_lens: analysis.logit_lens(model, tokens, incl_mid=True)
-logit_lens text: analysis.logit_lens(model, TEXT, top_k=3)
-logit_lens cache: analysis.logit_lens(model, cache=cache)
-logit_lens cache_on_the_CPU: analysis.logit_lens(model, cache=cache.to("cpu"))
-logit_readout: analysis.logit_readout(model, cache["resid_post", LAST])
-direct_logit_attribution: analysis.direct_logit_attribution(model, tokens, "w5", "w7")
-direct_logit_attribution head: analysis.direct_logit_attribution(model, tokens, "w5", unit="head")
-direct_logit_attribution layer: analysis.direct_logit_attribution(model, answer_tokens="w5",
-    unit="layer", cache=cache)
-attribution_patch node: attribution(run, "node")
-attribution_patch edge: attribution(run, "edge")
-attention_head_subspace_affinity Q: analysis.attention_head_subspace_affinity(model,
-    target_role="Q")
-attention_head_subspace_affinity V: analysis.attention_head_subspace_affinity(model,
-    target_role="V")
-get_act_patch_direct_path: analysis.get_act_patch_direct_path(**direct_path(run),
-    src_layer=2, src_head=1)
-collect_activations: analysis.collect_activations(model, RESID, tokens, logits_of_two_words(run),
-    positions=LAST_TOKEN)
-run_with_intervention: analysis.run_with_intervention(*interchange(run),
-    positions=LAST_TOKEN)
-intervened_logits: analysis.intervened_logits(*interchange(run), positions=LAST_TOKEN)
-faithfulness: faithful(run)
-fit_das: learned(run)
-""",
-    globals(),
+    {
+        "logit_lens": lambda model, tokens: analysis.logit_lens(model, tokens, incl_mid=True),
+        "logit_lens text": lambda model: analysis.logit_lens(model, TEXT, top_k=3),
+        "logit_lens cache": lambda model, cache: analysis.logit_lens(model, cache=cache),
+        "logit_lens cache_on_the_CPU": lambda model, cache: analysis.logit_lens(
+            model, cache=cache.to("cpu")
+        ),
+        "logit_readout": lambda model, cache: analysis.logit_readout(
+            model, cache["resid_post", LAST]
+        ),
+        "direct_logit_attribution": lambda model, tokens: analysis.direct_logit_attribution(
+            model, tokens, "w5", "w7"
+        ),
+        "direct_logit_attribution head": lambda model, tokens: analysis.direct_logit_attribution(
+            model, tokens, "w5", unit="head"
+        ),
+        "direct_logit_attribution layer": lambda model, cache: analysis.direct_logit_attribution(
+            model, answer_tokens="w5", unit="layer", cache=cache
+        ),
+        "attribution_patch node": lambda run: attribution(run, "node"),
+        "attribution_patch edge": lambda run: attribution(run, "edge"),
+        "attention_head_subspace_affinity Q": lambda model: (
+            analysis.attention_head_subspace_affinity(model, target_role="Q")
+        ),
+        "attention_head_subspace_affinity V": lambda model: (
+            analysis.attention_head_subspace_affinity(model, target_role="V")
+        ),
+        "get_act_patch_direct_path": lambda run: analysis.get_act_patch_direct_path(
+            **direct_path(run), src_layer=2, src_head=1
+        ),
+        "collect_activations": lambda run, model, tokens: analysis.collect_activations(
+            model, RESID, tokens, logits_of_two_words(run), positions=LAST_TOKEN
+        ),
+        "run_with_intervention": lambda run: analysis.run_with_intervention(
+            *interchange(run), positions=LAST_TOKEN
+        ),
+        "intervened_logits": lambda run: analysis.intervened_logits(
+            *interchange(run), positions=LAST_TOKEN
+        ),
+        "faithfulness": faithful,
+        "fit_das": learned,
+    },
 )
-
-
-def lens(run: Run) -> Any:
-    """A Jacobian lens of random maps: what is swept is how it is read."""
-    d_model = run.model.cfg.d_model
-    generator = torch.Generator().manual_seed(0)
-    return analysis.JacobianLens(
-        {
-            layer: torch.eye(d_model) + 0.1 * torch.randn(d_model, d_model, generator=generator)
-            for layer in range(LAST)
-        },
-        n_prompts=1,
-        d_model=d_model,
-    )
 
 
 def saved_and_loaded(run: Run) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "lens.pt")
-        lens(run).save(path)
-        return type(lens(run)).load(path).jacobians
+        run.lens.save(path)
+        return type(run.lens).load(path).jacobians
 
 
-CALLS.expressions(
+def with_hooks(make: Callable[[Any, Any], Any]) -> Callable[[Run], Any]:
+    """A forward with the hooks that a lens makes."""
+    return lambda run: run.model.run_with_hooks(run.tokens, fwd_hooks=make(run.lens, run.model))
+
+
+CALLS.calls(
     "JacobianLens",
-    """
-readout: lens(run).readout(model, tokens[:1], top_k=3)
-readout text: lens(run).readout(model, TEXT, return_full_logits=True)
-lens_vectors: lens(run).lens_vectors(model, ["w5", "w7"], 3)
-lens_vector_dictionary: lens(run).lens_vector_dictionary(model, 3)
-transport: lens(run).transport(cache["resid_post", 3], 3)
-decompose: lens(run).decompose(model, TEXT, 3, position=-1, k=3)
-coordinate_patch: lens(run).coordinate_patch(model, TEXT, 3, "w5", "w7", position=-1, k=3)
-occupancy: lens(run).occupancy(model, TEXT, 3, position=-1, max_atoms=3,
-    num_control_dictionaries=2)
-fraction_of_variance: lens(run).fraction_of_variance(model, TEXT, [2, 3], k=3, skip_first=1)
-swap_clamp_hooks: model.run_with_hooks(tokens, fwd_hooks=lens(run).swap_clamp_hooks(model, "w5",
-    "w7", [2, 3], cache))
-steering_hooks: model.run_with_hooks(tokens, fwd_hooks=lens(run).steering_hooks(model, "w5",
-    [2, 3]))
-ablation_hooks: model.run_with_hooks(tokens, fwd_hooks=lens(run).ablation_hooks(model,
-    ["w5", "w7"], [2, 3]))
-swap_hooks: model.run_with_hooks(tokens, fwd_hooks=lens(run).swap_hooks(model, "w5", "w7", [2, 3]))
-coordinate_patch_hooks: model.run_with_hooks(tokens, fwd_hooks=lens(run).coordinate_patch_hooks(
-    model, "w5", "w7", [3], positions=[2], k=3))
-fit: type(lens(run)).fit(model, [TEXT], corpus="words", dim_batch=4, max_seq_len=7,
-    skip_first_positions=1, show_progress=False)
-save: saved_and_loaded(run)
-validate_model: lens(run).validate_model(model).n_prompts
-source_layers: lens(run).source_layers
-clear_device_cache: lens(run).clear_device_cache()
-merge: type(lens(run)).merge([lens(run), lens(run)]).jacobians
-""",
-    globals(),
+    {
+        "readout": lambda lens, model, tokens: lens.readout(model, tokens[:1], top_k=3),
+        "readout text": lambda lens, model: lens.readout(model, TEXT, return_full_logits=True),
+        "lens_vectors": lambda lens, model: lens.lens_vectors(model, ["w5", "w7"], 3),
+        "lens_vector_dictionary": lambda lens, model: lens.lens_vector_dictionary(model, 3),
+        "transport": lambda lens, cache: lens.transport(cache["resid_post", 3], 3),
+        "decompose": lambda lens, model: lens.decompose(model, TEXT, 3, position=-1, k=3),
+        "coordinate_patch": lambda lens, model: lens.coordinate_patch(
+            model, TEXT, 3, "w5", "w7", position=-1, k=3
+        ),
+        "occupancy": lambda lens, model: lens.occupancy(
+            model, TEXT, 3, position=-1, max_atoms=3, num_control_dictionaries=2
+        ),
+        "fraction_of_variance": lambda lens, model: lens.fraction_of_variance(
+            model, TEXT, [2, 3], k=3, skip_first=1
+        ),
+        "swap_clamp_hooks": lambda lens, model, tokens, cache: model.run_with_hooks(
+            tokens, fwd_hooks=lens.swap_clamp_hooks(model, "w5", "w7", [2, 3], cache)
+        ),
+        "steering_hooks": with_hooks(lambda lens, model: lens.steering_hooks(model, "w5", [2, 3])),
+        "ablation_hooks": with_hooks(
+            lambda lens, model: lens.ablation_hooks(model, ["w5", "w7"], [2, 3])
+        ),
+        "swap_hooks": with_hooks(lambda lens, model: lens.swap_hooks(model, "w5", "w7", [2, 3])),
+        "coordinate_patch_hooks": with_hooks(
+            lambda lens, model: lens.coordinate_patch_hooks(
+                model, "w5", "w7", [3], positions=[2], k=3
+            )
+        ),
+        "fit": lambda lens, model: type(lens).fit(
+            model,
+            [TEXT],
+            corpus="words",
+            dim_batch=4,
+            max_seq_len=7,
+            skip_first_positions=1,
+            show_progress=False,
+        ),
+        "save": saved_and_loaded,
+        "validate_model": lambda lens, model: lens.validate_model(model).n_prompts,
+        "source_layers": lambda lens: lens.source_layers,
+        "clear_device_cache": lambda lens: lens.clear_device_cache(),
+        "merge": lambda lens: type(lens).merge([lens, lens]).jacobians,
+    },
 )
 
 

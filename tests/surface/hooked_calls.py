@@ -7,28 +7,31 @@ from typing import Any
 import model_calls
 import module_calls
 import result_calls
+from model_calls import hooked, moved, with_more_hooks
 from module_calls import trained
-from registry import Calls, Run, left_out
+from registry import RESID, Calls, Run, left_out, steer
 
 CALLS = Calls()
 for _module in (model_calls, result_calls, module_calls):
     CALLS.add(_module.CALLS, "HookedTransformer")
-CALLS.expressions(
+CALLS.calls(
     "HookedTransformer",
-    """
-get_residual: list(model.get_residual(model.embed(tokens_at_home), 0))
-check_hooks_to_add: model.check_hooks_to_add(model.hook_dict[RESID], RESID, steer(run))
-check_and_add_hook: hooked(run, lambda model: model.check_and_add_hook(model.hook_dict[RESID],
-    RESID, steer(run)))
-get_pos_offset: model.get_pos_offset(None, 2)
-move_model_modules_to_device: moved(run, lambda model: model.move_model_modules_to_device())
-setup: moved(run, lambda model: model.setup())
-set_tokenizer: moved(run, lambda model: model.set_tokenizer(model.tokenizer))
-set_ungroup_grouped_query_attention: with_more_hooks(run, "set_ungroup_grouped_query_attention",
-    "blocks.4.attn.hook_v")
-""",
-    globals(),
-    vars(model_calls),
+    {
+        "get_residual": lambda model, at_home: model.get_residual(model.embed(at_home), 0),
+        "check_hooks_to_add": lambda run, model: model.check_hooks_to_add(
+            model.hook_dict[RESID], RESID, steer(run)
+        ),
+        "check_and_add_hook": lambda run: hooked(
+            run, lambda model: model.check_and_add_hook(model.hook_dict[RESID], RESID, steer(run))
+        ),
+        "get_pos_offset": lambda model: model.get_pos_offset(None, 2),
+        "move_model_modules_to_device": moved(lambda model: model.move_model_modules_to_device()),
+        "setup": moved(lambda model: model.setup()),
+        "set_tokenizer": moved(lambda model: model.set_tokenizer(model.tokenizer)),
+        "set_ungroup_grouped_query_attention": with_more_hooks(
+            "set_ungroup_grouped_query_attention", "blocks.4.attn.hook_v"
+        ),
+    },
 )
 
 

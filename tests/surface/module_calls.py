@@ -12,11 +12,11 @@ import torch
 import transformer_lens.evals as evals
 import transformer_lens.head_detector as head_detector
 import transformer_lens.patching as patching
-from registry import TEXT, Call, Calls, Run, left_out
+from registry import LAST, TEXT, Calls, Run, left_out
 from torch.utils.data import DataLoader
 
 CALLS = Calls()
-call, calls = CALLS.call, CALLS.calls
+call = CALLS.call
 
 
 def metric(logits: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def patch_each(run: Run, name: str) -> Any:
     with torch.no_grad():
         return getattr(patching, name)(
             run.model,
-            run.tokens_at_home[:1, :length],
+            run.at_home[:1, :length],
             run.model.run_with_cache(run.other_tokens[:1, :length])[1],
             metric,
         )
@@ -55,7 +55,7 @@ def patch_generically(run: Run) -> Any:
     clean = run.model.run_with_cache(run.other_tokens[:, :3])[1]
     return patching.generic_activation_patch(
         run.model,
-        run.tokens_at_home[:, :3],
+        run.at_home[:, :3],
         clean,
         metric,
         patching.layer_pos_patch_setter,
@@ -64,37 +64,43 @@ def patch_generically(run: Run) -> Any:
     )
 
 
-def detect(pattern: Any, **options: Any) -> Call:
-    return lambda run: head_detector.detect_head(
-        run.model, TEXT, pattern if isinstance(pattern, str) else pattern(run), **options
+def detect(run: Run, pattern: Any, **options: Any) -> Any:
+    return head_detector.detect_head(run.model, TEXT, pattern, **options)
+
+
+def lower(n: int, model: Any) -> torch.Tensor:
+    """A pattern in which each token attends to those before it and itself."""
+    return torch.tril(torch.ones(n, n, device=model.cfg.device))
+
+
+@call("head_detector.compute_head_attention_similarity_score")
+def similarity_to_a_pattern(run: Run) -> Any:
+    return head_detector.compute_head_attention_similarity_score(
+        run.cache["pattern", LAST][0, 1],
+        lower(9, run.model),
+        exclude_bos=False,
+        exclude_current_token=False,
+        error_measure="abs",
     )
 
 
-CALLS.expressions(
-    "head_detector",
-    """
-compute_head_attention_similarity_score:
-    head_detector.compute_head_attention_similarity_score(cache["pattern", LAST][0, 1],
-    torch.tril(torch.ones(9, 9, device=model.cfg.device)), exclude_bos=False,
-    exclude_current_token=False, error_measure="abs")
-get_previous_token_head_detection_pattern:
-    head_detector.get_previous_token_head_detection_pattern(tokens[:1].cpu()).cpu()
-get_duplicate_token_head_detection_pattern:
-    head_detector.get_duplicate_token_head_detection_pattern(tokens[:1].cpu()).cpu()
-get_induction_head_detection_pattern:
-    head_detector.get_induction_head_detection_pattern(tokens[:1].cpu()).cpu()
-""",
-    globals(),
-)
-calls(
+for _kind in ("previous_token", "duplicate_token", "induction"):
+    _pattern = f"get_{_kind}_head_detection_pattern"
+    CALLS.calls(
+        "head_detector",
+        {
+            _pattern: lambda tokens, name=_pattern: getattr(head_detector, name)(
+                tokens[:1].cpu()
+            ).cpu()
+        },
+    )
+CALLS.calls(
     "head_detector",
     {
-        "detect_head induction": detect("induction_head"),
-        "detect_head previous": detect("previous_token_head", error_measure="abs"),
-        "detect_head duplicate": detect("duplicate_token_head", exclude_bos=True),
-        "detect_head pattern": detect(
-            lambda run: torch.tril(torch.ones(7, 7, device=run.model.cfg.device))
-        ),
+        "detect_head induction": lambda run: detect(run, "induction_head"),
+        "detect_head previous": lambda run: detect(run, "previous_token_head", error_measure="abs"),
+        "detect_head duplicate": lambda run: detect(run, "duplicate_token_head", exclude_bos=True),
+        "detect_head pattern": lambda run: detect(run, lower(7, run.model)),
     },
 )
 

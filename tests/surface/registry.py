@@ -1,14 +1,24 @@
-"""What a sweep calls: functions by public name, each of which gets a `Run`.
+"""What a sweep calls: functions by public name.
 
-A call is written as for one device. It gets a `Run` and returns what is compared: tensors, or
-anything made of them.
+A call is written as for one device: a function that asks for what a `Run` has, as a test for its
+fixtures. It returns what is compared: tensors, or anything made of them.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    ValuesView,
+)
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +30,12 @@ TEXT, OTHER_TEXT = "w5 w7 w9 w5 w7 w11", "w6 w7 w8 w6 w7 w12"
 LAST = 4
 """A block that is never at home on several devices."""
 RESID = f"blocks.{LAST}.hook_resid_post"
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 3,
+    "do_sample": False,
+    "stop_at_eos": False,
+    "verbose": False,
+}
 
 
 @dataclass
@@ -38,7 +54,7 @@ class Run:
         return self.tokens.flip(1)
 
     @property
-    def tokens_at_home(self) -> torch.Tensor:
+    def at_home(self) -> torch.Tensor:
         return self.tokens.to(self.model.cfg.device)
 
     @property
@@ -56,12 +72,39 @@ class Run:
         """The OV circuits of all heads."""
         return self.model.OV
 
+    @property
+    def cache_on_cpu(self) -> ActivationCache:
+        return self.cache.to("cpu")
+
+    @property
+    def lens(self) -> Any:
+        """A Jacobian lens of random maps: what is swept is how it is read."""
+        analysis = importlib.import_module("transformer_lens.tools.analysis")
+        d_model, generator = self.model.cfg.d_model, torch.Generator().manual_seed(0)
+        maps = {
+            layer: torch.eye(d_model) + 0.1 * torch.randn(d_model, d_model, generator=generator)
+            for layer in range(LAST)
+        }
+        return analysis.JacobianLens(maps, n_prompts=1, d_model=d_model)
+
+    def call(self, function: Call) -> Any:
+        """What a function gives, whose parameters without a default name what this has."""
+        names = inspect.signature(function).parameters.values()
+        asked = [parameter.name for parameter in names if parameter.default is parameter.empty]
+        return function(**{name: self if name == "run" else getattr(self, name) for name in asked})
+
     def changeable(self) -> Any:
         """A copy of the model, to be changed."""
         return copy.deepcopy(self.model if self.unused is None else self.unused)
 
 
-Call = Callable[[Run], Any]
+Call = Callable[..., Any]
+"""A function of what a `Run` has, by the names of its parameters; `run` is all of it."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments(*args: Any, **kwargs: Any) -> Arguments:
+    return args, kwargs
 
 
 class Calls(dict[str, dict[str, Call]]):
@@ -82,15 +125,20 @@ class Calls(dict[str, dict[str, Call]]):
             name, _, case = key.partition(" ")
             self.call(f"{prefix}.{name}", case)(function)
 
-    def expressions(self, prefix: str, lines: str, *scopes: dict[str, Any]) -> None:
-        """Register calls that are written in a line each: "name case: expression".
+    def methods(self, prefix: str, of: str, arguments: dict[str, Arguments]) -> None:
+        """Register calls of methods, named by their keys, of what a `Run` has as `of`."""
+        for key, (args, kwargs) in arguments.items():
+            name = key.partition(" ")[0]
 
-        An expression names what a `Run` has, `run` itself, and what is in this module or in a
-        scope; a line that begins with a space goes on with the one before.
-        """
-        for line in re.sub(r"\n +", " ", lines.strip()).splitlines():
-            key, _, expression = line.partition(": ")
-            self.calls(prefix, {key: _written(expression, *scopes)})
+            def function(run: Run, name: str = name, args: Any = args, kwargs: Any = kwargs) -> Any:
+                return getattr(getattr(run, of), name)(*args, **kwargs)
+
+            self.calls(prefix, {key: function})
+
+    def attributes(self, prefix: str, of: str, *names: str) -> None:
+        """Register attributes of what a `Run` has as `of`."""
+        for name in names:
+            self.calls(prefix, {name: lambda run, name=name: getattr(getattr(run, of), name)})
 
     def add(self, others: Calls, prefix: str | None = None) -> None:
         """Register the calls of others, too; those of "model" by the name of its class."""
@@ -110,22 +158,6 @@ def left_out(lines: str) -> dict[str, str]:
     return reasons
 
 
-OF_RUN = ("model", "tokens", "tokens_at_home", "other_tokens", "cache", "direction", "matrix")
-
-
-def _written(expression: str, *scopes: dict[str, Any]) -> Call:
-    code = compile(expression, expression, "eval")
-    used = [name for name in OF_RUN if re.search(rf"\b{name}\b", expression)]
-
-    def call(run: Run) -> Any:
-        names = {"run": run, **{name: getattr(run, name) for name in used}}
-        for scope in (*scopes, globals()):
-            names = {**scope, **names}
-        return eval(code, names)
-
-    return call
-
-
 def results(value: Any) -> Any:
     """What a call returned, made of tensors, sequences and dicts."""
     if isinstance(value, FactoredMatrix):
@@ -138,7 +170,7 @@ def results(value: Any) -> Any:
         return value.to_dict()
     if type(value).__module__.startswith("transformer_lens"):
         return results(vars(value))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, Iterator, KeysView, ValuesView, ItemsView)):
         return [results(tensor) for tensor in value]
     return value
 

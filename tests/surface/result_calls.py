@@ -6,60 +6,87 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from registry import LAST, RESID, Call, Calls, Run, steer
+from registry import LAST, RESID, Call, Calls, Run, arguments, steer
 from transformer_lens import ActivationCache, SVDInterpreter
 
 CALLS = Calls()
-call, calls = CALLS.call, CALLS.calls
+call = CALLS.call
 
 # --------------------------------------------------------------------------------------------
 # ActivationCache
 
+OF_THREE_NEURONS: dict[str, Any] = {
+    "layer": -1,
+    "pos_slice": -1,
+    "neuron_slice": (0, 3),
+    "apply_ln": True,
+    "incl_remainder": True,
+}
 
-CALLS.expressions(
+CALLS.methods(
     "ActivationCache",
-    """
-accumulated_resid: cache.accumulated_resid(incl_mid=True, apply_ln=True)
-accumulated_resid layer: cache.accumulated_resid(3, mlp_input=True, pos_slice=-1)
-decompose_resid: cache.decompose_resid(apply_ln=True)
-decompose_resid attention: cache.decompose_resid(4, mode="attn", return_labels=True)
-compute_head_results: [cache.compute_head_results(), cache["result", LAST]][1]
-stack_head_results: cache.stack_head_results(apply_ln=True, incl_remainder=True)
-stack_head_results part: cache.stack_head_results(3, pos_slice=-1, return_labels=True)
-get_neuron_results: cache.get_neuron_results(LAST, neuron_slice=(0, 3), pos_slice=-1)
-stack_neuron_results: cache.stack_neuron_results(-1, pos_slice=-1, neuron_slice=(0, 3),
-    apply_ln=True, incl_remainder=True)
-get_full_resid_decomposition: cache.get_full_resid_decomposition(apply_ln=True, pos_slice=-1,
-    return_labels=True)
-get_full_resid_decomposition heads: cache.get_full_resid_decomposition(3, expand_neurons=False)
-stack_activation: cache.stack_activation("pattern")
-apply_ln_to_stack: cache.apply_ln_to_stack(cache.decompose_resid(), layer=-1)
-apply_ln_to_stack layer: cache.apply_ln_to_stack(cache.decompose_resid(3, pos_slice=-1), layer=3,
-    pos_slice=-1)
-logit_attrs: cache.logit_attrs(cache.accumulated_resid(apply_ln=False, pos_slice=-1), "w5",
-    incorrect_tokens="w7", pos_slice=-1)
-logit_attrs batch: cache.logit_attrs(cache.decompose_resid(pos_slice=-1), tokens_at_home[:, -1],
-    pos_slice=-1)
-apply_slice_to_batch_dim: cache.apply_slice_to_batch_dim(1).accumulated_resid()
-__getitem__: [cache["resid_post", -1], cache["z", 3]]
-items: dict(cache.items())
-values: list(cache.values())
-keys: list(cache.keys())
-__iter__: list(cache)
-__len__: len(cache)
-accumulated_resid moved_to_the_CPU: cache.to("cpu").accumulated_resid(incl_mid=True, apply_ln=True)
-stack_head_results moved_to_the_CPU: cache.to("cpu").stack_head_results(apply_ln=True)
-stack_neuron_results moved_to_the_CPU: cache.to("cpu").stack_neuron_results(
-    -1, pos_slice=-1, neuron_slice=(0, 3), apply_ln=True, incl_remainder=True)
-__getitem__ moved_to_the_CPU: [cache.to("cpu")["resid_post", -1], cache.to("cpu")["z", 3]]
-items moved_to_the_CPU: dict(cache.to("cpu").items())
-to: dict(cache.to("cpu").items())
-remove_batch_dim: without_batch_dim(model.run_with_cache(tokens[:1])[1])
-accumulated_resid with_no_other_names_cached: only(run, "resid_pre", "resid_post",
-    "ln_final.hook_scale").accumulated_resid(apply_ln=True)
-accumulated_resid with_a_name_missing: only(run, "resid_pre").accumulated_resid()
-""",
-    globals(),
+    "cache",
+    {
+        "accumulated_resid": arguments(incl_mid=True, apply_ln=True),
+        "accumulated_resid layer": arguments(3, mlp_input=True, pos_slice=-1),
+        "decompose_resid": arguments(apply_ln=True),
+        "decompose_resid attention": arguments(4, mode="attn", return_labels=True),
+        "stack_head_results": arguments(apply_ln=True, incl_remainder=True),
+        "stack_head_results part": arguments(3, pos_slice=-1, return_labels=True),
+        "get_neuron_results": arguments(LAST, neuron_slice=(0, 3), pos_slice=-1),
+        "stack_neuron_results": arguments(**OF_THREE_NEURONS),
+        "get_full_resid_decomposition": arguments(apply_ln=True, pos_slice=-1, return_labels=True),
+        "get_full_resid_decomposition heads": arguments(3, expand_neurons=False),
+        "stack_activation": arguments("pattern"),
+        **dict.fromkeys(("items", "values", "keys", "__iter__", "__len__"), arguments()),
+    },
+)
+CALLS.methods(
+    "ActivationCache",
+    "cache_on_cpu",
+    {
+        "accumulated_resid moved_to_the_CPU": arguments(incl_mid=True, apply_ln=True),
+        "stack_head_results moved_to_the_CPU": arguments(apply_ln=True),
+        "stack_neuron_results moved_to_the_CPU": arguments(**OF_THREE_NEURONS),
+        "items moved_to_the_CPU": arguments(),
+    },
+)
+CALLS.calls(
+    "ActivationCache",
+    {
+        "compute_head_results": lambda cache: [
+            cache.compute_head_results(),
+            cache["result", LAST],
+        ],
+        "apply_ln_to_stack": lambda cache: cache.apply_ln_to_stack(cache.decompose_resid()),
+        "apply_ln_to_stack layer": lambda cache: cache.apply_ln_to_stack(
+            cache.decompose_resid(3, pos_slice=-1), layer=3, pos_slice=-1
+        ),
+        "logit_attrs": lambda cache: cache.logit_attrs(
+            cache.accumulated_resid(pos_slice=-1), "w5", incorrect_tokens="w7", pos_slice=-1
+        ),
+        "logit_attrs batch": lambda at_home, cache: cache.logit_attrs(
+            cache.decompose_resid(pos_slice=-1), at_home[:, -1], pos_slice=-1
+        ),
+        "apply_slice_to_batch_dim": lambda cache: cache.apply_slice_to_batch_dim(
+            1
+        ).accumulated_resid(),
+        "__getitem__": lambda cache: [cache["resid_post", -1], cache["z", 3]],
+        "__getitem__ moved_to_the_CPU": lambda cache_on_cpu: [
+            cache_on_cpu["resid_post", -1],
+            cache_on_cpu["z", 3],
+        ],
+        "to": lambda cache: dict(cache.to("cpu").items()),
+        "remove_batch_dim": lambda model, tokens: without_batch_dim(
+            model.run_with_cache(tokens[:1])[1]
+        ),
+        "accumulated_resid with_no_other_names_cached": lambda run: only(
+            run, "resid_pre", "resid_post", "hook_scale"
+        ).accumulated_resid(apply_ln=True),
+        "accumulated_resid with_a_name_missing": lambda run: only(
+            run, "resid_pre"
+        ).accumulated_resid(),
+    },
 )
 
 
@@ -92,46 +119,46 @@ def model_gone(run: Run) -> Any:
 # --------------------------------------------------------------------------------------------
 # FactoredMatrix and SVDInterpreter: what the model returns
 
-CALLS.expressions(
+CALLS.attributes("FactoredMatrix", "matrix", "AB", "BA", "S", "T", "ndim", "pair")
+CALLS.methods("FactoredMatrix", "matrix", {"norm": arguments(), "unsqueeze": arguments(0)})
+CALLS.calls(
     "FactoredMatrix",
-    """
-AB: matrix.AB
-BA: matrix.BA
-S: matrix.S
-T: results(matrix.T)
-U: matrix.U.abs()
-Vh: matrix.Vh.abs()
-V: matrix.V.abs()
-svd: matrix.svd()[1]
-eigenvalues: matrix.eigenvalues.abs().sort().values
-norm: matrix.norm()
-__getitem__: results(matrix[2, 1])
-collapse_l: matrix.collapse_l().abs()
-collapse_r: matrix.collapse_r().abs()
-get_corner: matrix[0, 0].get_corner()
-make_even: results(matrix.make_even())[0].abs()
-ndim: matrix.ndim
-pair: matrix.pair
-unsqueeze: results(matrix.unsqueeze(0))
-__getitem__ QK: results(model.QK[2, 1])
-AB QK: model.QK.AB
-svd QK: model.QK.svd()[1]
-__matmul__: (matrix[LAST] @ model.W_U).AB
-__rmatmul__: (model.W_E @ model.QK[LAST] @ model.W_E.T).AB
-__mul__: (matrix * direction.sum()).AB
-__rmul__: (direction.sum() * matrix).AB
-""",
-    globals(),
+    {
+        "U": lambda matrix: matrix.U.abs(),
+        "Vh": lambda matrix: matrix.Vh.abs(),
+        "V": lambda matrix: matrix.V.abs(),
+        "svd": lambda matrix: matrix.svd()[1],
+        "eigenvalues": lambda matrix: matrix.eigenvalues.abs().sort().values,
+        "__getitem__": lambda matrix: matrix[2, 1],
+        "collapse_l": lambda matrix: matrix.collapse_l().abs(),
+        "collapse_r": lambda matrix: matrix.collapse_r().abs(),
+        "get_corner": lambda matrix: matrix[0, 0].get_corner(),
+        "make_even": lambda matrix: matrix.make_even().A.abs(),
+        "__getitem__ QK": lambda model: model.QK[2, 1],
+        "AB QK": lambda model: model.QK.AB,
+        "svd QK": lambda model: model.QK.svd()[1],
+        "__matmul__": lambda model, matrix: (matrix[LAST] @ model.W_U).AB,
+        "__rmatmul__": lambda model: (model.W_E @ model.QK[LAST] @ model.W_E.T).AB,
+        "__mul__": lambda direction, matrix: (matrix * direction.sum()).AB,
+        "__rmul__": lambda direction, matrix: (direction.sum() * matrix).AB,
+    },
 )
 
-for _kind, _head in (("OV", 1), ("w_in", None), ("w_out", None)):
-    call("SVDInterpreter.get_singular_vectors", _kind)(
-        lambda run, kind=_kind, head=_head: (  # type: ignore[misc]
-            SVDInterpreter(run.model)
-            .get_singular_vectors(kind, layer_index=LAST, num_vectors=2, head_index=head)
-            .abs()
-        )
-    )
+
+def singular_vectors(run: Run, kind: str, head: int | None = None) -> torch.Tensor:
+    interpreter = SVDInterpreter(run.model)
+    options = {"layer_index": LAST, "num_vectors": 2, "head_index": head}
+    return interpreter.get_singular_vectors(kind, **options).abs()
+
+
+CALLS.calls(
+    "SVDInterpreter",
+    {
+        "get_singular_vectors OV": lambda run: singular_vectors(run, "OV", head=1),
+        "get_singular_vectors w_in": lambda run: singular_vectors(run, "w_in"),
+        "get_singular_vectors w_out": lambda run: singular_vectors(run, "w_out"),
+    },
+)
 
 # --------------------------------------------------------------------------------------------
 # HookPoint
@@ -146,18 +173,12 @@ def at_hook_point(use: Callable[[Any, Run], Any]) -> Call:
     return run_it
 
 
-CALLS.expressions(
-    "HookPoint",
-    """
-has_hooks: model.hook_dict[RESID].has_hooks()
-layer: model.hook_dict[RESID].layer()
-forward: model.hook_dict["hook_embed"](direction)
-""",
-    globals(),
-)
-calls(
+CALLS.calls(
     "HookPoint",
     {
+        "has_hooks": lambda model: model.hook_dict[RESID].has_hooks(),
+        "layer": lambda model: model.hook_dict[RESID].layer(),
+        "forward": lambda model, direction: model.hook_dict["hook_embed"](direction),
         "add_hook": at_hook_point(lambda point, run: point.add_hook(steer(run))),
         "add_hook prepend": at_hook_point(
             lambda point, run: [

@@ -16,7 +16,7 @@ import torch
 from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4, REFUSED_OVER_HOSTS
 from public import RESULTS, public_names
 from registry import Run
-from sweeping import Sweep, keys_of
+from sweeping import Sweep
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
 from transformer_lens.tools.analysis import JacobianLens
@@ -89,9 +89,7 @@ def runs(
 
 @pytest.fixture(scope="module")
 def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
-    exact = bool(request.config.getoption("--hosts"))
-    order = keys_of(request.session.items)
-    return Sweep(CALLS, runs, order, exact, unpatched, REFUSED_OVER_HOSTS)
+    return Sweep(CALLS, runs, request.config.getoption("--hosts"), REFUSED_OVER_HOSTS, unpatched)
 
 
 @contextlib.contextmanager

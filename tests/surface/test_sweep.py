@@ -14,7 +14,7 @@ from packaging.version import Version
 from public import RESULTS, public_names
 from registry import Run
 from spread_of_either_class import *  # noqa: F403
-from sweeping import Sweep, keys_of
+from sweeping import Sweep
 from transformer_lens import HookedTransformer
 
 KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
@@ -41,10 +41,9 @@ def test_what_is_compared_exists() -> None:
 def sweep(
     references: Any, from_pretrained: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
 ) -> Sweep:
-    exact = bool(request.config.getoption("--hosts"))  # with this package's own on one CPU
-    load = cache(lambda kind: from_pretrained(kind, device="cpu")) if exact else references
-    order, refused = keys_of(request.session.items), REFUSED_OVER_HOSTS
-    return Sweep(CALLS, lambda kind: Run(load(kind), tokens), order, exact, refused=refused)
+    over_hosts = request.config.getoption("--hosts")  # with this package's own on one CPU
+    load = cache(lambda kind: from_pretrained(kind, device="cpu")) if over_hosts else references
+    return Sweep(CALLS, lambda kind: Run(load(kind), tokens), over_hosts, REFUSED_OVER_HOSTS)
 
 
 @pytest.fixture

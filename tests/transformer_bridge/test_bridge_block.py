@@ -1,27 +1,23 @@
-"""A block that nobody listens in runs transformers' own layer, with the Bridge's results."""
+"""A block that nobody listens in runs transformers' own layer, with the Bridge's results.
+
+What people change in it by hand is among the cases of tests/fuzz.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import gc
-import pkgutil
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS, padded
-from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 import tl_devicefix
-from tl_devicefix.dispatch import stand_ins
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.transformer_bridge import unwrapping
 from tl_devicefix.transformer_bridge.block import why_installed
@@ -83,11 +79,6 @@ def test_gradients_after_a_first_forward_in_inference_mode(
     assert_agrees(actual, expected, tolerance=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_sixteen_bits(name: str, boot: Any, tokens: torch.Tensor) -> None:
-    assert_as_unpatched(boot(name, device="cpu", dtype=torch.bfloat16), of_tokens(tokens))
-
-
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "forward": lambda block: block.attn.hook_z.add_hook(lambda z, hook: z * 2),
     "backward": lambda block: block.attn.hook_z.add_hook(lambda z, hook: None, dir="bwd"),
@@ -99,288 +90,23 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_that_come_and_go(kind: str, boot: Any, tokens: torch.Tensor) -> None:
+def test_hooks_that_come_and_go(boot: Any, tokens: torch.Tensor) -> None:
     bridge = boot("llama", device="cpu")
     before = bridge(tokens)
-    with tl_devicefix.disabled():
-        handle = HOOKS[kind](bridge.blocks[1])
-        expected = bridge(tokens)
+    for kind, add_hook in HOOKS.items():
+        with tl_devicefix.disabled():
+            handle = add_hook(bridge.blocks[1])
+            expected = bridge(tokens)
 
-    assert_agrees(bridge(tokens), expected, tolerance=0)
-    assert "has hooks" in ways(bridge)[1]
-    assert [ways(bridge)[0], *ways(bridge)[2:]] == [None] * (N_LAYERS - 1)
-    if handle is None or not hasattr(handle, "remove"):
-        bridge.reset_hooks()
-    else:
-        handle.remove()
-    assert_agrees(bridge(tokens), before, tolerance=0)
-    assert ways(bridge) == [None] * N_LAYERS
-
-
-def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-    return activation * 2
-
-
-@torch.no_grad()
-def test_a_hook_that_adds_one_to_a_later_block(boot: Any, tokens: torch.Tensor) -> None:
-    bridge = boot("llama", device="cpu")
-
-    def run(bridge: Any) -> Any:
-        def add(residual: torch.Tensor, hook: Any) -> None:
-            bridge.blocks[3].attn.hook_z.add_hook(double)
-
-        try:
-            return bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_pre", add)])
-        finally:
+        assert_agrees(bridge(tokens), expected, tolerance=0)
+        assert "has hooks" in ways(bridge)[1], kind
+        assert [ways(bridge)[0], *ways(bridge)[2:]] == [None] * (N_LAYERS - 1)
+        if handle is None or not hasattr(handle, "remove"):
             bridge.reset_hooks()
-
-    assert_as_unpatched(bridge, run)
-    assert not torch.equal(run(bridge), bridge(tokens))
-
-
-class Doubled(HookPoint):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-
-def a_module_in_a_hook_point_s_place(bridge: Any) -> None:
-    bridge.blocks[1].mlp.hook_out = Doubled()
-
-
-def a_forward_of_its_own(bridge: Any) -> None:
-    own = bridge.blocks[1].mlp.forward
-    vars(bridge.blocks[1].mlp)["forward"] = lambda *args: own(*args) * 2
-
-
-def a_weight_edited_in_place(bridge: Any) -> None:
-    bridge.blocks[1].attn.q.weight.data *= 2
-
-
-def a_weight_that_is_another(bridge: Any) -> None:
-    layer = bridge.blocks[1].mlp.out.original_component
-    layer.weight = torch.nn.Parameter(layer.weight * 2)
-
-
-def a_layer_that_is_another(bridge: Any) -> None:
-    out = bridge.blocks[1].mlp.out
-    out.set_original_component(copy.deepcopy(out.original_component))
-    a_weight_edited_in_place(bridge)
-
-
-def a_component_that_is_another_module(bridge: Any) -> None:
-    bridge.blocks[1].attn._modules["o"] = torch.nn.Identity()
-
-
-def an_activation_function(bridge: Any) -> None:
-    mlp = bridge.blocks[1].mlp.original_component
-    setattr(mlp, "act" if hasattr(mlp, "act") else "act_fn", torch.nn.Tanh())
-
-
-def another_last_block(bridge: Any) -> None:
-    bridge.blocks[-1] = copy.deepcopy(bridge.blocks[-1])
-    bridge.blocks[-1].attn.q.weight.data *= 2
-
-
-def a_weight_of_the_unembedding(bridge: Any) -> None:
-    bridge.unembed.original_component.weight = torch.nn.Parameter(bridge.unembed.weight * 2)
-
-
-def a_norm_with_a_forward_of_its_own(bridge: Any) -> None:
-    own = bridge.ln_final.forward
-    vars(bridge.ln_final)["forward"] = lambda *args: own(*args) * 2
-
-
-def hooked(name: str) -> Callable[[Any], None]:
-    def hook_of(bridge: Any) -> None:
-        bridge.add_hook(name, double)
-
-    return hook_of
-
-
-CHANGES = (
-    *(a_module_in_a_hook_point_s_place, a_forward_of_its_own, a_weight_edited_in_place),
-    *(a_weight_that_is_another, a_layer_that_is_another, an_activation_function),
-    a_component_that_is_another_module,
-    *(another_last_block, a_weight_of_the_unembedding, a_norm_with_a_forward_of_its_own),
-    *map(hooked, ("embed.hook_out", "ln_final.hook_normalized", "unembed.hook_in")),
-)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_is_changed_is_seen(name: str, change: Any, boot: Any, tokens: torch.Tensor) -> None:
-    bridge = boot(name, device="cpu")
-    before = bridge(tokens)
-
-    change(bridge)
-
-    assert not torch.equal(bridge(tokens), before)
-    assert_as_unpatched(bridge, of_tokens(tokens))
-    bridge.reset_hooks()
-    assert_as_unpatched(bridge, of_tokens(tokens))
-
-
-def exchange_dicts_of_hooks(bridge: Any) -> None:
-    """The common idiom to remove all hooks."""
-    for module in bridge.modules():
-        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-
-
-def test_hooks_in_dicts_that_were_exchanged_after_a_forward(
-    boot: Any, tokens: torch.Tensor
-) -> None:
-    bridge = boot("gpt2", device="cpu", compatible=True)
-    before = bridge(tokens)
-    exchange_dicts_of_hooks(bridge)
-
-    def cached_and_ablated(bridge: Any) -> Any:
-        _, cache = bridge.run_with_cache(tokens)
-        hooks = [("blocks.0.hook_mlp_out", lambda value, hook: value * 0)]
-        return [len(cache), bridge.run_with_hooks(tokens, fwd_hooks=hooks)]
-
-    assert_as_unpatched(bridge, cached_and_ablated)
-    assert not torch.equal(cached_and_ablated(bridge)[1], before)
-
-
-def by_forward_of_hook_point(bridge: Any) -> None:
-    bridge.blocks[1].hook_out.forward = lambda value: value * 2
-
-
-def by_class_of_wrapper(bridge: Any) -> None:
-    class Doubled(type(bridge.blocks[1].mlp)):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs) * 2
-
-    bridge.blocks[1].mlp.__class__ = Doubled
-
-
-def by_class_of_hook_point(bridge: Any) -> None:
-    class Doubled(HookPoint):
-        def forward(self, value: Any) -> Any:
-            return value * 2
-
-    bridge.blocks[1].mlp.hook_out.__class__ = Doubled
-
-
-@pytest.mark.parametrize("compatible", [False, True])
-@pytest.mark.parametrize(
-    "change", [by_forward_of_hook_point, by_class_of_wrapper, by_class_of_hook_point]
-)
-def test_parts_that_are_exchanged_after_a_forward(
-    change: Callable[[Any], None], compatible: bool, boot: Any, tokens: torch.Tensor
-) -> None:
-    bridge = boot("llama", device="cpu", compatible=compatible)
-    before = bridge(tokens)
-    change(bridge)
-
-    assert not torch.equal(bridge(tokens), before)
-    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6 if compatible else 0)
-
-
-def times(factor: float, function: Any) -> Any:
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        output = function(*args, **kwargs)
-        is_tuple = isinstance(output, tuple)
-        return (output[0] * factor, *output[1:]) if is_tuple else output * factor
-
-    return scaled
-
-
-OF_BRIDGE = "transformer_lens.model_bridge.generalized_components:"
-OF_LLAMA = "transformers.models.llama.modeling_llama:"
-REPLACED = {
-    f"{OF_BRIDGE}GatedMLPBridge.forward": True,
-    f"{OF_BRIDGE}LinearBridge.forward": True,
-    f"{OF_BRIDGE}RMSNormalizationBridge.forward": True,
-    f"{OF_BRIDGE}PositionEmbeddingsAttentionBridge.forward": True,
-    "transformer_lens.hook_points:HookPoint.forward": True,
-    f"{OF_LLAMA}LlamaAttention.forward": False,
-    f"{OF_LLAMA}eager_attention_forward": False,
-}
-"""Functions, and whether a Bridge as installed calls them."""
-
-
-@pytest.mark.parametrize("path", REPLACED)
-@pytest.mark.parametrize("by_hook", [False, True], ids=["before", "by a hook"])
-def test_a_function_that_is_replaced_after_a_forward(
-    path: str, by_hook: bool, boot: Any, tokens: torch.Tensor
-) -> None:
-    bridge = boot("llama", device="cpu")
-    before = bridge(tokens)
-    owner, _, name = path.replace(":", ".").rpartition(".")
-    owner = pkgutil.resolve_name(
-        path.rpartition(".")[0] if "." in path.partition(":")[2] else owner
-    )
-
-    def replaced(bridge: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-
-            def replace(*_: Any, **__: Any) -> None:
-                patch = mock.patch.object(owner, name, times(2, getattr(owner, name)))
-                stack.enter_context(patch)
-
-            if not by_hook:
-                replace()
-            hooks = [("blocks.0.hook_out", replace)] * by_hook
-            return bridge.run_with_hooks(tokens, fwd_hooks=hooks)
-
-    assert torch.equal(replaced(bridge), before) != REPLACED[path]
-    assert_as_unpatched(bridge, replaced)
-    assert_as_unpatched(bridge, of_tokens(tokens))
-
-
-def test_a_function_that_a_wrapper_imports_as_it_runs(boot: Any, tokens: torch.Tensor) -> None:
-    """Of Llama's module, which a Bridge's attention takes for other models too."""
-    bridge = boot("qwen3", device="cpu")
-    before = bridge(tokens)
-
-    def replaced(bridge: Any) -> Any:
-        owner = pkgutil.resolve_name("transformers.models.llama.modeling_llama")
-        rotate = owner.apply_rotary_pos_emb
-        with mock.patch.object(
-            owner, "apply_rotary_pos_emb", lambda q, k, *a, **b: rotate(q * 2, k, *a, **b)
-        ):
-            return bridge(tokens)
-
-    assert_as_unpatched(bridge, replaced)
-    assert not torch.equal(replaced(bridge), before)
-
-
-@pytest.mark.parametrize("compatible", [False, True])
-def test_a_partialmethod_in_place_of_a_layer_s_before_the_first_forward(
-    compatible: bool, boot: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bridge = boot("llama", device="cpu", compatible=compatible)
-    attention = pkgutil.resolve_name(f"{OF_LLAMA}LlamaAttention")
-    doubled = times(2, attention.forward)
-    monkeypatch.setattr(stand_ins, "_known", {})
-    monkeypatch.setattr(attention, "forward", functools.partialmethod(doubled))
-
-    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6 if compatible else 0)
-
-
-def test_a_component_that_is_exchanged_where_the_bridge_has_processed_weights(
-    boot: Any, tokens: torch.Tensor
-) -> None:
-    """Whose `weight` it takes then."""
-    bridge = boot("llama", device="cpu", compatible=True)
-    gated = bridge.blocks[1].mlp
-    gated._modules["in"] = torch.nn.Sequential(gated._modules["in"])
-
-    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'weight'"):
-        bridge(tokens)
-
-
-def test_a_wrapped_module_s_own_forward_where_the_bridge_has_processed_weights(
-    boot: Any, tokens: torch.Tensor
-) -> None:
-    """Which computes with these, and does not call it."""
-    bridge = boot("llama", device="cpu", compatible=True)
-    bridge.blocks[1].mlp.out.original_component.forward = lambda x: x.new_zeros(1)
-
-    assert_as_unpatched(bridge, of_tokens(tokens), tolerance=1e-6)
+        else:
+            handle.remove()
+        assert_agrees(bridge(tokens), before, tolerance=0)
+        assert ways(bridge) == [None] * N_LAYERS, kind
 
 
 @pytest.fixture
@@ -429,7 +155,8 @@ def test_no_wrapper_runs_in_which_nobody_listens(
 
 @torch.no_grad()
 @pytest.mark.parametrize("compatible", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.cover(("name", "compatible"))
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_padding_and_masks(name: str, compatible: bool, boot: Any, tokens: torch.Tensor) -> None:
     """In compatibility mode, a query that sees no key gets nothing, and else a mean."""
     bridge = boot(name, device="cpu", compatible=compatible)
@@ -450,7 +177,7 @@ def test_padding_and_masks(name: str, compatible: bool, boot: Any, tokens: torch
 @pytest.mark.cover
 @pytest.mark.parametrize("listens", ["", "blocks.1.hook_out", "attn.hook_pattern"])
 @pytest.mark.parametrize("compatible", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "phi-3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_tokens_behind_a_kv_cache_are_as_without(
     name: str, compatible: bool, listens: str, boot: Any, tokens: torch.Tensor
 ) -> None:
@@ -506,7 +233,7 @@ def test_copies_and_views_have_layers_of_their_own(boot: Any, tokens: torch.Tens
     bridge = boot("gpt2", device="cpu")
     expected = bridge(tokens)
     copied = copy.deepcopy(bridge)
-    a_weight_edited_in_place(copied)
+    copied.blocks[1].attn.q.weight.data *= 2
 
     def run(view: Any, tokens: torch.Tensor) -> torch.Tensor:
         assert ways(view) == [None] * N_LAYERS

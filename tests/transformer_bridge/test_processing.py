@@ -179,8 +179,11 @@ LLAMA = transformers.LlamaConfig(
 GPT2 = transformers.GPT2Config(vocab_size=D_VOCAB, n_embd=64, n_layer=8, n_head=4, n_positions=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(LLAMA, torch.float32), (GPT2, torch.bfloat16)],
+    ids=["llama in float32", "gpt2 in bfloat16"],
+)
 def test_one_block_in_float32_beside_the_model(
     config: Any, dtype: torch.dtype, machine: Any, tokenizer: Any, tmp_path: Path
 ) -> None:

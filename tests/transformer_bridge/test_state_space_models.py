@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-NAMES = ["mamba", "falcon-mamba", "mamba-2", "bamba", "nemotron-h", "olmo-hybrid"]
+NAMES = ["mamba", "mamba-2", "bamba", "olmo-hybrid"]  # test_parity has the others' logits
 if has_hooked_transformer():  # TransformerLens 3.9, where it is the same code
     NAMES = ["mamba", "bamba"]
 
@@ -46,10 +46,9 @@ def test_they_give_what_they_give_on_one_device(
     assert_agrees(results(boot(name, n_devices=4), tokens), results(references(name), tokens))
 
 
-@pytest.mark.parametrize("name", NAMES[:1])
-def test_with_a_state_it_generates_as_without(name: str, boot: Any, tokens: torch.Tensor) -> None:
+def test_with_a_state_it_generates_as_without(boot: Any, tokens: torch.Tensor) -> None:
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
-    bridge = boot(name, device="cpu")
+    bridge = boot("mamba", device="cpu")
 
     def generate(use_past_kv_cache: bool) -> Any:
         return bridge.generate(
