@@ -61,11 +61,6 @@ class Architecture:
         """Whether `refactor_factored_attn_matrices` applies: not with rotary embeddings."""
         return self.name in ("gpt2", "opt", "bloom")
 
-    @property
-    def has_rms_norms(self) -> bool:
-        """Whether the norms are RMSNorms: they have no bias and leave the mean."""
-        return self.name in ("llama", "qwen2", "gemma-2", "mixtral")
-
 
 # What TransformerLens has written down for names of models, for the tiny ones.
 _SIZES = {

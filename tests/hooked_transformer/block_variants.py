@@ -183,7 +183,6 @@ def _equal(actual: Any, expected: Any) -> bool:
 def run(
     model: Any,
     hooks: Any = (),
-    bwd_hooks: Any = (),
     *,
     n: int = 5,
     grad: bool = True,
@@ -193,7 +192,7 @@ def run(
     """Logits, and with `grad` gradients, of a run with hooks, which fill `log`."""
     seen: dict[str, Any] = {} if log is None else log
     seen.clear()
-    with torch.set_grad_enabled(grad), model.hooks(list(hooks), list(bwd_hooks)):
+    with torch.set_grad_enabled(grad), model.hooks(list(hooks)):
         logits = model(tokens(n), **options)
         if grad:
             logits.float().pow(2).sum().backward()
@@ -210,29 +209,6 @@ class Recorder:
     def __init__(self, log: dict[str, Any]) -> None:
         self.log = log
 
-    def note(self, name: str, value: torch.Tensor) -> None:
-        self.log[f"{len(self.log)} {name}"] = value.detach().clone()
-
-    def read(self, value: torch.Tensor, hook: Any) -> None:
-        self.note(hook.name, value)
-
-    def edit(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
-        self.note(hook.name, value)
-        value[:, 0] = 0.25
-        return value
-
-    def edit_quietly(self, value: torch.Tensor, hook: Any) -> None:
-        self.note(hook.name, value)
-        value[:, -1] *= 2
-
     def replace(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
-        self.note(hook.name, value)
+        self.log[f"{len(self.log)} {hook.name}"] = value.detach().clone()
         return value * 1.25 + 0.125
-
-    def upcast(self, value: torch.Tensor, hook: Any) -> torch.Tensor:
-        self.note(hook.name, value)
-        return value.double() if hook.name.endswith(("hook_scale", "hook_pattern")) else value
-
-    def replace_gradient(self, value: torch.Tensor, hook: Any) -> tuple[torch.Tensor]:
-        self.note(hook.name, value)
-        return (value * 0.5,)
