@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 USER_PAGES = {
     "README.md": 400,
     "docs/comparison.md": 400,
-    "docs/install.md": 250,
+    "docs/install.md": 350,
     "docs/tutorial.md": 1200,
     "docs/fit_a_model.md": 800,
     "docs/load.md": 750,
@@ -31,7 +31,8 @@ USER_PAGES = {
     "docs/long_contexts.md": 500,
     "docs/several_hosts.md": 800,
     "docs/slurm.md": 400,
-    "docs/check.md": 450,
+    "docs/check.md": 350,
+    "docs/numbers.md": 200,
     "docs/simulate.md": 400,
     "docs/what_lives_where.md": 600,
     "docs/how_it_works.md": 1500,
@@ -46,7 +47,7 @@ CONTRIBUTORS_PAGES = {
     "CONTRIBUTING.md": 450,
     "docs/architecture.md": 1200,
     "docs/adding.md": 650,
-    "docs/testing_on_gpus.md": 1000,
+    "docs/testing_on_gpus.md": 700,
 }
 """A page, and the most words that it may have; tables of README, the index too, come on top."""
 
