@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
-    """Open what `save_activations` writes. No model is needed, and nothing is read yet.
+    """Open saved activations. That needs no model, and reads nothing yet.
 
     Args:
-        directory: as it was given to `save_activations`.
+        directory: the one that you gave to `save_activations`.
 
     Returns:
         The activations by name; a tensor is read when you index it.
 
     Raises:
-        FileNotFoundError: if it has no saved activations.
+        FileNotFoundError: if the directory has no saved activations.
         ValueError: if its index is damaged, or of another version.
     """
     path = Path(directory)
@@ -58,7 +58,7 @@ class SavedActivations:
         stored: tokens, masks and activations, by name.
         names: of the activations, in a cache's order.
         model: the name, class and shapes of the model that computed them.
-        is_complete: whether all examples are there that were to be saved.
+        is_complete: whether all examples of the call are saved.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:
