@@ -60,15 +60,15 @@ class ComponentSize:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedComponent(ComponentSize):
-    """One component, where it runs and lives, and what it weighs (bytes)."""
+    """One component, with the device that runs it, and its size in bytes."""
 
     device: torch.device
     offloaded: bool = False
-    """Whether its weights live in host memory, and visit its device while it runs."""
+    """Whether its weights live in CPU memory, and are copied to its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
-        """Where its weights are while it does not run."""
+        """The device of its weights while it does not run."""
         return HOST if self.offloaded else self.device
 
 

@@ -108,7 +108,7 @@ class Machine:
 
     Attributes:
         devices: the devices, in order.
-        sites: of which host each is; empty if they are of no several hosts.
+        sites: the host of each device; empty if there is one host.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
