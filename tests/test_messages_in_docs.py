@@ -20,6 +20,9 @@ OF_LIBRARIES = (
     "The current node timed out during startup",
     "not found. Valid official model names",
     "KeyError",
+    "You are trying to access a gated repo",
+    "Loading a GPTQ",
+    "Loading an AWQ",
 )
 """Beginnings of what torch, transformers and the system say."""
 VALUE = ""

@@ -49,12 +49,12 @@ def table() -> tuple[Patch, ...]:
 
 
 def enable() -> None:
-    """Replace everything in the table; does nothing if that is done already.
+    """Patch TransformerLens, unless it is patched already. Importing this package calls it.
 
-    What an interrupt has left halfway, here or in `disable`, the next call of either mends.
+    If you interrupt it or `disable`, the next call of either mends that.
 
     Raises:
-        UnsupportedTransformerLens: if this TransformerLens cannot be patched; it is untouched.
+        UnsupportedTransformerLens: if this TransformerLens cannot be patched. It stays unchanged.
     """
     if is_enabled():
         return
@@ -65,7 +65,7 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Apply the patches within a `with` block, and leave them as they were after it.
+    """Patch TransformerLens within a `with` block. After it, all is as it was before.
 
     Yields:
         Nothing.
@@ -80,7 +80,7 @@ def enabled() -> Iterator[None]:
 
 
 class PatchReport(tuple[Patch, ...]):
-    """What is replaced in the installed TransformerLens: a tuple of patches, one for each target.
+    """The patches of the installed TransformerLens, a tuple of one for each target.
 
     Printing it shows a line; `report()` has printed the table.
     """
@@ -97,12 +97,12 @@ class PatchReport(tuple[Patch, ...]):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether all of them were."""
+        """Whether all patches were in place."""
         return self.state == "enabled"
 
 
 class BlockReport(NamedTuple):
-    """What one block would run if a forward came now."""
+    """The forward and the attention that one block would run now."""
 
     forward: str
     """"one function" of a HookedTransformer, "transformers' own layer" of a Bridge, or
@@ -112,7 +112,7 @@ class BlockReport(NamedTuple):
 
 
 class ModelReport(dict[str, BlockReport]):
-    """Name of each block -> what it runs; `report(model)` has printed the table."""
+    """A dict from each block's name to its forward; `report(model)` has printed the table."""
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.
@@ -124,21 +124,21 @@ def report() -> PatchReport: ...
 @overload
 def report(model: Any) -> ModelReport: ...
 def report(model: Any = None) -> PatchReport | ModelReport:
-    """Print what is replaced in TransformerLens, or which forward each block of a model runs.
+    """Print the patches of TransformerLens, or which forward each block of a model runs.
 
         tl_devicefix.report()       # what is replaced, for which versions, and why
         tl_devicefix.report(model)  # each block of this model: its fast way, or why not
 
-    A hook counts while it is there: those of `run_with_hooks` are gone when the call returns, so
-    ask within one of them.
+    Hooks of `run_with_hooks` are gone when it returns. To see their effect, call `report` from
+    within a hook.
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
 
     Returns:
-        The same for programs. Without a model, each patch's `target`, `since`, `until` and `why`,
-        and of all together the `version`, the `state` and `is_enabled`; of a model, a dict of each
-        block's name to its `forward` and `attention`.
+        The same for programs. Without a model: the patches, each with `target`, `since`, `until`
+        and `why`, and for all together `version`, `state` and `is_enabled`. Of a model: a dict from
+        each block's name to its `forward` and `attention`.
 
     Raises:
         UnsupportedTransformerLens: if this TransformerLens is not one that is known.

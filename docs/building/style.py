@@ -17,19 +17,22 @@ REPOSITORY = Path(__file__).parents[2]
 
 USER_PAGES = {
     "README.md": 400,
-    "docs/install.md": 250,
+    "docs/comparison.md": 400,
+    "docs/install.md": 350,
     "docs/tutorial.md": 1200,
-    "docs/fit_a_model.md": 600,
-    "docs/load.md": 450,
-    "docs/single_device_code.md": 600,
+    "docs/fit_a_model.md": 800,
+    "docs/load.md": 750,
+    "docs/single_device_code.md": 680,
     "docs/transformer_bridge.md": 600,
     "docs/offload.md": 500,
     "docs/many_inputs.md": 700,
     "docs/save_activations.md": 800,
+    "docs/train_saes.md": 250,
     "docs/long_contexts.md": 500,
     "docs/several_hosts.md": 800,
     "docs/slurm.md": 400,
-    "docs/check.md": 450,
+    "docs/check.md": 350,
+    "docs/numbers.md": 200,
     "docs/simulate.md": 400,
     "docs/what_lives_where.md": 600,
     "docs/how_it_works.md": 1500,
@@ -44,7 +47,7 @@ CONTRIBUTORS_PAGES = {
     "CONTRIBUTING.md": 450,
     "docs/architecture.md": 1200,
     "docs/adding.md": 650,
-    "docs/testing_on_gpus.md": 1000,
+    "docs/testing_on_gpus.md": 700,
 }
 """A page, and the most words that it may have; tables of README, the index too, come on top."""
 

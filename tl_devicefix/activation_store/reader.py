@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
-    """Open what `save_activations` writes. No model is needed, and nothing is read yet.
+    """Open saved activations. That needs no model, and reads nothing yet.
 
     Args:
-        directory: as it was given to `save_activations`.
+        directory: the one that you gave to `save_activations`.
 
     Returns:
         The activations by name; a tensor is read when you index it.
 
     Raises:
-        FileNotFoundError: if it has no saved activations.
+        FileNotFoundError: if the directory has no saved activations.
         ValueError: if its index is damaged, or of another version.
     """
     path = Path(directory)
@@ -58,7 +58,7 @@ class SavedActivations:
         stored: tokens, masks and activations, by name.
         names: of the activations, in a cache's order.
         model: the name, class and shapes of the model that computed them.
-        is_complete: whether all examples are there that were to be saved.
+        is_complete: whether all examples of the call are saved.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:
@@ -151,7 +151,7 @@ class SavedActivations:
         device: Any = None,
         epochs: int | None = 1,
     ) -> TokenBatches:
-        """Batches of tokens' activations, as SAELens's SAETrainer and dictionary_learning take.
+        """Return batches of tokens' activations, for SAELens's SAETrainer or dictionary_learning.
 
         Args:
             name: of an activation.
@@ -163,8 +163,8 @@ class SavedActivations:
             epochs: how often; None for ever.
 
         Returns:
-            An iterator of tensors `[batch_size, ...]`. Activations that `transform` has left
-            without an axis of tokens, and attention patterns, come by example.
+            An iterator of tensors `[batch_size, ...]`. A row is a token, or an example for
+            attention patterns, and for activations without an axis of tokens after `transform`.
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
@@ -181,7 +181,7 @@ class SavedActivations:
         )
 
     def missing(self) -> list[str]:
-        """A sentence for each shard whose file is missing or of another size; reads none."""
+        """Return a sentence for each shard whose file is missing or has another size."""
         return list(shard_faults(self.directory, self.index, checksums=False))
 
     def verify(self) -> list[str]:

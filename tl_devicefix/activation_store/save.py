@@ -49,38 +49,37 @@ def save_activations(
     progress: bool = True,
     **arguments: Any,
 ) -> SavedActivations:
-    """Run a model on batches, and write activations to a directory while the next batch is run.
+    """Run a model on batches, and write its activations to a directory meanwhile.
 
-    Activations are copied to host memory on a stream of their own, and written by a thread. When
-    the disk is slower than the devices, the devices wait: host memory holds two shards and some
-    batches, however many there are. Over several devices, several batches run at once
-    (`pipeline_map`). An activation that all examples share, such as rotary tables, is stored for
-    each of them.
+    A stream of its own copies activations to CPU memory, and a thread writes them. If the disk is
+    slower than the devices, the devices wait. CPU memory holds two shards and a few batches,
+    however long the run. Over several devices, several batches run at once (`pipeline_map`). An
+    activation that all examples share, such as rotary tables, is stored for each of them.
 
     However a call ends, the shards that its index lists are complete. The same call with
-    ``resume=True`` goes on, and ends with the same bytes. It runs the first batch again, to see
-    what is saved, and then those that are not written, and reads `batches` from the beginning to
-    compare the tokens. Values of activations are not compared: give the same model, hooks and
+    ``resume=True`` continues, and ends with the same bytes. It reads `batches` from the beginning
+    to compare the tokens, runs the first batch again to compare shapes, and then runs those that
+    are not written. It does not compare values of activations, so give the same model, hooks and
     `transform`.
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
         batches: each is tokens `[batch, pos]`, a list of texts, or a dict with "tokens" or
-            "input_ids" and, if there is padding, "attention_mask", as a DataLoader, or
-            `iter(batch_size=8)` of a `datasets.Dataset`, yields them. All have as many tokens.
+            "input_ids" and, if there is padding, "attention_mask". A DataLoader yields them, or
+            `iter(batch_size=8)` of a `datasets.Dataset`. All need the same `pos`.
         names_filter: which activations: a name, names, or a function of a name. By default all.
-        directory: is made if it does not exist. After `init_hosts`, this process writes all.
-        dtype: to which activations are converted on their device. By default as they are computed,
-            bit for bit.
-        transform: a function of an activation, called on its device: its result, `[batch, ...]`,
-            is stored instead. Or a dict from names to such functions.
+        directory: where to write; created if missing. With several hosts, this process writes.
+        dtype: the dtype to store, converted on the activation's device. By default the
+            activation's own.
+        transform: a function of an activation, whose result, `[batch, ...]`, is stored instead. It
+            is called on the activation's device. Or a dict from names to such functions.
         token_mask: which tokens' activations are stored: a function of tokens `[batch, pos]` (on
             the CPU) that returns booleans of that shape, or "attention_mask" for all but padding.
-        resume: go on with activations that are in the directory, if there are any.
+        resume: continue after the activations in the directory, if there are any.
         shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit, at least one.
         max_in_flight: how many batches are run at once; see `pipeline_map`.
         progress: show a bar.
-        arguments: of the forward, as `stop_at_layer`.
+        arguments: of the forward, such as `stop_at_layer`.
 
     Returns:
         The activations, as `load_activations` opens them.
@@ -89,13 +88,13 @@ def save_activations(
         TypeError: for a model of neither class, an item that is no batch, a `transform` that
             returns no tensor, or arguments that would change what a run leaves behind.
         ValueError: for batches of different widths; a selection of nothing; activations that cannot
-            be stored; names that the model does not have or compute; and, with `resume`, another
-            model, filter, dtype or data than on disk: named.
-        FileExistsError: if activations are in the directory, without `resume`.
-        FileNotFoundError: if others than the last of their shards are gone, or all are.
+            be stored; names that the model does not have or compute; and, with `resume`, if the
+            model, filter, dtype or data differ from those on disk.
+        FileExistsError: if the directory has activations, and `resume` is False.
+        FileNotFoundError: if shards other than the last are missing, or all are.
         RuntimeError: if another process saves to the directory.
-        OSError: if the disk is too small, before activations are written; or is full.
-        HostLost: if another host is lost. Shards that the index lists are complete.
+        OSError: if the disk is too small, before anything is written; or if it is full.
+        HostLost: if another host is lost. The shards that the index lists are complete.
     """
     adapter_of(model)  # refuses anything but a model
     n_runs = n_in_flight(model, max_in_flight)

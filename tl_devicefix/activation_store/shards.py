@@ -16,9 +16,9 @@ from tl_devicefix.activation_store.format import TOKEN_MASK, Entry, Index
 class Stored:
     """The activations of one hook point, or tokens or masks, on disk.
 
-    `stored[3]` is the fourth example's, `stored[3:7]` and `stored[[5, 1, 900]]` are those of
-    several, in that order: a tensor on the CPU, `[examples, ...]`; or `[tokens, ...]` of the saved
-    tokens, one example's after the other's, where `token_mask` left some out.
+    Index it by examples: `stored[3]`, `stored[3:7]` or `stored[[5, 1, 900]]`. You get a tensor on
+    the CPU, `[examples, ...]`. If `token_mask` left tokens out, you get `[tokens, ...]`: the saved
+    tokens of one example after the other.
     """
 
     def __init__(self, directory: Path, index: Index, entry: Entry) -> None:

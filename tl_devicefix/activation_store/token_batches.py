@@ -26,17 +26,15 @@ Shuffle = bool | Literal["exact"]
 class TokenBatches(Iterator[torch.Tensor]):
     """Batches `[batch_size, ...]` of one activation's rows, each row once an epoch.
 
-    `shuffle=True` promises that: a true permutation of all rows, but not every permutation is as
-    likely. Rows come in groups of half a shard's bytes, a group is blocks of 256 KiB from anywhere
-    on disk, and within it any order is as likely as any other. `shuffle="exact"` is a permutation
-    drawn from all alike: each row is read by itself, which is slower from a disk, and the order
-    takes some 50 bytes of memory a row. The order is the same for the same seed, and another in
-    each epoch. An epoch's last batch has the rows that are left.
+    With `shuffle=True`, rows are mixed in groups of half a shard's bytes. A group has blocks of
+    256 KiB from anywhere on disk, in a random order of its rows. So you get a permutation of all
+    rows, but not each one is equally likely. With `shuffle="exact"`, each is. That reads every row
+    by itself, which is slower from a disk, and takes some 50 bytes of memory a row. The same seed
+    gives the same order, and each epoch has another. An epoch's last batch has the remaining rows.
 
-    A thread reads ahead, so that up to three groups are in memory. A batch that you keep keeps its
-    group; clone it. A process that is forked later has no such thread and would wait for ever: make
-    new batches there. `state_dict()` says how many were handed out, and `load_state_dict` goes on
-    from there.
+    A thread reads ahead, so up to three groups are in memory. A batch that you keep holds its whole
+    group, so clone it. A process that you fork later has no such thread, and would wait for ever:
+    make new batches there. `state_dict()` has the position, and `load_state_dict` continues there.
 
     Args:
         stored: the activation.
@@ -144,7 +142,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where others were.
+        """Continue from the position of other batches.
 
         Args:
             state: which their `state_dict()` returned.
@@ -162,7 +160,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._handed_out = state["batches"]
 
     def close(self) -> None:
-        """End the thread that reads, and let go of what it has read."""
+        """End the thread that reads, and free its memory."""
         if self._running is not None:
             self._running.close()
             self._running = None

@@ -49,31 +49,31 @@ def is_sdpa(module: Any) -> bool:
 def set_attn_implementation(
     model: Any, attn_implementation: str | None = None
 ) -> AttnImplementation:
-    """Set how a model's blocks attend, from now on or within a `with` block.
+    """Choose how a model's blocks attend, from now on or within a `with` block.
 
-    With "sdpa", a block builds neither scores nor pattern in a forward in which nobody listens to
-    them: `torch.nn.functional.scaled_dot_product_attention` takes memory that grows with the tokens
-    and not with their square. A block that has a hook on `hook_attn_scores` or `hook_pattern`, also
-    one of `run_with_cache`, is eager, bit for bit the installed TransformerLens; so is one with
-    something that SDPA cannot express. All other hooks fire as ever. A KV cache grows in place.
+    With "sdpa", a block uses torch's fused attention, and builds neither scores nor pattern. Its
+    memory grows with the tokens, and not with their square. If you hook `hook_attn_scores` or
+    `hook_pattern` of a block, also by `run_with_cache`, that block is eager in this forward, with
+    the installed TransformerLens's bits. So is a block that SDPA cannot express. All other hooks
+    run as before. A KV cache grows in place.
 
         tl_devicefix.set_attn_implementation(model, "sdpa")            # from now on
         with tl_devicefix.set_attn_implementation(model, "sdpa"): ...  # for a while
         print(tl_devicefix.set_attn_implementation(model))             # each block, and why
 
-    Second derivatives do not go through SDPA: set "eager" before you differentiate twice.
-    `torch.func`, forward-mode autograd and `torch.compile` are eager by themselves.
+    SDPA has no second derivatives: set "eager" before you differentiate twice.
+    Within `torch.func`, forward-mode autograd and `torch.compile`, blocks are eager.
 
     Args:
-        model: a HookedTransformer, or a TransformerBridge of TransformerLens 4, on whatever
-            devices; a view or a block of one will do.
+        model: a HookedTransformer, or a TransformerBridge of TransformerLens 4, on any devices. You
+            may also give a view or a block of one.
         attn_implementation: "sdpa", "eager", or None to change nothing.
 
     Returns:
-        What each block does; after a `with` block, all is set as before it.
+        How each block attends. As a `with` block, it sets everything back at the end.
 
     Raises:
-        ValueError: if there is no such implementation, or nothing in the model that attends.
+        ValueError: if there is no such implementation, or the model has no attention.
         RuntimeError: if TransformerLens is unpatched.
     """
     return AttnImplementation(model, attn_implementation)

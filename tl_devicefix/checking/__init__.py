@@ -30,29 +30,28 @@ __all__ = ["Finding", "Report", "check"]
 
 
 def check(model: Any, repair: bool = False) -> Report:
-    """Look through a live model for what work on it may have left wrong.
+    """Return the faults of a live model: misplaced parts, leftover hooks, a config that was edited.
 
-    Every parameter and buffer is compared with `model.placement` (without one, with `cfg.device`);
-    then come a HookedTransformer's norms that are not folded as the config says, processing that
-    was interrupted, and hooks left behind. No value is read, and nothing is changed unless `repair`
-    is set.
+    `check` compares every parameter and buffer with `model.placement` (without one, with
+    `cfg.device`). It also finds a HookedTransformer's norms that are not folded as the config says,
+    and processing that was interrupted. It reads no values, and changes nothing without `repair`.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
             attached to a HookedTransformer may be on any device.
-        repair: move what is misplaced to where the placement says, set up modules that were put in
-            and make the config follow. What else is found is left as it is.
+        repair: move misplaced parts to their devices, set up modules that were put in, and make the
+            config follow the placement. Other faults stay listed.
 
     Returns:
-        What is wrong; it prints as a list in which each sentence ends with the line that mends it.
-        It is true if all is well.
+        A report, which is true if all is well. It prints as a list of faults, each with the line
+        that mends it.
 
     Raises:
-        TypeError: if it is neither.
-        HostLost: if a host is lost that has some of the model.
+        TypeError: if the model is neither.
+        HostLost: if a host that has blocks of the model is lost.
         ValueError: if the model has no placement and its `cfg.device` does not exist here.
-        torch.OutOfMemoryError: if a device has no room for what belongs there. What was moved until
-            then stays moved; the rest is where it was.
+        torch.OutOfMemoryError: if a device has no room for its parts. Parts that were moved until
+            then stay moved; the others are where they were.
 
     >>> assert check(model)  # doctest: +SKIP
     """

@@ -66,9 +66,9 @@ class Report:
     Attributes:
         findings: the faults.
         repaired: the faults that have been repaired.
-        notes: facts that are worth knowing, and no faults.
+        notes: facts worth knowing that are no faults.
         n_parameters: how many numbers the model's parameters are.
-        memory: bytes that are planned for each device, and bytes that lie there.
+        memory: for each device, the bytes that are planned and the bytes that are there.
     """
 
     findings: tuple[Finding, ...]

@@ -74,13 +74,13 @@ def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
 def devices_for(n_devices: int) -> Iterator[str]:
     """Make devices available within a `with` block: real ones, or simulated ones if there are few.
 
-    If other hosts have joined, they are theirs and this one's.
+    After `init_hosts`, devices of all hosts count.
 
     Args:
         n_devices: how many.
 
     Yields:
-        A sentence that says which.
+        A sentence that says whether they are real or simulated.
     """
     accelerator = default_device()
     if hosts := joined():

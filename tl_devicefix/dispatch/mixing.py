@@ -262,22 +262,22 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
 
 
 class mix_devices(JoinedAt):
-    """Let torch functions mix tensors of the devices in use, within a `with`.
+    """Let your code mix tensors of a model's devices, within a `with` block.
 
-    A function that torch refuses, as its tensors are on several devices, gets them brought
-    together: what is changed in place (or by ``out=``), and what is indexed, stays where it is;
-    other results lie at home, unless one operand is larger than all the others together and on
-    another device (not the host): then there. Gradients go back to where each operand is.
+    Where torch would raise, because a function's tensors are on several devices, they are copied to
+    one device, and the function runs there. That is home, unless one operand is larger than all
+    others together: then it is that operand's device. A tensor that the function changes in place
+    (or by ``out=``), or indexes, stays where it is. Gradients return to each operand's device.
 
-    The devices in use are those of the models that are placed (the host if blocks are offloaded),
-    and that of `gather_on`, which is then home. A tensor of any other device, such as the CPU, is
-    left alone, and torch says so. A gradient given to `backward` or `torch.autograd.grad` goes to
-    its output's device.
+    It acts on the devices of loaded models (the CPU if blocks are offloaded), and on that of
+    `gather_on`, which is then home. Tensors of other devices, such as the CPU, are not copied, so
+    torch raises as usual. A gradient given to `backward` or `torch.autograd.grad` goes to its
+    output's device.
 
-    It holds in this thread: enter it in each thread that mixes. For CUDA devices, autograd runs
-    hooks on gradients in threads of its own: those that you register by `Tensor.register_hook`
-    within it mix there too, those of modules (`register_full_backward_hook`) do not. Code that
-    torch compiles is left as it is. While it is on, torch calls Python at each of its functions.
+    It acts in this thread only: enter it in each thread that mixes. On CUDA, autograd runs hooks in
+    threads of its own. Hooks registered by `Tensor.register_hook` within the block mix there too,
+    those of modules (`register_full_backward_hook`) do not. It does not reach code that torch
+    compiles. Within the block, torch calls Python at each of its functions, which takes time.
 
     >>> with mix_devices():  # doctest: +SKIP
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept

@@ -74,22 +74,22 @@ def from_pretrained(
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
             devices that it names are used, unless `n_devices` says how many.
-        attn_implementation: "sdpa": build no scores and no pattern where nobody listens, see
+        attn_implementation: "sdpa" builds no scores and no pattern unless you hook them, see
             `tl_devicefix.set_attn_implementation`.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
-    a fine-tune that TransformerLens does not list; `revision`, `cache_dir`, `token` and
-    `local_files_only` are as in transformers. `hf_model` may lie on any devices, in part or whole
-    offloaded, quantised by bitsandbytes, or a PEFT model, whose active adapters are merged into
-    what is loaded; it is only read. `n_devices=4` with `device="cuda:2"` means cuda:2 to cuda:5.
-    The model's `placement` says where all of it is.
+    a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
+    `local_files_only` are as in transformers. `hf_model` may be on any devices, offloaded in part
+    or whole, or quantised by bitsandbytes. It may be a PEFT model: its active adapters are merged
+    into your copy. It is never changed. `n_devices=4` with `device="cuda:2"` means cuda:2 to
+    cuda:5. The model's `placement` says where its components are.
 
-    Weights are folded in float32 or wider and rounded to `dtype` once. So in bfloat16 and float16
-    folding is as exact as the dtype allows, and `from_pretrained_no_processing` is needed for
-    reduced precision only where weights must be bit for bit those of the checkpoint.
+    Weights are folded in float32 or wider, and rounded to `dtype` once. So in bfloat16 and float16
+    folding is as exact as the dtype allows. You need `from_pretrained_no_processing` only if
+    weights must be bit for bit those of the checkpoint.
 
-    Parameters are laid out as the checkpoint has them, and blocks on one device share masks and
-    rotary tables. torch.save keeps both; safetensors takes neither, so give it copies:
+    Parameters are laid out as in the checkpoint, and blocks on one device share masks and rotary
+    tables. torch.save keeps both. safetensors takes neither, so give it copies:
 
         copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
         save_file({name: t.to(**copied) for name, t in model.state_dict().items()}, path)

@@ -110,11 +110,10 @@ def _call(*args: Any, _replacement: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def disable() -> None:
-    """Put back the very objects that `enable` replaced. Does nothing if nothing is replaced.
+    """Undo all patches: TransformerLens gets the objects back that `enable` replaced.
 
-    A model that is spread over devices at that time still runs, but what it caches is not read at
-    home, its weights are not gathered, and hooks that are added before `enable` is called again may
-    not mix devices.
+    A model that is spread over devices still runs, but you read its caches and weights on their
+    blocks' devices, and hooks that you add before you call `enable` again may not mix devices.
     """
     global _originals, _replaced
     with _switching:
@@ -128,9 +127,9 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """TransformerLens as it was installed, within a `with` block.
+    """Undo all patches within a `with` block.
 
-    That holds for all threads; of several within it, who entered first ends it for all.
+    It acts on all threads. If several are within it, the one that entered first ends it for all.
     """
     with _switching:
         were_enabled = is_enabled()

@@ -26,11 +26,11 @@ class Patch:
     name: str
     """The attribute of `owner`, or the function."""
     replacement: Callable[..., Any]
-    """What takes its place.
+    """The function that takes its place.
 
-    If its first parameter is `original`, it is called with the installed function first, and then
-    with the arguments; else with the arguments alone. That of a function has it, and a
-    classmethod's gets the class.
+    If its first parameter is `original`, it gets the installed function before the arguments. A
+    replacement of a module's function always has that parameter. One of a classmethod also gets the
+    class.
     """
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
@@ -44,12 +44,12 @@ class Patch:
 
     @property
     def target(self) -> str:
-        """What is replaced, as a person would write it."""
+        """The name of the target, as you would write it."""
         return f"{self.owner}.{self.name}" if self.owner else self.name
 
     @property
     def is_of_installed(self) -> bool:
-        """Whether the installed TransformerLens has it, by its version."""
+        """Whether the installed version of TransformerLens has the target."""
         last = Version(self.until).release
         return Version(self.since) <= installed() and installed().release[: len(last)] <= last
 

@@ -29,17 +29,17 @@ _joining = threading.Lock()
 
 
 def init_hosts(address: str = "auto", *, timeout: float = 15.0, wait: float = 600.0) -> None:
-    """Have the devices of all nodes of a Ray cluster in this process, the driver.
+    """Add the devices of all nodes of a Ray cluster to those of this process, the driver.
 
-    A worker starts on each other node with all of its devices, and ends with this process. Where
-    other nodes have GPUs, those without are left out. In a cluster of one node, and where no
-    cluster runs and none is asked for, it does nothing. Call it again after a host was lost: then
-    it starts new workers on the nodes that are there.
+    It starts a worker on each other node, with all of its devices. Workers end with this process.
+    If any other node has GPUs, those without are left out. In a cluster of one node, and without a
+    cluster unless you ask for one, it does nothing. After a lost host, call it again: it starts new
+    workers on the nodes that are left.
 
     Args:
         address: the head node's, "head:6379"; by default RAY_ADDRESS, or the cluster that this
             machine is a node of. A connection that `ray.init` has made is used as it is.
-        timeout: seconds within which it is known that a worker stands still.
+        timeout: seconds after which a worker that stands still counts as lost.
         wait: seconds to wait for workers to start.
 
     Raises:

@@ -40,48 +40,47 @@ def pipeline_map(
 ) -> Iterator[Result]:
     """Yield ``run(model, item)`` for each item, in order, with several runs under way at a time.
 
-    A model over n devices computes on one of them at a time: here, while one run is on the second
-    device, the next one is on the first. Each run is a thread, and is given a view of the model:
-    the same class, parameters, config and placement, and hooks of its own. So hooks that a run
-    adds are seen by no other, and are gone with it; attributes that a run sets on modules are gone
-    too, but not those of the config, which is the model's. `model` itself has not these hooks: a
-    run may read it, but neither run nor hook it. Between results you may; hooks that you leave on
-    it are refused, as runs keep those of the start.
+    A loop uses one of a model's n devices at a time. Here, while one run is on the second device,
+    the next one is on the first. You get the results of ``[run(model, item) for item in items]``,
+    bit for bit.
 
-    Results are those of ``[run(model, item) for item in items]``, bit for bit. Operations on shared
-    state run in the order of your items: a run that draws torch's random numbers (or seeds them),
-    calls ``backward``, or reads or sets a leaf's ``.grad``, waits there until you have fetched all
-    earlier results and ask for its own. For gradients that need not wait, take
-    ``torch.autograd.grad``. Python's and numpy's random numbers are not put in order: draw them
-    for the items. Do not change weights.
+    Each run has a thread, and a view of the model: the same class, parameters, config and
+    placement, and hooks of its own. Hooks that a run adds, and attributes that it sets on modules,
+    are gone when it ends. The config is shared. A run may read `model` itself, but neither run nor
+    hook it. Between results you may run it; hooks that you leave on it are refused, because runs
+    keep the hooks of the start.
 
-    Within a run, the modes of the caller's thread are in force: ``torch.no_grad``,
-    ``inference_mode``, autocast, `mix_devices`, `gather_on`, torch's modes, current devices and
-    streams.
+    Operations on shared state run in the order of your items. A run that draws torch's random
+    numbers (or seeds them), calls ``backward``, or reads or sets a leaf's ``.grad``, waits there
+    until you have fetched all earlier results and ask for its own. ``torch.autograd.grad`` does not
+    wait. Python's and numpy's random numbers come in no certain order: draw them for the items. Do
+    not change weights.
+
+    Runs have the modes of your thread: ``torch.no_grad``, ``inference_mode``, autocast,
+    `mix_devices`, `gather_on`, torch's modes, current devices and streams.
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
         run: a function of a view of the model and an item. It may be called in several threads
             at once.
-        items: may be endless: it is read in this thread, and no further than `max_in_flight` ahead.
-        max_in_flight: the most runs that are under way or finished and not fetched, each of which
-            holds its activations. By default one more than the model has devices: as many as can
-            compute at once, and one that is ready as soon as the first device is free. On one
-            device, 1.
+        items: the inputs, possibly endless. This thread reads them, at most `max_in_flight` ahead.
+        max_in_flight: caps unfetched runs, running or finished, because each holds its activations.
+            By default one more than the model has devices, so that a run is ready as soon as the
+            first device is free. On one device, 1.
         progress: show a bar.
 
     Yields:
-        What `run` returned, in the items' order. The next run begins when a result is fetched.
+        The results of `run`, in the order of the items. Fetching one begins the next run.
 
     Raises:
         TypeError: if `model` is of neither class, or `run` is no function.
         ValueError: if `max_in_flight` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes; if a run runs
-            or hooks `model` itself; if the model's hooks changed between two results.
-        Exception: an error of a run, when its turn comes, with a note that names the item's index;
-            a RuntimeError for StopIteration, which would end the results. Then, on
-            KeyboardInterrupt, and when the generator is closed, runs that are under way end at the
-            next thing that they do with torch.
+            or hooks `model` itself; if the model's hooks changed between two results; if a run
+            raised StopIteration, which would end the results.
+        Exception: the error of a run, when its turn comes, with a note that names the item's index.
+            After an error, on KeyboardInterrupt, and when you close the generator, other runs end
+            at their next operation.
 
     >>> def run(model, tokens):
     ...     return model(tokens).mean().item()

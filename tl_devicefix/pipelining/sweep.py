@@ -65,18 +65,18 @@ def sweep(
         for logits in tl_devicefix.sweep(model, tokens, runs):
             ...
 
-    The results are the same, bit for bit, and come sooner: each run starts at the first block
-    that its hooks change, from the residual stream of the unpatched run, and on several devices
-    several runs are under way. Over all layers, half of the blocks are run. A run starts no later
-    than at a block on which someone else has a hook (permanent or not, PyTorch's too), or in which
-    is a module that is not TransformerLens's, such as an SAE. It starts at the first block
+    The results are the same, bit for bit, and come sooner. Each run starts at the first block
+    that its hooks change, from the residual stream of the unpatched run. On several devices,
+    several runs are under way. A sweep over all layers runs half of the blocks. A run starts no
+    later than at a block that has other hooks (permanent or not, PyTorch's too), or a module that
+    is not TransformerLens's, such as an SAE. It starts at the first block
 
     - if there is one on the embedding;
-    - if autograd is on and a parameter that would be passed by needs a gradient (so use
+    - if autograd is on and a parameter of a skipped block needs a gradient (so use
       `torch.no_grad()`);
-    - if a KV cache or another argument that a run changes is passed on;
-    - for Bridges in training mode, or of an architecture that is not known to hand the residual
-      stream alone from block to block.
+    - if you pass a KV cache or another argument that a run changes;
+    - for Bridges in training mode, or of an architecture whose blocks may pass more than the
+      residual stream to each other.
 
     Args:
         model: a HookedTransformer or a TransformerBridge.

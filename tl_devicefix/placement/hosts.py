@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class HostLost(RuntimeError):
-    """A host is lost, and with it what it held: the message says what that was.
+    """A host is lost, with its blocks, which the message names.
 
     Attributes:
         host: its name.

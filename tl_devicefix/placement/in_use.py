@@ -21,21 +21,21 @@ _placements: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDict
 
 @contextlib.contextmanager
 def gather_on(device: DeviceLike) -> Iterator[None]:
-    """Read tensors of several devices on `device` instead of home, within a `with` block.
+    """Read weights and caches on `device` instead of at home, within a `with` block.
 
-    That holds for stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
+    It acts on stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
     activations, and TransformerLens's results from them. Use it where home is too small: the
     stacked `W_in` of a 70B model is 37 GB. You get copies, so changing them does not change the
-    model. It holds for a model on one device too, and in this thread (or task) only.
+    model. It acts on a model on one device too, and in this thread (or task) only.
 
     Args:
-        device: usually "cpu". An index is that of a device of the type that a model's home has.
+        device: usually "cpu". An index means a device of the same type as home.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: if there is no such device; of an index, once something is gathered.
+        ValueError: if there is no such device. If you gave an index, at the first read.
 
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))

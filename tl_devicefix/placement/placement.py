@@ -60,21 +60,21 @@ class ComponentSize:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedComponent(ComponentSize):
-    """One component, where it runs and lives, and what it weighs (bytes)."""
+    """One component, with the device that runs it, and its size in bytes."""
 
     device: torch.device
     offloaded: bool = False
-    """Whether its weights live in host memory, and visit its device while it runs."""
+    """Whether its weights live in CPU memory, and are copied to its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
-        """Where its weights are while it does not run."""
+        """The device of its weights while it does not run."""
         return HOST if self.offloaded else self.device
 
 
 @dataclass(frozen=True, repr=False)
 class Placement:
-    """Where each component of a model lives. Immutable; printing it shows a table."""
+    """Where each component of a model lives. You cannot change it; printing it shows a table."""
 
     components: tuple[PlacedComponent, ...]
     sites: tuple[Site, ...] = field(default_factory=sites_here)
@@ -94,7 +94,7 @@ class Placement:
 
     @property
     def home(self) -> torch.device:
-        """The device of `embed`: tokens, logits, losses and everything gathered are here."""
+        """The device of `embed`: tokens, logits, losses and everything that you read are here."""
         return self.components[0].device
 
     @property
@@ -119,12 +119,12 @@ class Placement:
 
     @cached_property
     def memories(self) -> tuple[torch.device, ...]:
-        """The devices in use, and the host if blocks are offloaded to it: where weights live."""
+        """The devices whose memory has weights: those in use, and "cpu" if blocks are offloaded."""
         stored = (component.stored_on for component in self.components)
         return tuple(dict.fromkeys((*self.devices, *stored)))
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a component, or of anything in one; where it runs, if offloaded.
+        """The device on which a component runs, or anything in one.
 
         Args:
             name: of a component ("blocks.3"), or of a parameter, buffer, module or hook in one
@@ -150,7 +150,7 @@ class Placement:
         return component.stored_on if of_weights else component.device
 
     def stored_on(self, name: str) -> torch.device:
-        """Where a component's weights are while it does not run.
+        """The device of a component's weights while it does not run.
 
         Args:
             name: of a component, or of a parameter, buffer, module or hook in one.
@@ -180,9 +180,9 @@ class Placement:
         return self._by_name[component]
 
     def bytes_on(self, device: DeviceLike) -> int:
-        """Bytes of weights and buffers planned for a device.
+        """Bytes of weights and buffers that are planned for a device.
 
-        With offloaded blocks, that includes two visiting blocks: one that computes, and the next.
+        Where offloaded blocks run, two of them are included: the one that computes, and the next.
 
         Args:
             device: an index, a name such as "cuda:1", or a torch.device.
@@ -238,10 +238,10 @@ class Placement:
     def between_hosts(self, batch: int = 1, pos: int = 1) -> BetweenHosts:
         """Bytes that a forward sends from each host to each other, by their names.
 
-        The residual stream, once for each boundary and once home; and the weights of offloaded
-        blocks, which are in the memory of the script's host. A backward sends as many of the
-        residual stream back, of its gradient. What is read from another host, as a cache at home,
-        comes on top.
+        A forward sends the residual stream once across each boundary and once home, and the weights
+        of offloaded blocks, which are in the memory of the script's host. A backward sends the
+        gradient of the residual stream back, as many bytes. Reading from another host, for example
+        a cache at home, comes on top.
 
         Args:
             batch: how many sequences.

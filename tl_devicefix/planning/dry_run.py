@@ -37,16 +37,16 @@ class OnDevice:
     device: str
     """Its index ("0 (home)", "1"), with its host if there are several, or "cpu"."""
     components: str
-    """Those that live there, in short: "embed, blocks.0-3"."""
+    """The components that live there, in short: "embed, blocks.0-3"."""
     weights: int
-    """Weights and buffers that live there: not offloaded blocks that visit."""
+    """Weights and buffers that live there, without offloaded blocks that run there."""
     peak: int
-    """The most that is allocated there, the weights among it."""
+    """The most bytes that are allocated there at a time, weights included."""
     module: str
     """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
     if none runs, as in a backward; of an estimate also "loading"."""
     capacity: int | None
-    """The memory that it has; None if that is not known."""
+    """The memory of the device; None if it is not known."""
 
     @property
     def headroom(self) -> int | None:
@@ -71,7 +71,7 @@ def memory_table(devices: Sequence[OnDevice]) -> str:
 
 @dataclass(frozen=True)
 class Moment:
-    """What was allocated on each device, in bytes, when a component had run."""
+    """The bytes allocated on each device after a component ran."""
 
     component: str
     """Its name: "embed", "blocks.3"."""
@@ -86,17 +86,17 @@ class DryRun:
     placement: Placement
     """Where each component is."""
     devices: tuple[OnDevice, ...]
-    """What each device held before the job and at most, and in which module that was."""
+    """Of each device: its weights, its peak during the job, and the module of the peak."""
     timeline: tuple[Moment, ...]
-    """What each device held when a component had run, in the order they ran."""
+    """The memory of each device after each component ran, in the order they ran."""
     transfers: Transfers
     """Every copy between devices, in order. Printing them shows a line for each pair."""
     result: Any
-    """What the job returned."""
+    """The result of the job."""
     error: BaseException | None = None
-    """What stopped it: operands on several devices, no room, or an error of its own."""
+    """The error that stopped it: operands on several devices, memory that ran out, or its own."""
     stopped_at: str | None = None
-    """The line of the caller's own code that it stopped at, and the module that was running."""
+    """The line of your code that it stopped at, and the module that was running."""
 
     @property
     def between_hosts(self) -> BetweenHosts:
@@ -138,34 +138,34 @@ def dry_run(
     hosts: Hosts | None = None,
     **options: Any,
 ) -> DryRun:
-    """Run a function on a model at its full size, without its weights and without devices.
+    """Try a function on a model at its full size, without its weights and without devices.
 
-    The model is made as loading would place it, on `n_devices` simulated devices, of
-    tensors without values. Each operation's devices and shapes are checked, and memory and
-    transfers are counted; nothing is computed. A number that is read from a tensor is 0.
+    The model is placed as a load would place it, on `n_devices` simulated devices, with tensors
+    that have no values. The dry run checks devices and shapes of each operation, and counts memory
+    and transfers. It computes nothing, so a number that you read from a tensor is 0.
 
     Args:
         config_or_model_name: as for `plan`: a name, a local checkpoint directory, or a config.
-        run: called with the model, as users write it for one that is loaded: a forward,
-            `run_with_cache`, `generate`, hooks, a backward.
-        n_devices: how many devices there are, and are used; by default as many as the other
-            arguments name, of which `max_memory` says which are used.
+        run: your function of the model, as you write it for a loaded one: a forward,
+            `run_with_cache`, `generate`, hooks, a backward, an optimizer's step.
+        n_devices: how many devices to spread over. If you leave it out, there are as many as the
+            other arguments name, and those that `max_memory` names are used.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
         max_memory: as for `plan`.
         dtype: of the weights; by default float32, as for loading.
-        memory: what each device has: a size ("80GiB"), or one for each.
+        memory: the memory of each device: one size for all ("80GiB"), or one for each.
         tokenizer: for a `run` that passes text; without, it must pass tokens.
         cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
-            a transformers config, and with TransformerLens 4. A Bridge is made as it is booted:
-            `run` may call `enable_compatibility_mode()`, to see what that takes.
-        attn_implementation: "sdpa" for a model that builds no pattern where nobody listens, see
-            `tl_devicefix.set_attn_implementation`; masks are taken to leave nothing out.
+            a transformers config, and with TransformerLens 4. `run` gets a Bridge as it is booted,
+            and may call `enable_compatibility_mode()`, to see how much memory that needs.
+        attn_implementation: "sdpa" builds no pattern unless a hook sees it, see
+            `tl_devicefix.set_attn_implementation`. Assumes no padding.
         hosts: over how many hosts the devices are divided, as for `plan`.
-        options: what the config depends on, as for `from_pretrained`: `fold_ln`, `first_n_layers`,
+        options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
     Returns:
-        What happened, also if `run` failed: then `error` and `stopped_at` say why and where.
+        The outcome. If `run` failed, its `error` and `stopped_at` say why and where.
 
     Raises:
         ValueError: if the model does not fit, or the arguments do not fit together.

@@ -55,9 +55,9 @@ class Job:
     gradients: bool = False
     """Whether gradients are on; then a backward from the loss is taken too."""
     gather: str | int | None = None
-    """Where stacked weights (`model.W_in`) are gathered: "cpu", a device's index, or nowhere."""
+    """Where stacked weights (`model.W_in`) are gathered: "cpu" or a device's index; None if not."""
     attn_implementation: str | None = None
-    """How blocks attend: "sdpa", without a pattern where none is kept, or as installed."""
+    """How blocks attend: "sdpa", which builds no pattern unless it is kept, or as installed."""
 
     def keeps(self, name: str) -> bool:
         """Whether `run_with_cache` keeps the activation of this hook point."""
@@ -90,20 +90,20 @@ class Estimate:
     """The memory that a job takes. Printing it shows a table, and whether it fits."""
 
     model: str
-    """Its name."""
+    """The model's name."""
     dtype: str
-    """That of the weights, by its name: "bfloat16"."""
+    """The dtype of the weights, by its name: "bfloat16"."""
     job: Job
-    """What is to be done with the model: `batch_size`, `seq_len`, `cache`, ..."""
+    """The job: `batch_size`, `seq_len`, `cache`, ..."""
     devices: tuple[OnDevice, ...]
-    """What each device holds, in bytes; home first, and host memory last if blocks live there."""
+    """The bytes of each device; home first, and CPU memory last if blocks live there."""
     placement: Placement
     """Where each component would live."""
     between_hosts: dict[str, BetweenHosts] = field(default_factory=dict)
     """What goes from host to host, in bytes by their names: in "a forward", "its backward", in
     "the cache, read at home", "the prompt" and "a generated token"; empty if there is one host."""
     advice: str = ""
-    """How many devices would do, and what else to try, if it does not fit."""
+    """If it does not fit: how many devices would do, and other changes to try."""
 
     @property
     def fits(self) -> bool:
@@ -169,21 +169,20 @@ def estimate(
     hosts: Hosts | None = None,
     **options: Any,
 ) -> Estimate:
-    """Estimate what a job takes on each device, and whether it fits; nothing is loaded.
+    """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
 
-    With TransformerLens 4, and for a transformers config, that is on a TransformerBridge as it is
-    booted, but with an unembedding of its own; what compatibility mode takes, `dry_run` shows.
+    With TransformerLens 4, and for a transformers config, the job runs on a TransformerBridge as it
+    is booted, but with an unembedding of its own. `dry_run` shows what compatibility mode adds.
 
     Args:
         config_or_model_name: as for `plan`.
         n_devices: how many devices there are; by default as many as the other arguments name.
         device_map: as for `from_pretrained`.
-        max_memory: the most to use of each device, as for `plan`, which places the weights just so:
-            `{0: "24GiB", 1: "80GiB"}`, of which the devices are used that are named; with "cpu",
-            blocks that do not fit are offloaded there. Here, also one size for each ("80GiB"). The
-            weights are placed within it, and all that the job takes has to stay within it, unless
-            `memory` says what there is for all. Devices that are not named have 80 GiB.
-        memory: what each device has, if that is more than what the weights may take of it.
+        max_memory: the most to use of each device, as for `plan`: `{0: "24GiB", 1: "80GiB"}` uses
+            these two devices, and with "cpu", blocks that do not fit are offloaded. Also one size
+            for every device ("80GiB"). The weights are placed within it, and the whole job has to
+            stay within it, unless you give `memory`. Devices that are not named have 80 GiB.
+        memory: the memory of each device, if weights may take less than that.
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch_size: how many sequences.
         seq_len: how many tokens in each; by default 1024, or the model's n_ctx if that is less.
@@ -191,12 +190,12 @@ def estimate(
             "resid_post,z"), or "all".
         max_new_tokens: how many tokens to generate, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
-        gather: where stacked weights are gathered: "cpu" or a device's index. The largest counts.
-        attn_implementation: "sdpa" for a model that builds no pattern where none is kept, see
-            `tl_devicefix.set_attn_implementation`; nothing is taken to be padded.
-        hosts: over how many hosts the devices are divided, as for `plan`: what goes from host to
-            host is estimated too.
-        options: what the config depends on, as for `from_pretrained`: `first_n_layers`, `n_ctx`.
+        gather: where stacked weights are gathered, "cpu" or a device's index. Counts the largest.
+        attn_implementation: "sdpa" builds no pattern unless `cache` keeps it, see
+            `tl_devicefix.set_attn_implementation`. Assumes no padding.
+        hosts: over how many hosts the devices are divided, as for `plan`. Then the bytes from host
+            to host are estimated too.
+        options: arguments of `from_pretrained` that change the config: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
     Returns:

@@ -35,12 +35,12 @@ def plan(
     dtype: torch.dtype | str | None = None,
     hosts: Hosts | None = None,
 ) -> Placement:
-    """Decide where each component of a model lives, without allocating anything.
+    """Return where each component of a model would live, without loading or allocating it.
 
-    The blocks lie in contiguous ranges over the home device and the ones after it. Home also
-    carries the embeddings, the final norm and the unembedding, so it gets fewer blocks; a device
-    with more free memory gets more. Blocks may be offloaded: they live in host memory, and their
-    weights visit the device that runs them.
+    Blocks lie in contiguous ranges over the home device and those after it. Home also has the
+    embeddings, the final norm and the unembedding, so it gets fewer blocks. A device with more free
+    memory gets more. Weights of offloaded blocks live in CPU memory, and are copied to a device
+    while the block runs.
 
     Args:
         config_or_model_name: a HookedTransformerConfig, or whatever `from_pretrained` takes as a
@@ -50,7 +50,8 @@ def plan(
         n_devices: over how many devices to spread the blocks; by default those that `max_memory`
             names, and 1 if nothing else is said.
         device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
-            means cuda:2 and cuda:3. By default the first that `max_memory` names.
+            means cuda:2 and cuda:3. By default the current device, or the lowest that `max_memory`
+            names.
         device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
             "sequential" (fill each before the next), one device, or a dict from components
             ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
@@ -58,14 +59,14 @@ def plan(
         max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`.
             The devices that it names are used, and no others, unless `n_devices` says how many.
             With "cpu" in it, blocks that do not fit are offloaded.
-        dtype: the dtype to weigh the parameters in; by default the config's. Norms are weighed too,
-            which a model that is loaded with `fold_ln=True` no longer has.
-        hosts: plan for so many hosts, which this one need not know: `n_devices` of all of them
-            together are divided evenly over them in order, and called "host0/0", "host0/1", ...
-            Or how many devices each of them has, `[8, 4]`, without `n_devices`.
-            What they have free is not known, so give `max_memory`; a `device_map` may be given
-            beside `n_devices`. The plan is that of loading over them after
-            `tl_devicefix.init_hosts`, and says what a forward sends from host to host.
+        dtype: the dtype of the parameters; by default the config's. Sizes include norms, although
+            loading with `fold_ln=True` removes them.
+        hosts: how many hosts to plan for; they need not exist. `n_devices` of all of them together
+            are divided evenly over them in order, and called "host0/0", "host0/1", ... Or how many
+            devices each host has, `[8, 4]`, without `n_devices`. Their free memory is not known, so
+            give `max_memory`; you may give a `device_map` beside `n_devices`. The plan equals that
+            of a load after `tl_devicefix.init_hosts`, and lists the bytes that a forward sends from
+            host to host.
 
     Returns:
         The placement; printing it shows a table of devices, components and their bytes.

@@ -38,9 +38,9 @@ class Moved:
     """The copies from one device to another: their number, and their bytes."""
 
     count: int
-    """How many copies."""
+    """The number of copies."""
     bytes: int
-    """Their sum."""
+    """The sum of their bytes."""
 
 
 class Transfers(list[Transfer]):
@@ -101,14 +101,14 @@ _ALLOCATION = "_tl_devicefix_allocation"
 
 
 class Machine:
-    """Simulated devices ``sim:0`` to ``sim:n-1``, and what is measured on them.
+    """Simulated devices ``sim:0`` to ``sim:n-1``, with their memory and transfers.
 
     Made by :func:`tl_devicefix.simulate`. Devices may be given as an index, a string such as
     ``"sim:1"`` or a ``torch.device``; all sizes are in bytes.
 
     Attributes:
         devices: the devices, in order.
-        sites: of which host each is; empty if they are of no several hosts.
+        sites: the host of each device; empty if there is one host.
         transfers: every copy between two simulated devices, or between the CPU and one of them,
             since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
@@ -153,7 +153,7 @@ class Machine:
         return self._peak[self.index_of(device)]
 
     def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
-        """Start the peak of ``device`` anew from what is allocated now."""
+        """Set the peak of ``device`` to the memory that is allocated now."""
         self._settle()
         index = self.index_of(device)
         self._peak[index] = self._allocated[index]

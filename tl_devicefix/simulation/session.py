@@ -33,26 +33,26 @@ def simulate(
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
-    Numbers are exactly the CPU's, random ones too, and operands on different devices raise torch's
-    errors. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on the thread that
-    calls it, autocast casts as on the CPU, and a tensor that is pickled arrives on the CPU.
+    Simulated devices compute the CPU's numbers, random ones too. Operands on different devices
+    raise torch's errors. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on your
+    thread, autocast casts as on the CPU, and a pickled tensor arrives on the CPU.
 
     torch keeps the name of the device type until the process ends, so use real GPUs in another
-    process. The simulation uses private parts of torch, those of torch 2.10 to 2.15.
+    process. The simulation needs torch 2.10 to 2.15, because it uses private parts of torch.
 
     Args:
         n_devices: how many devices, at least 1.
         memory: the memory of each device, in bytes or as accelerate writes it ("8GiB"), or a
             sequence of such sizes, one for each device.
-        values: False for tensors that have a device, a shape and a size in memory, but no values,
-            so that nothing is computed and models of any size find room. A number that is read
-            from one is 0, and so is a tensor that is copied to the CPU; a mask selects all. See
+        values: False for tensors that have a device, a shape and a size, but no values. Then
+            nothing is computed, and models of any size fit. A number that you read is 0, a tensor
+            that you copy to the CPU is zeros, and a mask selects everything. See
             `tl_devicefix.dry_run`.
-        hosts: of how many hosts they are, divided evenly in order, or how many devices each of
-            them has: `[4, 2]`; names and placements tell.
+        hosts: how many hosts the devices belong to, divided evenly in order, or how many devices
+            each host has: `[4, 2]`. Names and placements then name the hosts.
 
     Yields:
-        The machine, which tells transfers and memory.
+        The machine, which counts transfers and memory.
 
     Raises:
         RuntimeError: if torch is another version, if the process has another backend of this

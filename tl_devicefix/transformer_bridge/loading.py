@@ -56,16 +56,17 @@ def boot_transformers(
 ) -> Any:
     """Boot a model from transformers, over one or several devices.
 
-    See `TransformerBridge.boot_transformers`. With `n_devices`, or one of the strategies "auto",
-    "balanced" and "sequential" as `device_map`, the blocks lie in contiguous ranges over `device`
-    and the devices after it; the embeddings, the final norm and the unembedding are all on the
-    first, so that tied weights are together. `device_map` may also name components ("embed",
-    "blocks.3", "blocks"), or modules of the Hugging Face model, as transformers takes it. With
-    "cpu" in `max_memory`, or for blocks in `device_map`, blocks are offloaded: their weights live
-    in host memory, and visit the device that runs them. The Bridge's `placement` says where all of
-    it is. `dtype` may also be a name ("bfloat16"). With `attn_implementation="sdpa"`, no
-    scores and no pattern are built where nobody listens to them: see
-    `tl_devicefix.set_attn_implementation`.
+    The arguments are those of `TransformerBridge.boot_transformers`, and `attn_implementation`:
+    "sdpa" builds no scores and no pattern unless you hook them, see
+    `tl_devicefix.set_attn_implementation`. `dtype` may also be a name ("bfloat16").
+
+    With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
+    blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
+    final norm and the unembedding are all on the first, so that tied weights are together.
+    `device_map` may also name components ("embed", "blocks.3", "blocks"), or modules of the Hugging
+    Face model, as in transformers. With "cpu" in `max_memory`, or for blocks in `device_map`,
+    blocks are offloaded: their weights live in CPU memory, and are copied to the device that runs
+    them. The Bridge's `placement` says where its components are.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
