@@ -419,13 +419,15 @@ def test_a_bar_shows_how_many_runs_there_are(
 ) -> None:
     shows, model = hf_logging.is_progress_bar_enabled(), on_one("llama")
     hf_logging.enable_progress_bar()
-    list(pipeline_map(model, logits, batches, progress=True))
+    shown = []
+    for max_in_flight in (1, 2):
+        list(pipeline_map(model, logits, batches, max_in_flight, progress=True))
+        shown.append(capsys.readouterr().err)
     list(tl_devicefix.sweep(model, batches[0], [[], []], progress=True))
     if not shows:
         hf_logging.disable_progress_bar()
-    shown = capsys.readouterr().err
-    assert "4/4" in shown
-    assert "2/2" in shown
+    assert all("4/4" in bar for bar in shown)
+    assert "2/2" in capsys.readouterr().err
 
 
 def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
