@@ -30,7 +30,7 @@ Facts = list[tuple[str, str]]
 def start(n_devices: int) -> None:
     """Make devices available for as long as the notebook runs: simulated ones if GPUs lack."""
     torch.set_num_threads(1)  # so small a model is slower with more
-    plt.rcParams.update({"figure.constrained_layout.use": True, "figure.dpi": 80})
+    plt.rcParams.update({"figure.constrained_layout.use": True, "figure.dpi": 150})
     _devices.close()
     print(_devices.enter_context(devices_for(n_devices)))
 
@@ -124,12 +124,6 @@ class Corrupted:
         facts = [role.format(fact) for fact in range(self.n_facts) for role in roles]
         return [*(["start"] * self.first), *facts, "name asked", "likes?"]
 
-    def difference(self, logits: torch.Tensor) -> torch.Tensor:
-        """By how much the answer's logit is above the other's, mean over the prompts."""
-        final = logits[:, -1].float()
-        answers, others = (ids.to(final.device) for ids in (self.answers, self.others))
-        return (final.gather(1, answers[:, None]) - final.gather(1, others[:, None])).mean()
-
 
 def heads_of(model: Any) -> tuple[list[str], list[str]]:
     """Labels of heads and of layers, for a figure's axes."""
@@ -154,12 +148,12 @@ def heatmap(ax: Any, values: Any, x: list[str], y: list[str], **kwargs: Any) -> 
     return image
 
 
-def by_head(values: torch.Tensor, title: str, **kwargs: Any) -> None:
-    """Show a value of every head, [layer, head]."""
+def by_head(values: torch.Tensor, title: str, label: str, **kwargs: Any) -> None:
+    """Show a value of every head, [layer, head]; `label` is the colour bar's."""
     n_layers, n_heads = values.shape
     fig, ax = plt.subplots(figsize=(2 + 0.8 * min(n_heads, 16), max(3.5, 0.25 * n_layers)))
     x, y = [f"H{head}" for head in range(n_heads)], [f"L{layer}" for layer in range(n_layers)]
-    fig.colorbar(heatmap(ax, values, x, y, **kwargs))
+    fig.colorbar(heatmap(ax, values, x, y, **kwargs), label=label)
     fig.suptitle(title)
     ax.set(xlabel="head", ylabel="layer")
     plt.show()
