@@ -63,15 +63,18 @@ class _AsMade:
         self._of_view = dict(vars(view))
         others = [vars(holder) for holder in builder.holders if holder is not view]
         self._others = [(attributes, dict(attributes)) for attributes in others]
-        self._filled = [(container, contents_of(container)) for container in builder.containers]
+        self._empty = [container for container in builder.containers if not container]  # most are
+        self._filled = [(each, contents_of(each)) for each in builder.containers if each]
 
     def restore(self, view: Any) -> None:
         """Bring it back."""
+        if any(self._empty):
+            for container in self._empty:
+                container.clear()
         for container, contents in self._filled:
-            if container or contents:  # most are empty
-                now = contents_of(container)
-                if len(now) != len(contents) or not all(map(is_, now, contents)):
-                    refill(container, contents)
+            now = contents_of(container)
+            if len(now) != len(contents) or not all(map(is_, now, contents)):
+                refill(container, contents)
         for attributes, as_made in [(vars(view), self._of_view), *self._others]:
             attributes.update(as_made)
             if len(attributes) > len(as_made):

@@ -273,21 +273,19 @@ class _Hooks:
     """The hooks on a model when its views are made, which have these and no later ones."""
 
     def __init__(self, model: Any) -> None:
-        points = model.hook_dict.items()
-        self._of_points = [(name, point, _hooks_of(point)) for name, point in points]
+        self._of_points = [
+            (name, point, list(point.fwd_hooks), list(point.bwd_hooks))
+            for name, point in model.hook_dict.items()
+        ]
 
     def check(self) -> None:
         """Check that hooks which were put on the model since then are gone again."""
-        for name, point, hooks in self._of_points:
-            if _hooks_of(point) != hooks:
+        for name, point, forward, backward in self._of_points:
+            if point.fwd_hooks != forward or point.bwd_hooks != backward:
                 raise RuntimeError(
                     f"hooks on {name} were added or removed between two results, but the runs keep "
                     "those of the start: change them before, or in `run` on its first argument"
                 )
-
-
-def _hooks_of(point: Any) -> list[Any]:
-    return [*point.fwd_hooks, *point.bwd_hooks]
 
 
 def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
