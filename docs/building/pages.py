@@ -37,12 +37,12 @@ PAGES = {
     **{f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS},
 }
 SHOWN = {
-    "examples/llama_70b.py": "slurm.md",
-    "examples/save_activations_and_sweep.py": "many_inputs.md",
+    "examples/llama_70b.py": "scripts.md#llama_70b",
+    "examples/save_activations_and_sweep.py": "scripts.md#save_activations_and_sweep",
     "examples/llama_70b.sbatch": "slurm.md",
-    "examples/several_hosts.py": "several_hosts.md",
+    "examples/several_hosts.py": "scripts.md#several_hosts",
     "examples/several_hosts.sbatch": "slurm.md",
-    "notebooks/recall.py": "notebooks/1_load_and_look_around.md",
+    "notebooks/recall.py": "scripts.md#recall",
 }
 """A file of the repository that is no page, and the page that is about it."""
 
@@ -98,7 +98,7 @@ def _full_name(reference: re.Match[str]) -> str:
     package, name = reference.groups()
     place = REPOSITORY / package.replace(".", "/")
     for module in sorted(place.rglob("*.py")) or [place.with_suffix(".py")]:
-        if re.search(rf"^(?:class|def) {name}\b", module.read_text(), re.MULTILINE):
+        if re.search(rf"^(?:(?:class|def) {name}\b|{name} = )", module.read_text(), re.MULTILINE):
             path = module.relative_to(REPOSITORY).with_suffix("")
             parts = [part for part in path.parts if part != "__init__"]
             return f"::: {'.'.join(parts)}.{name}"

@@ -53,12 +53,12 @@ class SavedActivations:
     see `Stored`.
 
     Attributes:
-        directory: where they are.
-        index: of them.
-        stored: tokens, masks and activations, by name.
-        names: of the activations, in a cache's order.
-        model: the name, class and shapes of the model that computed them.
-        is_complete: whether all examples of the call are saved.
+        directory (Path): where they are.
+        index (Index): of them.
+        stored (dict[str, Stored]): tokens, masks and activations, by name.
+        names (list[str]): of the activations, in a cache's order.
+        model (dict[str, Any]): the name, class and shapes of the model that computed them.
+        is_complete (bool): whether all examples of the call are saved.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:

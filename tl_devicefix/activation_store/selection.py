@@ -22,7 +22,9 @@ from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean, which_hook_point
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+"""An activation, [batch, ...], to the tensor that is stored in its place."""
 TokenMask = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
+"""Tokens, [batch, pos], to booleans that select those to store; or all but padding."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tl_devicefix.placement.devices import resolve
 
 BYTES_OF_BLOCK = 2**18
 Shuffle = bool | Literal["exact"]
+"""The order of rows: on disk (False), mixed by blocks (True), any equally likely ("exact")."""
 
 
 class TokenBatches(Iterator[torch.Tensor]):

@@ -139,7 +139,7 @@ def listed(sites: Sequence[Site]) -> str:
 
 
 DeviceLike = str | int | torch.device
-"""What torch accepts as a device, or a name with a host; an int is an index: see `resolve`."""
+"""A device as torch takes it, an index, or of several hosts a name: "host1/cuda:1"."""
 
 HOST = torch.device("cpu")
 """Where the weights of offloaded blocks live."""

@@ -11,7 +11,7 @@ class HostLost(RuntimeError):
     """A host is lost, with its blocks, which the message names.
 
     Attributes:
-        host: its name.
+        host (str): its name.
     """
 
     def __init__(self, message: str, host: str) -> None:

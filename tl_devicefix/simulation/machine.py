@@ -103,19 +103,19 @@ _ALLOCATION = "_tl_devicefix_allocation"
 class Machine:
     """Simulated devices ``sim:0`` to ``sim:n-1``, with their memory and transfers.
 
-    Made by :func:`tl_devicefix.simulate`. Devices may be given as an index, a string such as
+    Made by `tl_devicefix.simulate`. Devices may be given as an index, a string such as
     ``"sim:1"`` or a ``torch.device``; all sizes are in bytes.
 
     Attributes:
-        devices: the devices, in order.
-        sites: the host of each device; empty if there is one host.
-        transfers: every copy between two simulated devices, or between the CPU and one of them,
-            since the start or the last :meth:`reset_transfers`. A number that is read (``item``)
+        devices (list[torch.device]): the devices, in order.
+        sites (tuple[Site, ...]): the host of each device; empty if there is one host.
+        transfers (Transfers): every copy between two simulated devices, or between the CPU and one
+            of them, since the start or the last `reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
             devices, which ``transfers.by_pair()`` gives to programs.
-        is_open: False once the ``with`` block is left.
-        executor: runs operations on its devices.
-        current: has the index of this thread's current device.
+        is_open (bool): False once the ``with`` block is left.
+        executor (Executor): runs operations on its devices.
+        current (_Current): has the index of this thread's current device.
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
@@ -149,7 +149,7 @@ class Machine:
         return self._allocated[self.index_of(device)]
 
     def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
-        """Return the peak of :meth:`memory_allocated` since the start or the last reset."""
+        """Return the peak of `memory_allocated` since the start or the last reset."""
         return self._peak[self.index_of(device)]
 
     def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
