@@ -169,7 +169,7 @@ def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
     return (time.thread_time() - start) / calls
 
 
-def over(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, float]:
+def ratio(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, float]:
     """How long it took over another way in the same round, by the median."""
     return {
         what: statistics.median(map(operator.truediv, some[what], others[what]))
@@ -182,8 +182,8 @@ def ratios(found: dict[str, Any], all_ways: dict[str, Way]) -> dict[str, Any]:
     return {
         name: {
             "ms": {what: 1000 * statistics.median(took) for what, took in of_way.items()},
-            "over transformers": over(of_way, found[FLOOR]),
-            "over TransformerLens alone": over(of_way, found.get(all_ways[name].over, {})),
+            "over transformers": ratio(of_way, found[FLOOR]),
+            "over TransformerLens alone": ratio(of_way, found.get(all_ways[name].over, {})),
         }
         for name, of_way in found.items()
     }

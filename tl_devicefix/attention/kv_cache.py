@@ -89,7 +89,7 @@ class _Grown:
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append both; returns all of both."""
         if self._versions != self._now():  # somebody else has written to keys
-            self._n_rotated = 0
+            self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
         # Not a change of what graphs hold of it.
         self._all_keys.data[:, start:end] = new_keys
@@ -99,10 +99,10 @@ class _Grown:
         return self.keys, self.values
 
     def rotated(self, tables: tuple[Any, ...], rotate: Callable[[Heads, int], Heads]) -> Heads:
-        """All keys, rotated."""
-        if self._rotated is None or self._tables != tables:
-            self._n_rotated = 0
-        start, end = self._n_rotated, self.keys.shape[1]
+        """All keys, rotated; whoever keeps them has them as they are, also when they begin anew."""
+        if self._tables != tables:
+            self._rotated = None
+        start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
         new = rotate(self.keys[:, start:], start)
         if self._rotated is None:
             self._rotated = _room(new, self.room)

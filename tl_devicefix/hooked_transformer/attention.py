@@ -82,8 +82,6 @@ def run_attention(
                 return _rotated(attn, some, start, attention_mask, of_some)
 
             k = kv_cache.rotated_keys(entry, k, tables.names, rotate)
-            if is_hooked and listens(modules["hook_rot_k"]):
-                k = k.clone()  # later tokens may rotate keys anew, where these are
         else:
             k = _rotated(attn, k, 0, attention_mask, tables.of_keys)
         if is_hooked:
