@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,6 @@ from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_c
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
 from machines import machine, n_devices, simulated  # noqa: F401
-from transformers import PreTrainedModel
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
@@ -145,12 +142,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")
-def hf_models() -> Callable[..., PreTrainedModel]:
+def hf_models():
     """`hf_models("gpt2")`, or `hf_models("gpt2", torch.float64)`: shared, so not to be changed.
 
     With two dtypes the weights are rounded to the first and then held in the second.
@@ -159,15 +156,13 @@ def hf_models() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(
-    hf_models: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def checkpoints(hf_models, tokenizer, tmp_path_factory):
     """`checkpoints("gpt2")` is a directory with the weights of `hf_models("gpt2")`.
 
     The directory's name says nothing of the architecture.
     """
 
-    def save(name: str, *dtypes: torch.dtype) -> Path:
+    def save(name, *dtypes):
         directory = tmp_path_factory.mktemp("checkpoint")
         return save_checkpoint(hf_models(name, *dtypes), tokenizer, directory)
 
@@ -175,13 +170,13 @@ def checkpoints(
 
 
 @pytest.fixture(scope="session")
-def tokens() -> torch.Tensor:
+def tokens():
     """A batch of two sequences of tokens, on the CPU."""
     return torch.randint(3, D_VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection() -> None:
+def quick_garbage_collection():
     """Collections need not look at what is there before a module's tests: a third of a second.
 
     A load that fails collects, and so do tests before they measure what a device holds.
@@ -191,7 +186,7 @@ def quick_garbage_collection() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_network(tmp_path_factory):
     """Whoever asks the hub is told at once that it cannot be reached."""
     with pytest.MonkeyPatch.context() as patch:
         go_offline(patch, tmp_path_factory.mktemp("hub"))
@@ -199,7 +194,7 @@ def no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
+def hub(tmp_path, monkeypatch):
     """The default cache of a hub that cannot be reached: empty until `hub.add(...)`."""
     go_offline(monkeypatch, tmp_path / "hub")
     return HubCache(tmp_path / "hub")

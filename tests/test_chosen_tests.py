@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from itertools import product
-from typing import Any
 
 import pytest
 import real_devices
@@ -20,8 +19,8 @@ if real_devices.TYPE:
 
 
 def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_test(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(real_devices, "TYPE", "sim")
     skipped = pytest.raises(pytest.skip.Exception, match=r"of type 'sim'|simulated devices only")
     with tl_devicefix.simulate(2):
@@ -43,7 +42,7 @@ def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_t
                     use(machine)
 
 
-def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch):
     monkeypatch.setattr(real_devices, "TYPE", "cuda")
     for code, expected in {
         "'sim'": "cuda",
@@ -55,12 +54,12 @@ def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch: pytest.Mo
         assert eval(compile(renamed, "", "eval"), {"i": 1}) == expected
 
 
-def test_a_cover_has_every_pair_of_a_group_that_there_is_and_every_value_of_others() -> None:
+def test_a_cover_has_every_pair_of_a_group_that_there_is_and_every_value_of_others():
     values = product(["llama", "gpt2", "bloom"], [1, 3, 4], ["float32", "bfloat16"])
     combinations = [dict(zip(("kind", "spread", "dtype"), combination)) for combination in values]
     exist = [c for c in combinations if c["kind"] == "llama" or c["spread"] == 4]
 
-    def pairs(some: Any) -> set[Any]:
+    def pairs(some):
         return {(combination["kind"], combination["spread"]) for combination in some}
 
     cover = covering(exist, [("kind", "spread")])

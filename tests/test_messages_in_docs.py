@@ -67,7 +67,7 @@ def n_same(quote: list[str], message: list[str]) -> int:
     return best.get(len(quote), -1)
 
 
-def test_messages_that_the_page_quotes_are_in_the_source() -> None:
+def test_messages_that_the_page_quotes_are_in_the_source():
     texts = list(messages())
     for quote in quoted():
         if not quote.startswith(OF_LIBRARIES):

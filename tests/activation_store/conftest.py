@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 import transformers.utils.logging as hf_logging
 from spread_of_either_class import *  # noqa: F403
 
@@ -15,16 +10,16 @@ from tl_devicefix import save_activations
 
 
 @pytest.fixture
-def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+def batches(tokens):
     """Five batches, the last of which has one example."""
     return [*(tokens.roll(shift, 1) for shift in range(4)), tokens[:1].roll(4, 1)]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Any]:
+def run(tmp_path):
     """`run(model, batches, ...)` saves to `tmp_path / "out"`."""
 
-    def run(model: Any, batches: Any, *args: Any, **options: Any) -> Any:
+    def run(model, batches, *args, **options):
         return save_activations(
             model, batches, *args, directory=tmp_path / "out", progress=False, **options
         )
@@ -33,7 +28,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def bars() -> Iterator[None]:
+def bars():
     """Progress bars are shown, whatever a command has chosen before."""
     were_shown = hf_logging.is_progress_bar_enabled()
     hf_logging.enable_progress_bar()

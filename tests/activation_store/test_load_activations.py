@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,15 @@ from written_by_hand import D_MODEL, N_EXAMPLES, REDUCED, RESID, WIDTH, write_by
 import tl_devicefix
 from tl_devicefix.__main__ import main
 from tl_devicefix.activation_store.format import INDEX, VERSION
-from tl_devicefix.activation_store.reader import SavedActivations
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> SavedActivations:
+def written(tmp_path):
     return write_by_hand(tmp_path / "written")
 
 
 @pytest.fixture
-def all_of_it() -> torch.Tensor:
+def all_of_it():
     numbers = torch.arange(N_EXAMPLES * WIDTH).view(N_EXAMPLES, WIDTH, 1)
     return numbers.bfloat16().repeat(1, 1, D_MODEL)
 
@@ -35,9 +33,7 @@ INDICES: Any = [
 ]
 
 
-def test_indices_are_those_of_the_tensor(
-    written: SavedActivations, all_of_it: torch.Tensor
-) -> None:
+def test_indices_are_those_of_the_tensor(written, all_of_it):
     assert len(written) == len(written[RESID]) == N_EXAMPLES
     assert written[RESID].shape == tuple(all_of_it.shape)
     for index in INDICES:
@@ -49,19 +45,19 @@ def test_indices_are_those_of_the_tensor(
     assert [int(number) for number in written[REDUCED]] == list(range(N_EXAMPLES))  # and ends
 
 
-def test_changes_to_a_tensor_stay_in_it(written: SavedActivations) -> None:
+def test_changes_to_a_tensor_stay_in_it(written):
     written[RESID][3].zero_()
     assert written[RESID][3].any()
 
 
-def test_safetensors_alone_reads_it(written: SavedActivations, all_of_it: torch.Tensor) -> None:
+def test_safetensors_alone_reads_it(written, all_of_it):
     index = json.loads((written.directory / INDEX).read_text())
     shards = [load_file(written.directory / shard["file"]) for shard in index["shards"]]
     assert torch.equal(torch.cat([shard[RESID] for shard in shards]), all_of_it)
     assert torch.equal(torch.cat([shard["tokens"] for shard in shards]), written.tokens[:])
 
 
-def test_a_directory_without_activations(tmp_path: Path) -> None:
+def test_a_directory_without_activations(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there are no saved activations in"):
         tl_devicefix.load_activations(tmp_path)
 
@@ -73,23 +69,21 @@ def test_a_directory_without_activations(tmp_path: Path) -> None:
         *((text, "index.json is damaged: put") for text in ("{", f'{{"version": {VERSION}}}')),
     ],
 )
-def test_an_index_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_read(text, message, tmp_path):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=message):
         tl_devicefix.load_activations(tmp_path)
 
 
 @pytest.mark.parametrize(("old", "new"), [("bfloat16", "float16"), ("00001.safe", "00000.safe")])
-def test_an_index_that_was_edited_is_not_believed(
-    old: str, new: str, written: SavedActivations
-) -> None:
+def test_an_index_that_was_edited_is_not_believed(old, new, written):
     path = written.directory / INDEX
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(ValueError, match=r"is damaged \(it is not the one in the index\)"):
         tl_devicefix.load_activations(written.directory)[RESID][4]
 
 
-def test_a_shard_is_compared_with_the_index_when_it_is_read(written: SavedActivations) -> None:
+def test_a_shard_is_compared_with_the_index_when_it_is_read(written):
     first, second, third = (written.directory / shard.file for shard in written.index.shards)
     first.write_bytes(second.read_bytes())  # as large
     content = third.read_bytes()
@@ -109,9 +103,7 @@ def test_a_shard_is_compared_with_the_index_when_it_is_read(written: SavedActiva
 
 
 @pytest.mark.usefixtures("bars")
-def test_the_command_lists_activations_and_checks_shards(
-    written: SavedActivations, capsys: Any
-) -> None:
+def test_the_command_lists_activations_and_checks_shards(written, capsys):
     directory = str(written.directory)
     assert main(["activations", "info", directory]) == 0
     text = capsys.readouterr().out

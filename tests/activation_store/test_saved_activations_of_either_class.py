@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -23,7 +22,6 @@ from written_by_hand import assert_same_bits, files
 from tl_devicefix import save_activations
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.simulation.machine import Machine
 
 RESID = "blocks.3.hook_resid_post"
 SHARD_SIZE = 100_000
@@ -35,7 +33,7 @@ def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
+def machine():
     """Devices that compute later than they are told to, with streams and pinned memory."""
     with asynchronous(4) as machine:
         yield machine
@@ -43,8 +41,8 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
-    dtype: torch.dtype, cls: str, machine: Machine, folded: Any, batches: Any, run: Any
-) -> None:
+    dtype, cls, machine, folded, batches, run
+):
     if dtype == torch.bfloat16 and cls == BRIDGE and installed() < Version("4.0"):
         pytest.skip("TransformerLens 3 leaves folded weights of a Bridge in float32")
     model = folded("llama", 4).to(dtype)
@@ -81,9 +79,7 @@ METHODS: dict[str, Callable[[ActivationCache], Any]] = {
 
 
 @pytest.fixture
-def both_caches(
-    machine: Machine, folded: Any, batches: Any, run: Any
-) -> tuple[ActivationCache, ActivationCache]:
+def both_caches(machine, folded, batches, run):
     """Read, of several shards, and in memory."""
     model = folded("llama", 4)
     result = run(model, batches[:3], shard_size=SHARD_SIZE)
@@ -94,9 +90,7 @@ def both_caches(
     return result.cache(slice(None), model), in_memory
 
 
-def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
-    machine: Machine, both_caches: tuple[ActivationCache, ActivationCache]
-) -> None:
+def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(machine, both_caches):
     read, in_memory = both_caches
     for name, method in METHODS.items():
         expected = method(in_memory)
@@ -104,9 +98,7 @@ def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
         assert_agrees(method(read), expected, home)
 
 
-def test_an_example_is_a_cache_without_a_batch_axis(
-    machine: Machine, over_devices: Any, batches: Any, run: Any
-) -> None:
+def test_an_example_is_a_cache_without_a_batch_axis(machine, over_devices, batches, run):
     model = over_devices("gpt2")
     names_filter = lambda name: name.endswith(("resid_post", "pattern"))  # noqa: E731
     result = run(model, batches, names_filter)
@@ -120,7 +112,7 @@ def test_an_example_is_a_cache_without_a_batch_axis(
         result.cache(9)
 
 
-def test_a_cache_keeps_what_is_put_into_it(folded_on_one: Any, batches: Any, run: Any) -> None:
+def test_a_cache_keeps_what_is_put_into_it(folded_on_one, batches, run):
     result = run(folded_on_one("llama"), batches, RESID)
     cache = result.cache(slice(0, 2))
     cache[RESID].zero_()
@@ -134,9 +126,7 @@ def with_masks(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens, "attention_mask": padded(tokens)}] * 2
 
 
-def test_masks_reach_the_forward_and_are_stored(
-    machine: Machine, over_devices: Any, tokens: torch.Tensor, run: Any
-) -> None:
+def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, run):
     model, items = over_devices("llama"), with_masks(tokens)
     mask = items[0]["attention_mask"]
     _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
@@ -148,9 +138,7 @@ def test_masks_reach_the_forward_and_are_stored(
     assert torch.equal(result.masks[:], torch.cat([mask.bool()] * 2))
 
 
-def test_texts_are_tokenised_padded_and_stored_with_their_masks(
-    folded_on_one: Any, run: Any
-) -> None:
+def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, run):
     model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID)
 
@@ -180,9 +168,7 @@ SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.cover
 @pytest.mark.parametrize("source", SOURCES)
-def test_batches_are_made_of_what_a_loader_has(
-    source: str, folded_on_one: Any, batches: Any, run: Any
-) -> None:
+def test_batches_are_made_of_what_a_loader_has(source, folded_on_one, batches, run):
     model, tokens = folded_on_one("llama"), torch.cat(batches)
 
     result = run(model, SOURCES[source](tokens), RESID)
@@ -192,8 +178,8 @@ def test_batches_are_made_of_what_a_loader_has(
 
 
 def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else(
-    machine: Machine, over_devices: Any, batches: Any, run: Any
-) -> None:
+    machine, over_devices, batches, run
+):
     """A dict transforms the names that it has."""
     model = over_devices("llama")
     n_rows: list[int] = []
@@ -201,7 +187,7 @@ def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else
     logits, expected = model.run_with_cache(torch.cat(batches).to(model.cfg.device))
     names = [RESID, "blocks.1.hook_resid_post"]
 
-    def mean(activation: torch.Tensor) -> torch.Tensor:
+    def mean(activation):
         seen.add(activation.device)
         n_rows.append(len(activation))
         return activation.mean(1)
@@ -218,7 +204,7 @@ def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
-def test_token_mask_leaves_tokens_out(folded_on_one: Any, batches: Any, run: Any) -> None:
+def test_token_mask_leaves_tokens_out(folded_on_one, batches, run):
     model, tokens = folded_on_one("llama"), torch.cat(batches)
     expecteds = tokens % 3 != 0
     expected = cache_of(model, batches)[RESID].cpu()
@@ -238,9 +224,7 @@ def test_token_mask_leaves_tokens_out(folded_on_one: Any, batches: Any, run: Any
         result.cache(0)
 
 
-def test_shards_depend_on_the_arguments_only(
-    machine: Machine, over_devices: Any, batches: Any, tmp_path: Path
-) -> None:
+def test_shards_depend_on_the_arguments_only(machine, over_devices, batches, tmp_path):
     """However many runs are in flight."""
     model = over_devices("llama")
     for max_in_flight in (1, 4):
@@ -255,7 +239,7 @@ def test_shards_depend_on_the_arguments_only(
     assert files(tmp_path / "1") == files(tmp_path / "4")
 
 
-def test_offloaded_blocks(machine: Machine, from_checkpoint: Any, batches: Any, run: Any) -> None:
+def test_offloaded_blocks(machine, from_checkpoint, batches, run):
     model = from_checkpoint("llama", device_map={"": 0, "blocks": "cpu"})
 
     result = run(model, batches, RESID)
@@ -264,9 +248,7 @@ def test_offloaded_blocks(machine: Machine, from_checkpoint: Any, batches: Any, 
 
 
 @pytest.mark.usefixtures("bars")
-def test_the_bar_shows_examples_and_bytes(
-    folded_on_one: Any, batches: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bar_shows_examples_and_bytes(folded_on_one, batches, tmp_path, capsys):
     """Also where the last batch has fewer: so many are known at the end."""
     model, n_bytes = folded_on_one("llama"), 10 * batches[0].shape[1] * (16 * 4 + 9)
     save_activations(model, batches, RESID, directory=tmp_path / "sized")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,9 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_a_sentence_says_what_is_wrong(
-    options: Any, message: str, folded_on_one: Any, run: Any, tmp_path: Path
-) -> None:
+def test_a_sentence_says_what_is_wrong(options, message, folded_on_one, run, tmp_path):
     options = {"names_filter": RESID, "data": [IDS[None]], **options}
     model = options.pop("model", None) or folded_on_one("llama")
     with pytest.raises((ValueError, TypeError), match=message):
@@ -76,18 +73,14 @@ def test_a_sentence_says_what_is_wrong(
     assert not (tmp_path / "out" / INDEX).exists()
 
 
-def test_a_token_mask_without_tokens_is_refused_at_the_end(
-    folded_on_one: Any, run: Any, tmp_path: Path
-) -> None:
+def test_a_token_mask_without_tokens_is_refused_at_the_end(folded_on_one, run, tmp_path):
     with pytest.raises(ValueError, match="token_mask leaves out every token"):
         run(folded_on_one("llama"), [IDS[None]] * 2, RESID, token_mask=lambda tokens: tokens < 0)
     assert not load_activations(tmp_path / "out").is_complete
 
 
-def test_a_directory_without_shards_is_used_again(
-    folded_on_one: Any, run: Any, tmp_path: Path
-) -> None:
-    def ends() -> Any:
+def test_a_directory_without_shards_is_used_again(folded_on_one, run, tmp_path):
+    def ends():
         yield IDS[None]
         raise InterruptedError
 
@@ -117,7 +110,7 @@ READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
 ]
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_what_cannot_be_read(tmp_path):
     h = write_by_hand(tmp_path)
     for read, message in READ:
         with pytest.raises((KeyError, TypeError, IndexError, ValueError), match=message):

@@ -36,21 +36,21 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def batches() -> list[torch.Tensor]:
+def batches():
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, D_VOCAB, (4, 9), generator=generator) for _ in range(N_BATCHES)]
 
 
 @pytest.fixture
-def model(folded_on_one: Any) -> Any:
+def model(folded_on_one):
     return folded_on_one("llama")
 
 
 @pytest.fixture
-def start(model: Any, batches: Any, tmp_path: Path) -> Start:
+def start(model, batches, tmp_path):
     """`start(...)` saves to `tmp_path / "out"`; other options replace those that it has."""
 
-    def start(data: Any = None, **options: Any) -> Any:
+    def start(data=None, **options):
         defaults = {"names_filter": NAMES, "directory": tmp_path / "out", "shard_size": 12000}
         options = {"model": model, **defaults, **options}
         return save_activations(
@@ -61,10 +61,10 @@ def start(model: Any, batches: Any, tmp_path: Path) -> Start:
 
 
 @pytest.fixture
-def begun(start: Start, batches: Any, tmp_path: Path) -> Path:
+def begun(start, batches, tmp_path):
     """A directory of batches that ended with an error."""
 
-    def some() -> Any:
+    def some():
         yield from batches[:10]
         raise InterruptedError
 
@@ -84,9 +84,7 @@ def kill_at(moment: float, job: Callable[[], Any]) -> bool:
     return process.exitcode == -signal.SIGKILL
 
 
-def test_killed_at_any_moment_shards_are_complete_and_the_rest_follows(
-    start: Start, tmp_path: Path
-) -> None:
+def test_killed_at_any_moment_shards_are_complete_and_the_rest_follows(start, tmp_path):
     began = time.perf_counter()
     start(directory=tmp_path / "whole")
     duration = time.perf_counter() - began
@@ -107,13 +105,11 @@ def test_killed_at_any_moment_shards_are_complete_and_the_rest_follows(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_only_batches_that_are_not_on_disk_are_run(
-    begun: Path, start: Start, model: Any, tmp_path: Path
-) -> None:
+def test_only_batches_that_are_not_on_disk_are_run(begun, start, model, tmp_path):
     missing = 4 * N_BATCHES - len(load_activations(begun))
     ran = []
 
-    def count(activation: torch.Tensor, hook: Any) -> None:
+    def count(activation, hook):
         ran.append(len(activation))
 
     with model.hooks(fwd_hooks=[(NAMES[0], count)]):
@@ -169,9 +165,7 @@ REFUSED: list[tuple[Callable[[Start, Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_would_not_go_on_as_it_began_is_refused(
-    call: Callable[[Start, Path], Any], message: str, begun: Path, start: Start
-) -> None:
+def test_what_would_not_go_on_as_it_began_is_refused(call, message, begun, start):
     before = files(begun)
     with pytest.raises((ValueError, FileExistsError, RuntimeError), match=message):
         call(start, begun)
@@ -179,8 +173,8 @@ def test_what_would_not_go_on_as_it_began_is_refused(
 
 
 def test_to_go_on_with_another_model_or_other_data_is_refused_naming_it(
-    begun: Path, start: Start, batches: Any, folded_on_one: Any
-) -> None:
+    begun, start, batches, folded_on_one
+):
     with pytest.raises(ValueError, match=r"the model's \w+ is .*; load the first call's model"):
         start(resume=True, model=folded_on_one("gpt2"))
     saved = len(load_activations(begun))
@@ -202,15 +196,13 @@ def test_to_go_on_with_another_model_or_other_data_is_refused_naming_it(
         start([*batches, batches[0]], resume=True)
 
 
-def test_a_process_that_was_forked_meanwhile_does_not_keep_others_out(
-    start: Start, batches: Any
-) -> None:
+def test_a_process_that_was_forked_meanwhile_does_not_keep_others_out(start, batches):
     """As a DataLoader's workers are, which may live on."""
     context = multiprocessing.get_context("fork")
     over = context.Event()
     process = context.Process(target=over.wait)
 
-    def some() -> Any:
+    def some():
         process.start()
         yield from batches[:2]
 
@@ -222,12 +214,10 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_others_out(
         process.join()
 
 
-def test_an_interrupt_waits_for_the_writer(
-    start: Start, batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_waits_for_the_writer(start, batches, tmp_path, monkeypatch):
     write_shard = writer.write_shard
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.2)
         return write_shard(*args)
@@ -247,8 +237,8 @@ def test_an_interrupt_waits_for_the_writer(
     assert before.keys() <= files(tmp_path / "out").keys()
 
 
-def test_a_loader_may_use_its_memory_again(start: Start, batches: Any) -> None:
-    def of_one_piece_of_memory() -> Any:
+def test_a_loader_may_use_its_memory_again(start, batches):
+    def of_one_piece_of_memory():
         tokens = torch.empty_like(batches[0])
         for item in batches:
             tokens.copy_(item)
@@ -257,12 +247,10 @@ def test_a_loader_may_use_its_memory_again(start: Start, batches: Any) -> None:
     assert torch.equal(start(of_one_piece_of_memory()).tokens[:], torch.cat(batches))
 
 
-def test_a_disk_that_is_full_leaves_complete_shards(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_leaves_complete_shards(start, tmp_path, monkeypatch):
     write_shard = writer.write_shard
 
-    def full(path: Path, *args: Any) -> Any:
+    def full(path, *args):
         if path.name.startswith("shard-00003"):
             path.with_name(path.name + TEMPORARY).write_bytes(b"a part")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -279,8 +267,8 @@ def test_a_disk_that_is_full_leaves_complete_shards(
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    start, tmp_path, monkeypatch
+):
     usage = resume.shutil.disk_usage(tmp_path)._replace(free=2**16)
     monkeypatch.setattr(resume.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"activations need .*, but the disk of .* only 64.0 KiB"):
@@ -288,9 +276,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert not (tmp_path / "out" / INDEX).exists()
 
 
-def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(
-    start: Start, batches: Any, tmp_path: Path
-) -> None:
+def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(start, batches, tmp_path):
     """As docs/save_activations.md has it."""
     index, before = start(batches[:6]).index, files(tmp_path / "out")
     damaged = tmp_path / "out" / index.shards[2].file
@@ -311,8 +297,8 @@ def test_a_shard_that_is_damaged_is_mended_by_taking_it_away(
     ],
 )
 def test_shards_that_others_follow_are_not_computed_again(
-    missing: Any, data: slice, instead: str, begun: Path, start: Start, batches: Any
-) -> None:
+    missing, data, instead, begun, start, batches
+):
     """They would be another model's, or of fewer examples: a disk may say so for a moment."""
     for number in missing:
         (begun / shard_name(number)).unlink(missing_ok=True)
@@ -324,7 +310,7 @@ def test_shards_that_others_follow_are_not_computed_again(
     assert files(begun) == before
 
 
-def test_a_shard_of_many_small_batches_fills_after_large_ones(start: Start, batches: Any) -> None:
+def test_a_shard_of_many_small_batches_fills_after_large_ones(start, batches):
     """Room for large ones must not keep the small ones out."""
     small = batches[0][:1]
     h = start([torch.cat(batches[:2])] * 12 + [small] * 40, shard_size=40000)

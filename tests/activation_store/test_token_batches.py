@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ import torch
 from written_by_hand import D_MODEL, N_EXAMPLES, PER_SHARD, REDUCED, RESID, WIDTH, write_by_hand
 
 from tl_devicefix.activation_store import token_batches
-from tl_devicefix.activation_store.reader import SavedActivations
 
 N_TOKENS = N_EXAMPLES * WIDTH
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedActivations:
+def written(tmp_path, monkeypatch):
     monkeypatch.setattr(token_batches, "BYTES_OF_BLOCK", 5 * D_MODEL * 2)  # five tokens
     return write_by_hand(tmp_path)
 
@@ -39,9 +37,7 @@ def assert_no_thread_reads() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [True, "exact"])
-def test_every_token_is_handed_out_once_an_epoch_in_another_order(
-    shuffle: Any, written: SavedActivations
-) -> None:
+def test_every_token_is_handed_out_once_an_epoch_in_another_order(shuffle, written):
     order = numbers(written.activations(RESID, 7, shuffle=shuffle, epochs=2))
 
     assert len(order) == 2 * N_TOKENS
@@ -51,7 +47,7 @@ def test_every_token_is_handed_out_once_an_epoch_in_another_order(
     assert first != sorted(first)
 
 
-def test_the_order_is_that_of_the_seed_and_mixes_all_shards(written: SavedActivations) -> None:
+def test_the_order_is_that_of_the_seed_and_mixes_all_shards(written):
     orders = [numbers(written.activations(RESID, 7, seed=seed)) for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
     per_shard = PER_SHARD * WIDTH
@@ -61,7 +57,7 @@ def test_the_order_is_that_of_the_seed_and_mixes_all_shards(written: SavedActiva
     assert len({number // per_shard for number in orders[0][:per_shard]}) > 1
 
 
-def test_without_shuffling_they_come_as_on_disk(written: SavedActivations) -> None:
+def test_without_shuffling_they_come_as_on_disk(written):
     batches = list(written.activations(RESID, 7, shuffle=False))
     assert [len(batch) for batch in batches] == [7] * 9 + [3]
     assert torch.equal(torch.cat(batches), written[RESID][:].flatten(0, 1))
@@ -69,7 +65,7 @@ def test_without_shuffling_they_come_as_on_disk(written: SavedActivations) -> No
 
 
 @pytest.mark.parametrize("n_batches", [0, 9, 14])
-def test_others_go_on_where_some_were(n_batches: int, written: SavedActivations) -> None:
+def test_others_go_on_where_some_were(n_batches, written):
     options: Any = {"batch_size": 7, "epochs": 2, "seed": 1}
     first = written.activations(RESID, **options)
     seen = list(itertools.islice(first, n_batches))
@@ -88,8 +84,8 @@ def test_others_go_on_where_some_were(n_batches: int, written: SavedActivations)
 
 
 def test_there_is_no_end_of_them_where_epochs_is_none_but_of_the_thread_that_reads(
-    written: SavedActivations,
-) -> None:
+    written,
+):
     batches = written.activations(RESID, 20, epochs=None)
     assert sorted(numbers(itertools.islice(batches, 8)))[:4] == [0, 0, 1, 1]
     with pytest.raises(TypeError, match="do not end"):
@@ -103,7 +99,7 @@ def test_there_is_no_end_of_them_where_epochs_is_none_but_of_the_thread_that_rea
     assert len(written.activations(RESID, 7, epochs=3)) == 30
 
 
-def test_a_script_may_end_amid_them_and_imports_no_models(written: SavedActivations) -> None:
+def test_a_script_may_end_amid_them_and_imports_no_models(written):
     script = f"""
         import sys
         import tl_devicefix
@@ -121,11 +117,11 @@ def test_a_script_may_end_amid_them_and_imports_no_models(written: SavedActivati
     assert (ended.returncode, ended.stdout) == (0, "7\n[]\n"), ended.stderr
 
 
-def test_what_was_reduced_comes_by_example(written: SavedActivations) -> None:
+def test_what_was_reduced_comes_by_example(written):
     assert sorted(numbers(written.activations(REDUCED, 4))) == list(range(N_EXAMPLES))
 
 
-def test_after_an_error_the_same_batch_is_read_again(written: SavedActivations) -> None:
+def test_after_an_error_the_same_batch_is_read_again(written):
     expected = numbers(written.activations(RESID, 7))
     batches, path = (
         written.activations(RESID, 7),
@@ -141,7 +137,7 @@ def test_after_an_error_the_same_batch_is_read_again(written: SavedActivations) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float32], ids=str)
-def test_rows_of_any_dtype_are_shuffled(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_of_any_dtype_are_shuffled(dtype, tmp_path):
     """Also of those that torch cannot index."""
     written = write_by_hand(tmp_path, dtype)
     result = torch.cat([item.float() for item in written.activations(RESID, 7)])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch.nn.functional as F
@@ -15,7 +13,7 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 
 @pytest.fixture
-def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fused_blocks(monkeypatch):
     """How many queries each call of SDPA had, of blocks that build no scores."""
     calls: list[int] = []
     original = F.scaled_dot_product_attention
@@ -29,17 +27,17 @@ def fused_blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def on_one_cpu(request: pytest.FixtureRequest) -> Callable[..., Any]:
+def on_one_cpu(request):
     """`on_one_cpu("llama")`: a HookedTransformer, or of TransformerLens 4 a Bridge."""
     return request.getfixturevalue("on_cpu" if has_hooked_transformer() else "bridge_references")
 
 
 @pytest.fixture
-def sdpa(on_one_cpu: Any) -> Iterator[Callable[..., Any]]:
+def sdpa(on_one_cpu):
     """`sdpa("llama")`: a model on the CPU that attends so, for as long as a test takes."""
     with ExitStack() as chosen:
 
-        def get(name: str, **options: Any) -> Any:
+        def get(name, **options):
             model = on_one_cpu(name, **options)
             chosen.enter_context(tl_devicefix.set_attn_implementation(model, "sdpa"))
             return model

@@ -24,12 +24,12 @@ Step = Callable[[Any, int], None]
 
 
 @pytest.fixture(scope="module")
-def text() -> torch.Tensor:
+def text():
     return torch.randint(3, 40, (2, N_TOKENS), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(autouse=True)
-def grow_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def grow_from_the_start(monkeypatch):
     """Short caches are made anew for each token, by default."""
     monkeypatch.setattr("tl_devicefix.attention.kv_cache.GROWS_FROM", 0)
 
@@ -69,27 +69,23 @@ def assert_grows_as_installed(
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_and_what_is_in_the_cache(
-    name: str, inference: bool, mask: str, on_cpu: Any, text: torch.Tensor
-) -> None:
+def test_logits_and_what_is_in_the_cache(name, inference, mask, on_cpu, text):
     model = on_cpu(name)
     with torch.inference_mode() if inference else torch.no_grad():
         assert_grows_as_installed(model, text, MASKS[mask])
 
 
-def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
-    on_cpu: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(on_cpu, text, monkeypatch):
     model, places, rotated = on_cpu("llama"), set(), []
     attention = model.blocks[0].attn
     original = block._rotated
 
-    def rotate(attn: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def rotate(attn, x, *args):
         if attn is attention and x.shape[2] == 2:  # keys, of which there are two heads
             rotated.append(x.shape[1])
         return original(attn, x, *args)
 
-    def look(cache: Any, at: int) -> None:
+    def look(cache, at):
         places.add(cache[0].past_keys.data_ptr())
 
     monkeypatch.setattr(block, "_rotated", rotate)
@@ -100,9 +96,7 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
 
 
-def test_it_grows_beyond_its_room(
-    on_cpu: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_grows_beyond_its_room(on_cpu, text, monkeypatch):
     monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
     with torch.no_grad():
         assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
@@ -139,12 +133,10 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("how", BY_HAND)
-def test_what_is_done_to_a_cache_by_hand(
-    how: str, mask: str, mode: Any, on_cpu: Any, text: torch.Tensor
-) -> None:
+def test_what_is_done_to_a_cache_by_hand(how, mask, mode, on_cpu, text):
     model, (token, change) = on_cpu("llama"), BY_HAND[how]
 
-    def step(cache: Any, at: int) -> None:
+    def step(cache, at):
         if at == token:
             change(cache)
 
@@ -158,8 +150,8 @@ def edit(value: torch.Tensor, hook: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor) -> None:
-    def run(model: Any) -> Any:
+def test_a_hook_that_edits_rotated_keys(on_cpu, text):
+    def run(model):
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
             return read(model, text, MASKS["all"])[0]
 
@@ -167,9 +159,7 @@ def test_a_hook_that_edits_rotated_keys(on_cpu: Any, text: torch.Tensor) -> None
 
 
 @torch.no_grad()
-def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(
-    on_cpu: Any, text: torch.Tensor
-) -> None:
+def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(on_cpu, text):
     model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
     with tl_devicefix.set_attn_implementation(model, "sdpa"):
         model(text[:, :6], past_kv_cache=cache)
@@ -190,7 +180,7 @@ def shallow(cache: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
-def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.Tensor) -> None:
+def test_two_texts_with_one_beginning(duplicate, on_cpu, text):
     model, other = on_cpu("llama"), text.flip(1)
     together = [torch.cat([text[:, :6], tokens[:, 6:9]], dim=1) for tokens in (text, other)]
     expected = [model(tokens)[:, 6:] for tokens in together]
@@ -209,7 +199,7 @@ def test_two_texts_with_one_beginning(duplicate: Any, on_cpu: Any, text: torch.T
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
 
 
-def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.Tensor) -> None:
+def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu, text):
     model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
     with torch.no_grad(), tl_devicefix.set_attn_implementation(model, "sdpa"):
         model(text[:, :6], past_kv_cache=cache)
@@ -223,8 +213,8 @@ def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu: Any, text: torch.
     assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
-def test_with_gradients(on_cpu: Any, text: torch.Tensor) -> None:
-    def run(model: Any) -> Any:
+def test_with_gradients(on_cpu, text):
+    def run(model):
         logits = torch.cat(read(model, text, MASKS["all"])[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)

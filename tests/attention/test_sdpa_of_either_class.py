@@ -35,9 +35,7 @@ PADDED = {"left": slice(0, 3), "right": slice(-3, None), "between": slice(3, 6)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients(
-    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_logits_and_gradients(name, sdpa, tokens, fused_blocks):
     model, run = sdpa(name), with_gradients(tokens)
     expected = installed(model, run)
     assert not fused_blocks
@@ -61,9 +59,7 @@ def test_logits_and_gradients(
 @pytest.mark.parametrize(
     "name", ["llama", *(["bloom", "gpt-neo"] if HOOKED else ["gpt2", "mistral"])]
 )
-def test_padding(
-    name: str, options: Any, where: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_padding(name, options, where, sdpa, tokens, fused_blocks):
     model, mask = sdpa(name, **options), padded(tokens, PADDED[where])
     run = with_gradients(tokens, attention_mask=mask)
 
@@ -103,9 +99,7 @@ OTHERS = pytest.mark.full("dozens of forwards and backwards each; in the default
     ],
 )
 @pytest.mark.filterwarnings("ignore:Backward hooks on hook_scale:UserWarning")
-def test_each_hook_point_listened_to_in_turn(
-    name: str, options: Any, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_each_hook_point_listened_to_in_turn(name, options, sdpa, tokens, fused_blocks):
     model = sdpa(name, **options)
     for hook in model.run_with_cache(tokens)[1]:
         if "blocks.0." not in hook and (not HOOKED or hook.startswith("blocks.")):
@@ -132,10 +126,8 @@ def test_each_hook_point_listened_to_in_turn(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_edits_in_place_have_their_gradients(
-    kind: str, on_one_cpu: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> dict[str, Any]:
+def test_edits_in_place_have_their_gradients(kind, on_one_cpu, tokens):
+    def run(model):
         results = {}
         for name in [*POINTS, *(["rot_q", "rot_k"] if HOOKED and kind == "llama" else [])]:
             with model.hooks(fwd_hooks=[(f"blocks.1.attn.hook_{name}", silence_a_head)]):
@@ -182,24 +174,24 @@ def a_mask_that_a_hook_edits_before_a_block_has_it_built(model: Any, tokens: tor
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_users_do_meanwhile(mode: Any, on_one_cpu: Any, tokens: torch.Tensor) -> None:
+def test_what_users_do_meanwhile(mode, on_one_cpu, tokens):
     actions = [a_hook_that_adds_another, a_mask_that_is_edited_between_forwards]
     if not HOOKED:
         actions.append(a_mask_that_a_hook_edits_before_a_block_has_it_built)
 
     @mode()
-    def run(model: Any) -> dict[str, Any]:
+    def run(model):
         return {action.__name__: action(model, tokens) for action in actions}
 
     assert_either_way(on_one_cpu("llama"), run)
 
 
 @of_hooked
-def test_within_autocast(on_one_cpu: Any, tokens: torch.Tensor) -> None:
+def test_within_autocast(on_one_cpu, tokens):
     model = on_one_cpu("llama")
     exact = model(tokens)
 
-    def distance(way: str) -> float:
+    def distance(way):
         with (
             tl_devicefix.set_attn_implementation(model, way),
             torch.autocast("cpu", torch.bfloat16),
@@ -212,11 +204,11 @@ def test_within_autocast(on_one_cpu: Any, tokens: torch.Tensor) -> None:
 
 
 @of_hooked
-def test_a_hook_that_asks_for_scores_gets_scores(on_one_cpu: Any, tokens: torch.Tensor) -> None:
+def test_a_hook_that_asks_for_scores_gets_scores(on_one_cpu, tokens):
     model, result = on_one_cpu("llama"), []
     attention = model.blocks[1].attn
 
-    def ask(value: torch.Tensor, hook: Any) -> None:
+    def ask(value, hook):
         heads = value.new_ones(1, 4, attention.cfg.n_heads, attention.cfg.d_head)
         keys = value.new_ones(1, 4, attention.cfg.n_key_value_heads, attention.cfg.d_head)
         result.append(attention.calculate_attention_scores(heads, keys))
@@ -229,10 +221,10 @@ def test_a_hook_that_asks_for_scores_gets_scores(on_one_cpu: Any, tokens: torch.
 
 
 @of_bridge
-def test_dropout_of_patterns_in_training(boot: Any, tokens: torch.Tensor) -> None:
+def test_dropout_of_patterns_in_training(boot, tokens):
     bridge = boot("gpt2", compatible=True, device="cpu").train()
 
-    def run(bridge: Any) -> Any:
+    def run(bridge):
         torch.manual_seed(0)
         return with_gradients(tokens, attention_mask=padded(tokens))(bridge)  # some see no key
 
@@ -242,7 +234,7 @@ def test_dropout_of_patterns_in_training(boot: Any, tokens: torch.Tensor) -> Non
 
 
 @of_bridge
-def test_a_hook_of_torch_s_sees_the_pattern(on_one_cpu: Any, tokens: torch.Tensor) -> None:
+def test_a_hook_of_torch_s_sees_the_pattern(on_one_cpu, tokens):
     bridge, seen = on_one_cpu("llama"), []
     attention = bridge.blocks[1].attn
     with tl_devicefix.set_attn_implementation(bridge, "sdpa") as implementations:
@@ -255,9 +247,7 @@ def test_a_hook_of_torch_s_sees_the_pattern(on_one_cpu: Any, tokens: torch.Tenso
     assert [type(tensor) for tensor in seen[0]] == [torch.Tensor] * 2
 
 
-def test_copies_attend_as_the_model_does(
-    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_copies_attend_as_the_model_does(sdpa, tokens, fused_blocks):
     model = sdpa("llama")
     expected = model(tokens)
     copies = [copy.deepcopy(model)]
@@ -272,9 +262,7 @@ def test_copies_attend_as_the_model_does(
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("llama", torch.bfloat16), ("bloom" if HOOKED else "opt", torch.float16)]
 )
-def test_sixteen_bits_are_no_further_from_float32(
-    kind: str, dtype: torch.dtype, on_one_cpu: Any, fused_blocks: list[int]
-) -> None:
+def test_sixteen_bits_are_no_further_from_float32(kind, dtype, on_one_cpu, fused_blocks):
     # So many that the mean is steady: of one prompt the ratio is anything from 0.8 to 1.15.
     prompts = torch.randint(0, D_VOCAB, (128, N_CTX), generator=torch.Generator().manual_seed(0))
     model = copy.deepcopy(on_one_cpu(kind))
@@ -282,7 +270,7 @@ def test_sixteen_bits_are_no_further_from_float32(
     model.cfg.dtype = dtype
     model.to(dtype)
 
-    def distance(way: str) -> float:
+    def distance(way):
         with torch.no_grad(), tl_devicefix.set_attn_implementation(model, way):
             return float((model(prompts).float() - exact).abs().mean())
 
@@ -290,7 +278,7 @@ def test_sixteen_bits_are_no_further_from_float32(
     assert len(fused_blocks) == N_LAYERS
 
 
-def test_large_biases_are_added_in_float32() -> None:
+def test_large_biases_are_added_in_float32():
     n = 600  # of which bfloat16 does not hold every integer
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, n, 8, generator=generator).bfloat16()

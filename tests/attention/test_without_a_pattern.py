@@ -38,10 +38,8 @@ LISTEN: dict[str, Callable[[Any, Callable[[Any], None]], Any]] = {
 @pytest.mark.cover
 @pytest.mark.parametrize("point", ["hook_pattern", "hook_attn_scores"])
 @pytest.mark.parametrize("listen", LISTEN)
-def test_pytorch_s_own_hooks_see_what_was_installed(
-    listen: str, point: str, sdpa: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> Any:
+def test_pytorch_s_own_hooks_see_what_was_installed(listen, point, sdpa, tokens):
+    def run(model):
         seen: list[Any] = []
         points = [getattr(block.attn, point) for block in model.blocks]
         handles = [LISTEN[listen](p, lambda value: seen.append(value.sum())) for p in points]
@@ -67,9 +65,7 @@ def test_pytorch_s_own_hooks_see_what_was_installed(
         ("llama", "set_ungroup_grouped_query_attention", "sdpa"),
     ],
 )
-def test_options_of_a_model(
-    kind: str, option: str, runs: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_options_of_a_model(kind, option, runs, sdpa, tokens, fused_blocks):
     model, run = copy.deepcopy(sdpa(kind)), with_gradients(tokens)
     getattr(model, option)(True)
 
@@ -86,7 +82,7 @@ CHANGED = {
 """Attribute of attention -> what a user puts there."""
 
 
-def test_what_is_changed_by_hand(on_cpu: Any, tokens: torch.Tensor) -> None:
+def test_what_is_changed_by_hand(on_cpu, tokens):
     for name, change in CHANGED.items():
         model = copy.deepcopy(on_cpu("llama"))
         unchanged = model(tokens)
@@ -99,11 +95,11 @@ def test_what_is_changed_by_hand(on_cpu: Any, tokens: torch.Tensor) -> None:
             assert_agrees(model(tokens), expected)
 
 
-def test_transforms_of_functions_take_the_installed_path(sdpa: Any) -> None:
+def test_transforms_of_functions_take_the_installed_path(sdpa):
     block = sdpa("llama").blocks[0]
     residual = torch.randn(2, 2, 5, 16, generator=torch.Generator().manual_seed(0))
 
-    def run(block: Any) -> Any:
+    def run(block):
         return [
             torch.func.grad(lambda x: block(x).sum())(residual[0]),
             torch.func.jvp(block, (residual[0],), (residual[1],)),
@@ -117,12 +113,10 @@ def test_transforms_of_functions_take_the_installed_path(sdpa: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("bloom", "some of one device")])
-def test_forwards_and_generated_text(
-    model: Any, reference: Any, tokens: torch.Tensor, machine: Any, fused_blocks: list[int]
-) -> None:
+def test_forwards_and_generated_text(model, reference, tokens, machine, fused_blocks):
     mask, greedy = padded(tokens), {**GREEDY, "max_new_tokens": 6}
 
-    def run(model: Any) -> Any:
+    def run(model):
         text = model.generate(tokens.to(home_of(model)), **greedy)
         return [model(tokens), model(tokens, attention_mask=mask), text]
 
@@ -133,12 +127,10 @@ def test_forwards_and_generated_text(
     assert_agrees(actual, run(reference), home_of(model))
 
 
-def test_memory_grows_with_the_tokens_and_not_with_their_square(
-    load: Any, machine: Any, fused_blocks: list[int]
-) -> None:
+def test_memory_grows_with_the_tokens_and_not_with_their_square(load, machine, fused_blocks):
     model = load("llama", 1)
 
-    def peak(n_tokens: int) -> int:
+    def peak(n_tokens):
         tokens = torch.zeros(1, n_tokens, dtype=torch.long, device="sim:0")
         before = machine.memory_allocated(0)
         machine.reset_peak_memory_stats(0)
@@ -152,7 +144,7 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(
 
 
 @pytest.mark.parametrize(("name", "is_padded"), [("llama", True), ("mistral", False)])
-def test_a_mask_is_made_once_for_all_blocks(name: str, is_padded: bool, sdpa: Any) -> None:
+def test_a_mask_is_made_once_for_all_blocks(name, is_padded, sdpa):
     tokens = torch.full((1, 29), 7)
     options = {"attention_mask": padded(tokens)} if is_padded else {}
     model = sdpa(name)
@@ -164,7 +156,7 @@ def test_a_mask_is_made_once_for_all_blocks(name: str, is_padded: bool, sdpa: An
     assert made_for_masks in ([1], [])  # TransformerLens 2 keeps one
 
 
-def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]) -> None:
+def test_for_a_while(on_cpu, tokens, fused_blocks):
     model = on_cpu("gpt2")
     before = model(tokens)
 
@@ -181,12 +173,10 @@ def test_for_a_while(on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int])
     assert set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"eager"}
 
 
-def test_a_run_in_flight_attends_as_its_own_view_does(
-    sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_a_run_in_flight_attends_as_its_own_view_does(sdpa, tokens, fused_blocks):
     model = sdpa("gpt2")
 
-    def run(view: Any, way: str) -> Any:
+    def run(view, way):
         tl_devicefix.set_attn_implementation(view, way)
         return view(tokens)
 
@@ -197,9 +187,7 @@ def test_a_run_in_flight_attends_as_its_own_view_does(
     assert set(tl_devicefix.set_attn_implementation(model).blocks.values()) == {"sdpa"}
 
 
-def test_what_is_in_the_way_is_said(
-    on_cpu: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_what_is_in_the_way_is_said(on_cpu, tokens, fused_blocks):
     model = copy.deepcopy(on_cpu("llama"))
     model.blocks[1].attn.IGNORE = torch.tensor(-1e5)
     model.add_hook("blocks.3.attn.hook_pattern", lambda value, hook: None)
@@ -216,7 +204,7 @@ def test_what_is_in_the_way_is_said(
             tl_devicefix.set_attn_implementation(model, "sdpa")
 
 
-def test_a_way_that_is_not_there(on_cpu: Any, from_pretrained: Any) -> None:
+def test_a_way_that_is_not_there(on_cpu, from_pretrained):
     with pytest.raises(ValueError, match="attn_implementation must be 'sdpa' or 'eager', but"):
         tl_devicefix.set_attn_implementation(on_cpu("gpt2"), "spda")
     with pytest.raises(ValueError, match="must be 'sdpa' or 'eager', but is 'flash'"):

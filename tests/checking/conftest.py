@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from either_class import BRIDGE, cls  # noqa: F401
 
@@ -21,10 +18,10 @@ LIES = {"": 0, **{f"blocks.{layer}": device for layer, device in enumerate((0, 1
 
 
 @pytest.fixture
-def load(machine: Any, from_pretrained: Any) -> Callable[..., Any]:
+def load(machine, from_pretrained):
     """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
 
-    def load(name: str, n_devices: int = 4, **options: Any) -> Any:
+    def load(name, n_devices=4, **options):
         if name in TOYS:
             return build_toy(TOYS[name](), None, "sim:0", n_devices)
         return from_pretrained(name, n_devices=n_devices, **options)
@@ -33,7 +30,7 @@ def load(machine: Any, from_pretrained: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def model(cls: str, machine: Any, request: pytest.FixtureRequest) -> Any:  # noqa: F811
+def model(cls, machine, request):  # noqa: F811
     """A folded Llama over four devices; each version of TransformerLens would spread it otherwise.
 
     Block 2 is on sim:2.
@@ -44,12 +41,12 @@ def model(cls: str, machine: Any, request: pytest.FixtureRequest) -> Any:  # noq
 
 
 @pytest.fixture
-def unpatched(cls: str, request: pytest.FixtureRequest) -> Any:  # noqa: F811
+def unpatched(cls, request):  # noqa: F811
     """`unpatched("gpt2", ...)`: as TransformerLens alone loads it, on the CPU."""
     return request.getfixturevalue("bridge_references" if cls == BRIDGE else "references")
 
 
 @pytest.fixture
-def reference(cls: str, unpatched: Any) -> Any:  # noqa: F811
+def reference(cls, unpatched):  # noqa: F811
     """The same weights on the CPU."""
     return unpatched("llama", compatible=True) if cls == BRIDGE else unpatched("llama")

@@ -28,7 +28,7 @@ from tl_devicefix import check
 
 
 @pytest.fixture
-def cls() -> str:
+def cls():
     return HOOKED
 
 
@@ -46,7 +46,7 @@ def linear(device: str) -> nn.Linear:
 
 
 @pytest.mark.parametrize("name", [*EVERY_ARCHITECTURE, *TOYS])
-def test_a_loaded_model_is_well(name: str, load: Any, tokens: torch.Tensor) -> None:
+def test_a_loaded_model_is_well(name, load, tokens):
     model = load(name)
     model(tokens)  # leaves ALiBi biases
 
@@ -65,9 +65,7 @@ def test_a_loaded_model_is_well(name: str, load: Any, tokens: torch.Tensor) -> N
     [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING), ("llama", 3, NO_PROCESSING)],
     ids=["folded", "not folded, on one", "not folded"],
 )
-def test_a_model_is_well_however_it_is_loaded_copied_and_moved(
-    name: str, n: int, options: Any, load: Any
-) -> None:
+def test_a_model_is_well_however_it_is_loaded_copied_and_moved(name, n, options, load):
     model = load(name, n_devices=n, **options)
 
     assert check(model), check(model)
@@ -80,8 +78,8 @@ def test_a_model_is_well_however_it_is_loaded_copied_and_moved(
 # Something is
 
 
-def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+def test_interrupted_processing_is_found(model, monkeypatch):
+    def fail(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tl_devicefix.hooked_transformer.processing.load_component", fail)
@@ -91,7 +89,7 @@ def test_interrupted_processing_is_found(model: Any, monkeypatch: pytest.MonkeyP
     assert findings(model) == [("processing", "model")]
 
 
-def test_one_norm_within_an_mlp_that_is_not_folded_is_found(load: Any) -> None:
+def test_one_norm_within_an_mlp_that_is_not_folded_is_found(load):
     folded, other = load("solu"), load("solu")
     folded.process_weights_()
     folded.blocks[0].mlp.ln = other.blocks[0].mlp.ln
@@ -100,7 +98,7 @@ def test_one_norm_within_an_mlp_that_is_not_folded_is_found(load: Any) -> None:
     assert findings(folded) == [("norms", "blocks.0.mlp.ln")]
 
 
-def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> None:
+def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
     model.add_hook(lambda name: "resid" in name, identity)
 
     report = check(model)
@@ -111,8 +109,8 @@ def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model: Any) -> No
 
 
 def test_a_second_name_of_a_part_is_no_fault_and_a_permanent_hook_is_noted_only(
-    model: Any,
-) -> None:
+    model,
+):
     model.probe = model.blocks[3].mlp
     model.blocks[2].hook_resid_post.add_perma_hook(identity)
 
@@ -127,8 +125,8 @@ def test_a_second_name_of_a_part_is_no_fault_and_a_permanent_hook_is_noted_only(
 
 
 def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_where_it_is(
-    model: Any, tokens: torch.Tensor
-) -> None:
+    model, tokens
+):
     model.blocks[4].mlp = linear("sim:0")
     name = "blocks.4.mlp"
     (finding,) = check(model).findings
@@ -154,7 +152,7 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_wher
     assert_agrees(model(tokens), expected)
 
 
-def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(load: Any) -> None:
+def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(load):
     model = load("mixtral")  # whose experts are in torch's lists
     model.blocks[2].to("sim:0")
     assert findings(model) == [("device", "blocks.2")]
@@ -170,7 +168,7 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
 # Models without a placement
 
 
-def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
+def test_a_model_without_a_placement_is_compared_with_its_config():
     with tl_devicefix.disabled():
         model: Any = build_toy(attention_only_config())
     with tl_devicefix.simulate(2):
@@ -187,7 +185,7 @@ def test_a_model_without_a_placement_is_compared_with_its_config() -> None:
 
 
 @pytest.mark.parametrize(("n", "fix"), [(1, 'model.to("sim:1")'), (3, "move_model_modules")])
-def test_a_model_that_is_not_on_its_devices_yet(n: int, fix: str, machine: Any) -> None:
+def test_a_model_that_is_not_on_its_devices_yet(n, fix, machine):
     cfg = attention_only_config()
     cfg.device, cfg.n_devices = "sim:1", n
     model = HookedTransformer(cfg, move_to_device=False)
@@ -213,7 +211,7 @@ def everything_in(model: Any) -> dict[str, Any]:
     return {**places, "modules": modules, "hooks": hooks, "cfg": repr(model.cfg)}
 
 
-def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) -> None:
+def test_a_check_changes_nothing_and_copies_nothing(model, machine):
     for fault in (block_moved, some_parameters_moved, backward_hook_left):
         fault(model)
     before, placement = everything_in(model), model.placement
@@ -226,9 +224,7 @@ def test_a_check_changes_nothing_and_copies_nothing(model: Any, machine: Any) ->
     assert model.placement is placement
 
 
-def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, reference, tokens):
     model(tokens, return_type="loss").backward()
     model.blocks[3].to("sim:0")
     for fault in (block_moved, parameter_replaced, block_replaced, backward_hook_left):
@@ -249,8 +245,8 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(
 
 
 def test_the_documented_example_prints_what_is_documented(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     document = Path(__file__).parents[2] / "docs" / "check.md"
     code, printed = (block.partition("\n")[2] for block in document.read_text().split("```")[1:4:2])
 
@@ -266,7 +262,7 @@ def without_sizes(text: str) -> str:
     return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())
 
 
-def test_offloaded_blocks_are_where_they_should_be(load: Any, tokens: torch.Tensor) -> None:
+def test_offloaded_blocks_are_where_they_should_be(load, tokens):
     model = load("llama", 1, device_map={"": 0, "blocks.2": "cpu"})
     assert check(model).well, check(model)
 

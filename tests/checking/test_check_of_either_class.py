@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from comparison import assert_agrees
 from either_class import BRIDGE, CLASSES, HOOKED
-from faults import FAULTS, MISPLACED, Fault, parameter_replaced
+from faults import FAULTS, MISPLACED, parameter_replaced
 from hf_models import D_VOCAB
 from torch import nn
 
@@ -26,9 +23,7 @@ UNPATCHED: dict[str, list[tuple[str, dict[str, bool]]]] = {
 @pytest.mark.parametrize(
     ("cls", "name", "options"), [(cls, *item) for cls in CLASSES for item in UNPATCHED[cls]]
 )
-def test_a_model_of_unpatched_transformer_lens_is_well(
-    name: str, options: dict[str, bool], unpatched: Any
-) -> None:
+def test_a_model_of_unpatched_transformer_lens_is_well(name, options, unpatched):
     report = check(unpatched(name, **options))
 
     assert report, report
@@ -45,8 +40,8 @@ def test_a_model_of_unpatched_transformer_lens_is_well(
     ],
 )
 def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by_a_repair(
-    cls: str, fault: Fault, model: Any, reference: Any, tokens: torch.Tensor, machine: Any
-) -> None:
+    cls, fault, model, reference, tokens, machine
+):
     placed, memory = repr(model.placement), check(model).memory
     held = [machine.memory_allocated(device) for device in machine.devices]
     parameters = dict(model.named_parameters())
@@ -93,7 +88,7 @@ def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by
         assert_agrees(model.run_with_cache(tokens)[1], reference.run_with_cache(tokens)[1])
 
 
-def test_what_is_no_model_is_refused(cls: str, unpatched: Any) -> None:
+def test_what_is_no_model_is_refused(cls, unpatched):
     with pytest.raises(TypeError, match=f"{cls}.*, but this is a Linear"):
         check(nn.Linear(2, 2))
     if cls == BRIDGE:
@@ -112,9 +107,7 @@ if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code
 
 @a_bridge
 @pytest.mark.parametrize("name", NAMES)
-def test_a_booted_bridge_is_well_before_and_after_folding(
-    name: str, boot: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_a_booted_bridge_is_well_before_and_after_folding(name, boot, machine, tokens):
     bridge = boot(name, n_devices=3)
     for fold in (False, True):
         if fold:
@@ -128,21 +121,21 @@ def test_a_booted_bridge_is_well_before_and_after_folding(
 
 
 @a_bridge
-def test_parameters_in_one_memory_are_counted_once(bridge_references: Any, hf_models: Any) -> None:
+def test_parameters_in_one_memory_are_counted_once(bridge_references, hf_models):
     expected = sum(parameter.numel() for parameter in hf_models("gemma-2").parameters())
     zeros = D_VOCAB  # a bias of the unembedding, which the release adds
     assert check(bridge_references("gemma-2")).n_parameters in (expected, expected + zeros)
 
 
 @a_bridge
-def test_processing_without_folding_leaves_all_norms(boot: Any, machine: Any) -> None:
+def test_processing_without_folding_leaves_all_norms(boot, machine):
     bridge = boot("llama", n_devices=3)
     bridge.enable_compatibility_mode(fold_ln=False)
     assert check(bridge), check(bridge)
 
 
 @a_bridge
-def test_a_repair_keeps_what_is_tied_tied(boot: Any, machine: Any) -> None:
+def test_a_repair_keeps_what_is_tied_tied(boot, machine):
     bridge = boot("gpt2", n_devices=3)
     bridge.embed.to("sim:2")
 

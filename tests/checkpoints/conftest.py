@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 
 @pytest.fixture
-def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+def write_checkpoint(tmp_path):
     """`write_checkpoint(hf_model, tensors, n_files=2)`: as transformers saves it, but any tensors.
 
     `file` ends in `.safetensors` or `.bin`; `listed` are the tensors that the index of a sharded
@@ -22,13 +18,13 @@ def write_checkpoint(tmp_path: Path) -> Callable[..., Path]:
     """
 
     def write(
-        hf_model: PreTrainedModel,
-        tensors: dict[str, torch.Tensor],
-        file: str = "model.safetensors",
-        n_files: int = 1,
-        listed: list[str] | None = None,
-        **options: Any,
-    ) -> Path:
+        hf_model,
+        tensors,
+        file="model.safetensors",
+        n_files=1,
+        listed=None,
+        **options,
+    ):
         hf_model.config.save_pretrained(tmp_path)
         stem, suffix = file.split(".")
         names = sorted({*tensors, *(listed or ())})

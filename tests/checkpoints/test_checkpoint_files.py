@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,9 +39,9 @@ FILES: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_every_kind_of_file_holds_the_same_model(
-    name: str, kind: str, hf_models: Any, write_checkpoint: Any, references: Any, machine: Any,
-    tokens: torch.Tensor,
-) -> None:  # fmt: skip
+    name, kind, hf_models, write_checkpoint, references, machine,
+    tokens,
+) :  # fmt: skip
     hf_model = hf_models(name)
     tensors = {key: tensor.detach().clone() for key, tensor in hf_model.state_dict().items()}
     if hf_model.config.tie_word_embeddings:
@@ -68,9 +67,9 @@ LOADED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The converters of these compute, those of others move weights.
 @pytest.mark.parametrize("name", ["gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3"])
 def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
-    name: str, stored: torch.dtype, loaded: torch.dtype, form: str, hf_models: Any,
-    checkpoints: Any, from_pretrained: Any, machine: Any,
-) -> None:  # fmt: skip
+    name, stored, loaded, form, hf_models,
+    checkpoints, from_pretrained, machine,
+) :  # fmt: skip
     """Whatever converters compute (Gemma's scaled embedding, its norms plus one) is in float32."""
     in_float64 = hf_models(name, stored, torch.float64)
     exact = from_pretrained(name, in_float64, dtype=torch.float64, device="cpu")
@@ -97,9 +96,9 @@ def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
     ("name", "form"), [("qwen2", "hf_model"), ("gpt2", "checkpoint"), ("gemma-2", "checkpoint")]
 )
 def test_a_padded_vocabulary(
-    name: str, form: str, hf_models: Any, references: Any, from_pretrained: Any, machine: Any,
-    tokens: torch.Tensor, tmp_path: Path,
-) -> None:  # fmt: skip
+    name, form, hf_models, references, from_pretrained, machine,
+    tokens, tmp_path,
+) :  # fmt: skip
     expected = log_probs(references(name), tokens)
     hf_model = copy.deepcopy(hf_models(name))
     hf_model.resize_token_embeddings(D_VOCAB + 1, pad_to_multiple_of=8)
@@ -179,7 +178,7 @@ def weights_of(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def own_models(monkeypatch: pytest.MonkeyPatch) -> OwnModels:
+def own_models(monkeypatch):
     models = OwnModels()
     monkeypatch.setattr(tl_loading, "HfApi", lambda: models)
     monkeypatch.setattr(tl_loading.utils, "download_file_from_hf", models.download_file_from_hf)
@@ -191,9 +190,7 @@ def own_models(monkeypatch: pytest.MonkeyPatch) -> OwnModels:
     ("name", "options"),
     [*((name, {}) for name in OWN), ("NeelNanda/GELU_3L512W_C4_Code", {"checkpoint_index": 1})],
 )
-def test_transformer_lens_s_own_models(
-    name: str, options: dict[str, int], own_models: OwnModels, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_transformer_lens_s_own_models(name, options, own_models, machine, tokens):
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu", **options)
 
@@ -203,7 +200,7 @@ def test_transformer_lens_s_own_models(
     assert_same_model(model, reference, tokens)
 
 
-def test_transformer_lens_s_own_models_are_rounded_once(own_models: OwnModels) -> None:
+def test_transformer_lens_s_own_models_are_rounded_once(own_models):
     name = "NeelNanda/GELU_3L512W_C4_Code"
     exact = HookedTransformer.from_pretrained(name, device="cpu")
 
@@ -215,13 +212,13 @@ def test_transformer_lens_s_own_models_are_rounded_once(own_models: OwnModels) -
 
 @pytest.mark.fails_unpatched
 def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_repository(
-    own_models: OwnModels,
-    hf_models: Any,
-    tokenizer: Any,
-    machine: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    own_models,
+    hf_models,
+    tokenizer,
+    machine,
+    tmp_path,
+    monkeypatch,
+):
     name, how = "NeelNanda/GELU_3L512W_C4_Code", {"cache_dir": tmp_path, "revision": "v2"}
     monkeypatch.setitem(OWN, name, {**OWN[name], "tokenizer_name": "someone/tokenizer"})
     HubCache(tmp_path).add("someone/tokenizer", hf_models("gpt2"), tokenizer)  # only "main"

@@ -23,13 +23,13 @@ def load(checkpoint: Path) -> HookedTransformer:
 
 
 @pytest.fixture
-def tensors(hf_models: Any) -> dict[str, torch.Tensor]:
+def tensors(hf_models):
     """The tensors of a tiny Qwen2, to be damaged."""
     return {name: t.detach().clone() for name, t in hf_models("qwen2").state_dict().items()}
 
 
 @pytest.fixture
-def write(write_checkpoint: Any, hf_models: Any, tensors: Any) -> Callable[..., Path]:
+def write(write_checkpoint, hf_models, tensors):
     """`write(PICKLE, n_files=3)`: the tensors, with the config of the tiny Qwen2."""
     return lambda *args, **options: write_checkpoint(hf_models("qwen2"), tensors, *args, **options)
 
@@ -44,9 +44,7 @@ def file_of(checkpoint: Path, tensor: str, file: str) -> str:
     ("tensor", "n_files"),
     [(NAME, 1), (BIAS, 3), ("model.embed_tokens.weight", 1), ("lm_head.weight", 3)],
 )
-def test_a_missing_tensor(
-    tensor: str, n_files: int, tensors: Any, write: Any, refused: Any
-) -> None:
+def test_a_missing_tensor(tensor, n_files, tensors, write, refused):
     listed = list(tensors)
     del tensors[tensor]
     checkpoint = write(n_files=n_files, listed=listed)
@@ -55,7 +53,7 @@ def test_a_missing_tensor(
 
 
 @pytest.mark.parametrize("n_files", [1, 3])
-def test_an_extra_tensor(n_files: int, tensors: Any, write: Any, refused: Any) -> None:
+def test_an_extra_tensor(n_files, tensors, write, refused):
     tensors[EXTRA] = torch.ones(3)
     checkpoint = write(n_files=n_files)
     with refused(str(checkpoint), EXTRA, file_of(checkpoint, EXTRA, SAFETENSORS), "again"):
@@ -63,9 +61,7 @@ def test_an_extra_tensor(n_files: int, tensors: Any, write: Any, refused: Any) -
 
 
 @pytest.mark.parametrize(("n_files", "file"), [(1, PICKLE), (3, SAFETENSORS)])
-def test_a_misshapen_tensor(
-    n_files: int, file: str, tensors: Any, write: Any, refused: Any
-) -> None:
+def test_a_misshapen_tensor(n_files, file, tensors, write, refused):
     tensors[LAST] = torch.ones(D_MLP, D_MODEL - 1)
     checkpoint = write(file, n_files)
     shapes = f"(stored ({D_MLP}, {D_MODEL - 1}), expected ({D_MLP}, {D_MODEL}))"
@@ -90,7 +86,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file(damage: str, write: Any, refused: Any) -> None:
+def test_a_damaged_file(damage, write, refused):
     checkpoint = write(n_files=3)
     file = checkpoint / file_of(checkpoint, NAME, SAFETENSORS)
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
@@ -99,7 +95,7 @@ def test_a_damaged_file(damage: str, write: Any, refused: Any) -> None:
 
 
 @pytest.mark.parametrize("file", [SAFETENSORS, PICKLE])
-def test_a_shard_that_is_not_there(file: str, write: Any, refused: Any) -> None:
+def test_a_shard_that_is_not_there(file, write, refused):
     checkpoint = write(file, 3)
     shard = checkpoint / file_of(checkpoint, LAST, file)
     shard.unlink()
@@ -108,7 +104,7 @@ def test_a_shard_that_is_not_there(file: str, write: Any, refused: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [None, "[]", '{"weight_map": null}', '{"weight_map": {"a": 5}}'])
-def test_a_damaged_index(index: str | None, write: Any, refused: Any) -> None:
+def test_a_damaged_index(index, write, refused):
     file = write(n_files=3) / f"{SAFETENSORS}.index.json"
     file.write_text(index or file.read_text()[:-30])
     with refused(file.name, "again"):
@@ -118,7 +114,7 @@ def test_a_damaged_index(index: str | None, write: Any, refused: Any) -> None:
 @pytest.mark.cover(("zipped", "left"))
 @pytest.mark.parametrize("zipped", [True, False], ids=["zipped", "before torch 1.6"])
 @pytest.mark.parametrize("left", [0, -1000], ids="{} bytes".format)
-def test_a_pickle_that_is_cut_short(left: int, zipped: bool, write: Any, refused: Any) -> None:
+def test_a_pickle_that_is_cut_short(left, zipped, write, refused):
     checkpoint = write(PICKLE, 3, _use_new_zipfile_serialization=zipped)
     file = sorted(checkpoint.glob("*.bin"))[-1]
     file.write_bytes(file.read_bytes()[:left])
@@ -137,7 +133,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_that_would_run_code(zipped: bool, write: Any, refused: Any) -> None:
+def test_a_pickle_that_would_run_code(zipped, write, refused):
     checkpoint = write(PICKLE)
     content = {"a": Malicious(checkpoint / "it ran")}
     torch.save(content, checkpoint / PICKLE, _use_new_zipfile_serialization=zipped)
@@ -146,7 +142,7 @@ def test_a_pickle_that_would_run_code(zipped: bool, write: Any, refused: Any) ->
     assert not (checkpoint / "it ran").exists()
 
 
-def test_a_directory_without_a_config(tmp_path: Path, refused: Any) -> None:
+def test_a_directory_without_a_config(tmp_path, refused):
     with refused(str(tmp_path), "config.json", "save_pretrained"):
         load(tmp_path)
 
@@ -166,7 +162,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_that_cannot_be_used(case: str, write: Any, refused: Any) -> None:
+def test_a_config_that_cannot_be_used(case, write, refused):
     changes, says = CONFIGS[case]
     checkpoint = write()
     config = checkpoint / "config.json"

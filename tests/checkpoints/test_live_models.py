@@ -6,8 +6,6 @@ import copy
 import functools
 import gc
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -33,7 +31,6 @@ from live_models import (
 )
 from torch import nn
 from transformer_lens import HookedTransformer
-from transformers import PreTrainedModel
 
 import tl_devicefix
 
@@ -41,10 +38,10 @@ ARCHITECTURES = {**ALL_ARCHITECTURES, **WIDE}
 
 
 @pytest.fixture
-def load(machine: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
+def load(machine, tokenizer):
     """`load("gpt2", hf_model)`: over the first three devices, unless options say otherwise."""
 
-    def load(name: str, hf_model: nn.Module, **options: Any) -> HookedTransformer:
+    def load(name, hf_model, **options):
         options = {"n_devices": min(3, len(machine.devices)), **options}
         return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, **options)  # type: ignore[arg-type]
 
@@ -52,10 +49,10 @@ def load(machine: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
 
 
 @pytest.fixture
-def reference_of(tokenizer: Any) -> Callable[..., HookedTransformer]:
+def reference_of(tokenizer):
     """`reference_of("gpt2", plain_model)`: as unpatched TransformerLens loads it on one CPU."""
 
-    def reference_of(name: str, hf_model: Any, **options: Any) -> HookedTransformer:
+    def reference_of(name, hf_model, **options):
         with tl_devicefix.disabled():
             return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, device="cpu", **options)
 
@@ -63,11 +60,11 @@ def reference_of(tokenizer: Any) -> Callable[..., HookedTransformer]:
 
 
 @pytest.fixture(scope="session")
-def wide(tokenizer: Any, tmp_path_factory: Any) -> Callable[[str], tuple[PreTrainedModel, Path]]:
+def wide(tokenizer, tmp_path_factory):
     """`wide("wide gpt2")`: a model of `WIDE`, not to be changed, and its checkpoint."""
 
     @functools.cache
-    def wide(name: str) -> tuple[PreTrainedModel, Path]:
+    def wide(name):
         hf_model = make_hf_model(WIDE[name].hf_config())
         directory = tmp_path_factory.mktemp("checkpoint")
         return hf_model, save_checkpoint(hf_model, tokenizer, directory)
@@ -76,12 +73,10 @@ def wide(tokenizer: Any, tmp_path_factory: Any) -> Callable[[str], tuple[PreTrai
 
 
 @pytest.fixture
-def parts_of(
-    hf_models: Any, checkpoints: Any, wide: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Parts]:
+def parts_of(hf_models, checkpoints, wide, tmp_path_factory):
     """`parts_of("gpt2")`: what a live model is made of, anew each time."""
 
-    def parts_of(name: str, *dtypes: torch.dtype) -> Parts:
+    def parts_of(name, *dtypes):
         plain, checkpoint = (
             wide(name) if name in WIDE else (hf_models(name, *dtypes), checkpoints(name))
         )
@@ -102,14 +97,14 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_model_and_goes_on_as_before(
-    name: str,
-    processing: dict[str, bool],
-    parts_of: Any,
-    load: Any,
-    reference_of: Any,
-    snapshot: Any,
-    tokens: torch.Tensor,
-) -> None:
+    name,
+    processing,
+    parts_of,
+    load,
+    reference_of,
+    snapshot,
+    tokens,
+):
     case = CASES[name]
     of = case.architecture
     hf_model, another = case.live(parts_of(of)), case.live(parts_of(of))
@@ -129,9 +124,7 @@ def test_it_is_the_plain_model_and_goes_on_as_before(
 
 
 @pytest.mark.parametrize("case", NOT_AS_MERGED)
-def test_adapters_that_peft_itself_does_not_merge(
-    case: str, parts_of: Any, load: Any, references: Any, tokens: torch.Tensor
-) -> None:
+def test_adapters_that_peft_itself_does_not_merge(case, parts_of, load, references, tokens):
     name, adapt = NOT_AS_MERGED[case]
     references(name)  # skips where TransformerLens itself cannot read it
     hf_model = adapt(parts_of(name).model)
@@ -149,8 +142,8 @@ def test_adapters_that_peft_itself_does_not_merge(
     ids=["LoRA", "DoRA"],
 )
 def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
-    name: str, adapt: Any, parts_of: Any, load: Any, reference_of: Any
-) -> None:
+    name, adapt, parts_of, load, reference_of
+):
     """As if all had been float64; PEFT would merge in bfloat16, and round what it merges."""
     hf_model = adapt(parts_of(name, torch.bfloat16).model)
     in_float64 = adapt(parts_of(name, torch.bfloat16, torch.float64).model)
@@ -166,8 +159,8 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
 
 @pytest.mark.fails_unpatched
 def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_it(
-    parts_of: Any, load: Any, snapshot: Any
-) -> None:
+    parts_of, load, snapshot
+):
     hf_model = lora(*IN_GPT2, **CONV)(parts_of("gpt2").model)
     before = snapshot(hf_model)
 
@@ -181,8 +174,8 @@ def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_i
 
 @pytest.mark.parametrize("kind", ["nf4, scales quantised too", "int8"])
 def test_a_quantised_checkpoint_is_loaded_by_its_path(
-    kind: str, parts_of: Any, load: Any, tokenizer: Any, tmp_path: Path, tokens: torch.Tensor
-) -> None:
+    kind, parts_of, load, tokenizer, tmp_path, tokens
+):
     hf_model = CASES[f"{kind} mistral"].live(parts_of(MISTRAL))
     hf_model.save_pretrained(tmp_path)
     expected = log_probs(load(MISTRAL, hf_model), tokens)
@@ -205,11 +198,11 @@ TAKES_A_BLOCK: dict[str, Make] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", TAKES_A_BLOCK)
 def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
-    how: str, dtype: torch.dtype, parts_of: Any, load: Any, machine: Any
-) -> None:
+    how, dtype, parts_of, load, machine
+):
     """Beyond what loading a plain model takes: the block in float32, and for DoRA a layer of it."""
 
-    def load_on(device: str, hf_model: Any) -> HookedTransformer:
+    def load_on(device, hf_model):
         return load(MISTRAL, hf_model, n_devices=1, device=device, dtype=dtype)
 
     model = load_on("sim:0", parts_of(MISTRAL).model)
@@ -278,9 +271,7 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_plain_weights_is_refused(
-    case: str, parts_of: Any, load: Any, refused: Any
-) -> None:
+def test_what_has_no_plain_weights_is_refused(case, parts_of, load, refused):
     name, make, says = REFUSED[case]
     hf_model = make(parts_of(name))
     with refused(*says, hf_model=hf_model):
@@ -288,10 +279,10 @@ def test_what_has_no_plain_weights_is_refused(
 
 
 @pytest.fixture
-def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def without_library(monkeypatch):
     """`without_library("peft")`: as if it were not installed; what is in use of it goes on."""
 
-    def without_library(name: str) -> None:
+    def without_library(name):
         for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == name]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, name, None)
@@ -300,8 +291,8 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def test_a_plain_model_needs_no_optional_library(
-    hf_models: Any, load: Any, references: Any, without_library: Any, tokens: torch.Tensor
-) -> None:
+    hf_models, load, references, without_library, tokens
+):
     for library in ("peft", "bitsandbytes"):
         without_library(library)
     assert_same_logits(load("llama", hf_models("llama")), references("llama"), tokens)

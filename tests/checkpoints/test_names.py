@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,10 @@ FINE_TUNE = "someone/not-a-gemma-2-nor-llama"
 
 
 @pytest.fixture
-def put(hub: HubCache, hf_models: Any, tokenizer: Any) -> Callable[..., Any]:
+def put(hub, hf_models, tokenizer):
     """`put("gpt2", "someone/tune")`: a tiny GPT-2 on the hub, by this name; returns the model."""
 
-    def put(architecture: str = "qwen2", name: str = FINE_TUNE, **options: Any) -> Any:
+    def put(architecture="qwen2", name=FINE_TUNE, **options):
         hub.add(name, hf_models(architecture), tokenizer, **options)
         return hf_models(architecture)
 
@@ -49,7 +48,7 @@ def put(hub: HubCache, hf_models: Any, tokenizer: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def directory(tmp_path, checkpoints, monkeypatch):
     """`directory("bert-like")`: the tiny Qwen2, in the current directory, under this name."""
     monkeypatch.chdir(tmp_path)
     return lambda name: Path(shutil.copytree(checkpoints("qwen2"), tmp_path / name))
@@ -71,9 +70,7 @@ def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(
-    architecture: str, put: Any, tokens: Any
-) -> None:
+def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architecture, put, tokens):
     name = ALL_ARCHITECTURES[architecture].official_name
     put(architecture, name)
     with tl_devicefix.disabled():
@@ -88,9 +85,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma-2", "pythia"])
-def test_a_fine_tune_is_loaded_by_its_own_name(
-    architecture: str, put: Any, references: Any, tokens: Any
-) -> None:
+def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, tokens):
     reference, hf_model = references(architecture), put(architecture)
 
     model = HookedTransformer.from_pretrained(FINE_TUNE, n_devices=2)
@@ -104,7 +99,7 @@ def test_a_fine_tune_is_loaded_by_its_own_name(
 
 
 @pytest.mark.parametrize("name", ["bert/mine", "NeelNanda/of-mine"])
-def test_any_name_on_the_hub_will_do(name: str, put: Any) -> None:
+def test_any_name_on_the_hub_will_do(name, put):
     hf_model = put(name=name)
     model = load_unprocessed(name)
     assert_embeds_as(model, hf_model)
@@ -121,9 +116,7 @@ def test_any_name_on_the_hub_will_do(name: str, put: Any) -> None:
         ("a", lambda path: f"{path}/"),
     ],
 )
-def test_any_path_will_do(
-    name: str, how: Callable[[Path], Any], directory: Any, hf_models: Any
-) -> None:
+def test_any_path_will_do(name, how, directory, hf_models):
     path = directory(name)
     model = load_unprocessed(how(path))
     assert model.cfg.original_architecture == "Qwen2ForCausalLM"
@@ -131,9 +124,7 @@ def test_any_path_will_do(
     assert Path(model.tokenizer.name_or_path).resolve() == path
 
 
-def test_the_text_model_of_a_multimodal_fine_tune(
-    hub: HubCache, tokenizer: Any, tokens: Any
-) -> None:
+def test_the_text_model_of_a_multimodal_fine_tune(hub, tokenizer, tokens):
     name = "google/gemma-3-4b-it"
     if name not in tl_loading.OFFICIAL_MODEL_NAMES:
         pytest.skip(f"the installed TransformerLens has no {name}")
@@ -163,9 +154,9 @@ def test_the_text_model_of_a_multimodal_fine_tune(
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["hub", "directory"])
 def test_without_a_tokenizer_there_the_model_has_none_and_says_so(
-    where: str, hub: HubCache, hf_models: Any, tokenizer: Any, tmp_path: Path, tokens: Any,
-    caplog: Any,
-) -> None:  # fmt: skip
+    where, hub, hf_models, tokenizer, tmp_path, tokens,
+    caplog,
+) :  # fmt: skip
     hub.add(FINE_TUNE, hf_models("qwen2"))
     hf_models("qwen2").save_pretrained(tmp_path / "model")
     name = FINE_TUNE if where == "hub" else tmp_path / "model"
@@ -187,13 +178,13 @@ def test_without_a_tokenizer_there_the_model_has_none_and_says_so(
 
 
 @pytest.fixture(params=[False, True], ids=["not listed", "listed"])
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     """The name of a tiny Qwen2 on the hub."""
     return ALL_ARCHITECTURES["qwen2"].official_name if request.param else FINE_TUNE
 
 
 @pytest.mark.fails_unpatched
-def test_revision(name: str, put: Any, hub: HubCache, tmp_path: Path) -> None:
+def test_revision(name, put, hub, tmp_path):
     main = put(name=name)
     v2 = copy.deepcopy(main)
     with torch.no_grad():
@@ -212,9 +203,7 @@ def test_revision(name: str, put: Any, hub: HubCache, tmp_path: Path) -> None:
 
 
 @pytest.mark.fails_unpatched
-def test_cache_dir_and_local_files_only(
-    name: str, hub: HubCache, hf_models: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     HubCache(elsewhere).add(name, hf_models("qwen2"), tokenizer)
 
@@ -226,7 +215,7 @@ def test_cache_dir_and_local_files_only(
 
 
 @pytest.mark.fails_unpatched
-def test_token(name: str, put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token(name, put, monkeypatch):
     """TransformerLens gives transformers one from HF_TOKEN, and a second is an error."""
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
     put(name=name)
@@ -234,7 +223,7 @@ def test_token(name: str, put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for loader in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
         kind = getattr(transformers, loader)
 
-        def fetched(*args: Any, of: str = loader, fetch=kind.from_pretrained, **kwargs: Any) -> Any:
+        def fetched(*args, of=loader, fetch=kind.from_pretrained, **kwargs):
             tokens_of.setdefault(of, set()).add(kwargs.get("token"))
             return fetch(*args, **kwargs)
 
@@ -248,7 +237,7 @@ def test_token(name: str, put: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(used == {"hf_given"} for used in tokens_of.values())
 
 
-def test_subfolder(hub: HubCache, hf_models: Any, tokenizer: Any) -> None:
+def test_subfolder(hub, hf_models, tokenizer):
     snapshot = hub.add("someone/collection", hf_models("gpt2"))
     hf_models("qwen2").save_pretrained(snapshot / "small")
     tokenizer.save_pretrained(snapshot / "small")
@@ -278,29 +267,27 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_name_that_is_no_checkpoint(name: str, hub: HubCache, refused: Any) -> None:
+def test_a_name_that_is_no_checkpoint(name, hub, refused):
     says, options = REFUSED[name]
     with refused(repr(name), *says) as caught:
         HookedTransformer.from_pretrained(name, **options)
     assert name != "xyzzy" or "did you mean" not in str(caught.value)
 
 
-def test_a_training_checkpoint_of_a_fine_tune(put: Any, refused: Any) -> None:
+def test_a_training_checkpoint_of_a_fine_tune(put, refused):
     put()
     with refused("checkpoint_index", "leave out"):
         HookedTransformer.from_pretrained(FINE_TUNE, checkpoint_index=3)
 
 
-def test_a_directory_with_an_adapter_only(tmp_path: Path, refused: Any) -> None:
+def test_a_directory_with_an_adapter_only(tmp_path, refused):
     (tmp_path / "adapter_config.json").write_text("{}")
     with refused(str(tmp_path), "PEFT adapter", "hf_model"):
         HookedTransformer.from_pretrained(str(tmp_path))
 
 
 @pytest.mark.parametrize("use", [HookedTransformer.from_pretrained, plan])
-def test_an_architecture_that_is_not_supported_is_named(
-    use: Any, hub: HubCache, refused: Any
-) -> None:
+def test_an_architecture_that_is_not_supported_is_named(use, hub, refused):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
     hub.add("someone/falcon", falcon)
@@ -313,7 +300,7 @@ def test_an_architecture_that_is_not_supported_is_named(
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def modules(tmp_path, monkeypatch):
     """Where transformers copies such code to, to import it."""
     for module in (transformers.utils.hub, transformers.dynamic_module_utils):
         if hasattr(module, "HF_MODULES_CACHE"):
@@ -337,8 +324,8 @@ class OwnModel(LlamaForCausalLM):
 
 
 def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
-    hub: HubCache, modules: None, hf_models: Any, references: Any, tokens: Any
-) -> None:
+    hub, modules, hf_models, references, tokens
+):
     folder = hub.add("someone/own", hf_models("llama"))
     (folder / "own.py").write_text(OWN_CODE)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
@@ -352,7 +339,7 @@ def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
 
 
 @pytest.fixture
-def with_code(directory: Any, modules: None, hf_models: Any, tmp_path: Path) -> Path:
+def with_code(directory, modules, hf_models, tmp_path):
     """A tiny Qwen3 in a directory called as a model is whose code TransformerLens runs."""
     path = directory("Qwen/Qwen3-0.6B")
     hf_models("qwen3").save_pretrained(path)
@@ -364,9 +351,7 @@ def with_code(directory: Any, modules: None, hf_models: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", [str, os.path.abspath], ids=["relative", "absolute"])
-def test_code_in_a_directory_does_not_run_whatever_it_is_called(
-    how: Callable[[Path], str], with_code: Path, tmp_path: Path
-) -> None:
+def test_code_in_a_directory_does_not_run_whatever_it_is_called(how, with_code, tmp_path):
     model = HookedTransformer.from_pretrained(how(with_code), n_devices=2, fold_ln=False)
     assert not model.cfg.trust_remote_code
     assert not (tmp_path / "it ran").exists()
@@ -376,8 +361,8 @@ def test_code_in_a_directory_does_not_run_whatever_it_is_called(
 
 
 def test_nor_does_that_of_a_name_that_transformer_lens_does_not_list(
-    with_code: Path, hub: HubCache, hf_models: Any, tmp_path: Path
-) -> None:
+    with_code, hub, hf_models, tmp_path
+):
     folder = hub.add("Qwen/Qwen3-tuned", hf_models("qwen3"))
     shutil.copytree(with_code, folder, dirs_exist_ok=True)
     model = HookedTransformer.from_pretrained("Qwen/Qwen3-tuned", n_devices=2)
@@ -398,7 +383,7 @@ NOT_LISTED = ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-405B")
 """Models that are known here and that no TransformerLens lists."""
 
 
-def test_every_model_of_a_known_family_is_known() -> None:
+def test_every_model_of_a_known_family_is_known():
     listed = {name for name in tl_loading.OFFICIAL_MODEL_NAMES if name.startswith(ASKED_OF_THE_HUB)}
     assert listed - known_fields().keys() == set()
 
@@ -412,9 +397,7 @@ def test_every_model_of_a_known_family_is_known() -> None:
         if fields["model_type"] in transformers.CONFIG_MAPPING and name not in NOT_LISTED
     }.values(),
 )
-def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(
-    name: str, hub: HubCache
-) -> None:
+def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(name, hub):
     if name not in tl_loading.OFFICIAL_MODEL_NAMES:
         pytest.skip(f"the installed TransformerLens does not list {name}")
     unread = {"torch_dtype": "float16", "transformers_version": "4.40.0", "use_cache": True}
@@ -423,7 +406,7 @@ def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(
 
 
 @pytest.mark.parametrize("use", [plan, HookedTransformer.from_pretrained])
-def test_an_unknown_config_must_be_fetched_or_handed_over(use: Any, refused: Any) -> None:
+def test_an_unknown_config_must_be_fetched_or_handed_over(use, refused):
     name = "bigscience/bloom-560m"  # which TransformerLens lists and asks the hub for
     with refused(repr(name), "cannot be fetched: check the connection, or give a local directory"):
         use(name, n_devices=2)

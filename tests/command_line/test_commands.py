@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ ALL_RECALLED = f"recalled {demo.N_PROMPTS} of {demo.N_PROMPTS}"
 
 
 @pytest.fixture(autouse=True)
-def bars_as_before() -> Iterator[None]:
+def bars_as_before():
     """Commands turn transformers' progress bars off for their process."""
     were_on = hf_logging.is_progress_bar_enabled()
     yield
@@ -31,7 +30,7 @@ def bars_as_before() -> Iterator[None]:
         hf_logging.enable_progress_bar()
 
 
-def test_the_demo_loads_compares_and_shows_the_heads(capsys: Any) -> None:
+def test_the_demo_loads_compares_and_shows_the_heads(capsys):
     assert main(["demo", "--n-devices", "3"]) == 0
     output = capsys.readouterr().out
     assert "using 3 simulated devices" in output
@@ -43,19 +42,19 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys: Any) -> None:
     assert "L5H1 attends to the answer most" in output
 
 
-def test_the_demo_of_too_many_devices_is_refused(capsys: Any) -> None:
+def test_the_demo_of_too_many_devices_is_refused(capsys):
     assert main(["demo", "--n-devices", "100"]) == 1
     assert capsys.readouterr().err.endswith("n_devices must be from 1 to 64, but is 100\n")
 
 
-def test_the_demo_fails_where_the_numbers_differ(capsys: Any, monkeypatch: Any) -> None:
+def test_the_demo_fails_where_the_numbers_differ(capsys, monkeypatch):
     right = demo.hf_logits
     monkeypatch.setattr(demo, "hf_logits", lambda tokens: right(tokens) * 1.01)
     assert main(["demo", "--n-devices", "2"]) == 1
     assert "TOO LARGE" in capsys.readouterr().out
 
 
-def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None:
+def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys):
     with tl_devicefix.simulate(2):
         assert main(["selfcheck"]) == 0
     output = capsys.readouterr().out
@@ -65,9 +64,7 @@ def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys: Any) -> None
     assert "can be trusted" in output
 
 
-def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(
-    capsys: Any, monkeypatch: Any
-) -> None:
+def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(capsys, monkeypatch):
     """Of a type that is named, as it is not the default's."""
     right = demo.hf_logits
     monkeypatch.setattr(selfcheck, "hf_logits", lambda tokens: right(tokens) * 1.01)
@@ -86,14 +83,14 @@ class Corrupted(torch.Tensor):
         return super().cpu().as_subclass(torch.Tensor) + (torch.arange(len(self)) == 7)
 
 
-def test_a_corrupted_copy_is_noticed(capsys: Any, monkeypatch: Any) -> None:
+def test_a_corrupted_copy_is_noticed(capsys, monkeypatch):
     cpu, randn = torch.device("cpu"), torch.randn
     monkeypatch.setattr(torch, "randn", lambda n: randn(n).as_subclass(Corrupted))
     assert not selfcheck._check_copy(cpu, cpu)
     assert "1 elements WRONG" in capsys.readouterr().out
 
 
-def test_commands_apply_the_patches_that_are_not_applied(capsys: Any) -> None:
+def test_commands_apply_the_patches_that_are_not_applied(capsys):
     with tl_devicefix.disabled():
         assert main(["demo", "--n-devices", "1"]) == 0
     assert ALL_RECALLED in capsys.readouterr().out
@@ -133,9 +130,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
         (["activations", "info", "none"], 1, "no saved activations in none", ["torch"]),
     ],
 )
-def test_help_lists_and_mistakes_import_nothing_large(
-    arguments: list[str], status: int, says: str, imports: list[str], tmp_path: Path
-) -> None:
+def test_help_lists_and_mistakes_import_nothing_large(arguments, status, says, imports, tmp_path):
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
     done = python("-m", "tl_devicefix", *arguments, cwd=tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import Spread, home_of
+from kinds import home_of
 from torch import nn
 
 
@@ -61,7 +61,7 @@ def wrappers(model: Any) -> None:
 
 
 @pytest.fixture(params=[torch_s_module, wrappers])
-def attached(request: pytest.FixtureRequest, model: Any, reference: Any) -> tuple[Any, Any]:
+def attached(request, model, reference):
     """Copies of a spread model and its reference with something attached."""
     pair = copy.deepcopy(model), copy.deepcopy(reference)
     for model in pair:
@@ -72,8 +72,8 @@ def attached(request: pytest.FixtureRequest, model: Any, reference: Any) -> tupl
 
 @pytest.mark.fails_unpatched
 def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_one_device(
-    attached: Any, tokens: torch.Tensor
-) -> None:
+    attached, tokens
+):
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
@@ -93,9 +93,7 @@ def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_o
         ("some of three devices", "sim:2"),
     ],
 )
-def test_it_runs_wherever_it_is(
-    spread: Spread, device: str, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_it_runs_wherever_it_is(spread, device, load, reference, tokens):
     model, reference = load("llama", spread), copy.deepcopy(reference)
     for variant, location in ((model, device), (reference, "cpu")):
         variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
@@ -106,14 +104,12 @@ def test_it_runs_wherever_it_is(
 
 
 @pytest.mark.fails_unpatched
-def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(
-    model: Any, tokens: torch.Tensor
-) -> None:
+def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(model, tokens):
     model, seen = copy.deepcopy(model), []
     model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)
     model.setup()
 
-    def hook(activation: torch.Tensor, hook: Any) -> None:
+    def hook(activation, hook):
         read = model.blocks[4].reader(activation)
         scaled = activation * model.blocks[4].reader.scale.to(activation.device)
         assert type(read) is Read
@@ -126,14 +122,12 @@ def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(
     assert seen == [model.placement.device_of("blocks.4")] != [home_of(model)]
 
 
-def test_a_forward_of_its_own_comes_back_when_it_is_removed(
-    model: Any, tokens: torch.Tensor
-) -> None:
+def test_a_forward_of_its_own_comes_back_when_it_is_removed(model, tokens):
     """As accelerate's hooks and users' patches set one on a module."""
     model = copy.deepcopy(model)
     probe, before = Probe(model.cfg.d_model).to(model.cfg.device), model.blocks[4].mlp
 
-    def double(residual: torch.Tensor) -> torch.Tensor:
+    def double(residual):
         return residual * 2 * probe.scale
 
     probe.forward = double  # type: ignore[method-assign]

@@ -86,9 +86,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.cover(("kind", "spread"), ("call", "fails_unpatched"))
 @somewhere
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_as_on_one_device_and_at_home(
-    call: str, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
     """TransformerLens's issues 837, 872 and 1260 too: five layers are not a multiple of 3 or 4."""
     expected = on_one_device(CALLS[call], reference, tokens)
 
@@ -99,10 +97,8 @@ def test_it_is_as_on_one_device_and_at_home(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:3"])
-def test_what_a_model_takes_may_come_from_any_device(
-    where: str, model: Any, reference: Any, tokens: torch.Tensor, mask: torch.Tensor
-) -> None:
-    def run(model: Any, where: Any) -> list[Any]:
+def test_what_a_model_takes_may_come_from_any_device(where, model, reference, tokens, mask):
+    def run(model, where):
         moved, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
         layers = {"start_at_layer": 3, "return_type": "both"}
         return [
@@ -121,7 +117,7 @@ def test_what_a_model_takes_may_come_from_any_device(
 
 
 @pytest.mark.parametrize("spread", [4, "some of three devices"])
-def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch.Tensor) -> None:
+def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
     kv_cache = new_kv_cache(model, batch_size=len(tokens))
     empty = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]
 
@@ -133,7 +129,7 @@ def test_keys_and_values_are_kept_where_their_block_is(model: Any, tokens: torch
 
 
 @somewhere
-def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+def test_every_gradient(model, reference, tokens):
     for owner in (model, reference):
         owner(tokens, return_type="loss").backward()
 
@@ -145,9 +141,7 @@ def test_every_gradient(model: Any, reference: Any, tokens: torch.Tensor) -> Non
 
 
 @pytest.mark.fails_unpatched
-def test_generating_a_batch_with_left_padding_and_the_kv_cache_in_16_bits(
-    from_pretrained: Any, machine: Any
-) -> None:
+def test_generating_a_batch_with_left_padding_and_the_kv_cache_in_16_bits(from_pretrained, machine):
     options = {**GREEDY, "padding_side": "left"}
     reference = from_pretrained("gpt2", dtype=torch.bfloat16, device="cpu")
     expected = on_one_device(reference.generate, [*SENTENCES, "w14"], **options)

@@ -122,20 +122,18 @@ def a_mask_that_is_edited_between_blocks(model: Any, tokens: torch.Tensor) -> An
         *(a_vector_that_is_used_without_a_graph_first, a_mask_that_is_edited_between_blocks),
     ],
 )
-def test_hooks_that_use_and_change_what_is_at_home(
-    script: Script, model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_hooks_that_use_and_change_what_is_at_home(script, model, reference, tokens):
     assert_agrees(script(model, tokens), script(reference, tokens))
 
 
 @pytest.mark.parametrize("spread", [1, 4])
 def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
-    model: Any, reference: Any, tokens: torch.Tensor, other_tokens: torch.Tensor
-) -> None:
-    def run(model: Any) -> torch.Tensor:
+    model, reference, tokens, other_tokens
+):
+    def run(model):
         _, clean = model.run_with_cache(other_tokens)
 
-        def change(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        def change(activation, hook):
             return activation + clean[hook.name] + (activation @ model.W_U) @ model.W_U.T
 
         return model.run_with_hooks(tokens, fwd_hooks=[(LAST, change)])
@@ -159,8 +157,8 @@ def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
     ids=["mixes", "returns", "returns a tuple"],
 )
 def test_a_hook_that_uses_a_tensor_of_no_device_of_the_model_is_named(
-    hook: Any, message: str, direction: str, model: Any, tokens: torch.Tensor
-) -> None:
+    hook, message, direction, model, tokens
+):
     """On one GPU, a tensor on the CPU fails too."""
     with (
         model.hooks(**{f"{direction}_hooks": [(LAST, hook)]}),
@@ -169,17 +167,15 @@ def test_a_hook_that_uses_a_tensor_of_no_device_of_the_model_is_named(
         model(tokens, return_type="loss").backward()
 
 
-def test_an_error_of_the_hook_itself_is_the_user_s_own(model: Any, tokens: torch.Tensor) -> None:
-    def fail(value: torch.Tensor, hook: Any) -> None:
+def test_an_error_of_the_hook_itself_is_the_user_s_own(model, tokens):
+    def fail(value, hook):
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match=r"^mine$"):
         model.run_with_hooks(tokens, fwd_hooks=[(LAST, fail)])
 
 
-def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(load, reference, tokens):
     model = load("llama", 1)
     vector = torch.linspace(-1, 1, model.cfg.d_model, device="sim:0")
     model.add_hook(LAST, lambda value, hook: value + vector)

@@ -6,7 +6,6 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tl_devicefix.placement import in_use
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_this_module_only() -> Iterator[None]:
+def of_this_module_only():
     """Models of other modules' tests may live on, and their devices be in use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_use, "_placements", weakref.WeakValueDictionary())
@@ -36,7 +35,7 @@ def mixes(model: Any) -> bool:
     return True
 
 
-def test_it_is_on_within_the_with_also_if_it_is_entered_again(model: Any) -> None:
+def test_it_is_on_within_the_with_also_if_it_is_entered_again(model):
     assert not mixes(model)
     with tl_devicefix.mix_devices() as mixing:
         with tl_devicefix.mix_devices(), mixing:
@@ -48,8 +47,8 @@ def test_it_is_on_within_the_with_also_if_it_is_entered_again(model: Any) -> Non
     assert not mixes(model)
 
 
-def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
-    def of_thread() -> None:
+def test_it_holds_in_the_thread_that_entered_it_only(model):
+    def of_thread():
         seen.append(mixes(model))
         with tl_devicefix.mix_devices():
             seen.append(mixes(model))
@@ -64,8 +63,8 @@ def test_it_holds_in_the_thread_that_entered_it_only(model: Any) -> None:
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_of_a_gradient_mixes_in_any_thread(model: Any, register: str) -> None:
-    def hook(gradient: torch.Tensor) -> None:
+def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
+    def hook(gradient):
         seen.append((gradient * at_home).device)
 
     seen: list[torch.device] = []
@@ -85,7 +84,7 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model: Any, register: str) -> 
 # Where results lie
 
 
-def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(model: Any) -> None:
+def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(model):
     small, large = (torch.ones(n, device=f"sim:{n}") for n in (1, 3))
     with tl_devicefix.mix_devices():
         assert (small + large).device == large.device
@@ -94,7 +93,7 @@ def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(
         assert torch.cat([large, *smalls]).device == torch.device("sim:0")
 
 
-def test_what_is_changed_or_indexed_stays_where_it_is(model: Any) -> None:
+def test_what_is_changed_or_indexed_stays_where_it_is(model):
     table, index = torch.arange(6.0, device="sim:3"), torch.tensor([1, 2], device="sim:1")
     with tl_devicefix.mix_devices():
         assert table[index].device == table.device
@@ -104,12 +103,12 @@ def test_what_is_changed_or_indexed_stays_where_it_is(model: Any) -> None:
     assert table.tolist() == out.tolist() == [0, 2, 3, 3, 4, 5]
 
 
-def test_a_device_that_is_not_in_use_is_left_to_torch(model: Any) -> None:
+def test_a_device_that_is_not_in_use_is_left_to_torch(model):
     with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match="same device"):
         torch.ones(3) + torch.ones(3, device="sim:0")
 
 
-def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(machine: Any) -> None:
+def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(machine):
     on_both = plan("gpt2", device_map={"": 1, "blocks.3": 0})
     on_one = plan("gpt2", device_map=0)
     in_use.use(on_both)
@@ -121,14 +120,12 @@ def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(ma
     assert result.device == on_both.home == torch.device("sim:1")
 
 
-def test_gather_on_s_device_is_in_use_and_home(model: Any) -> None:
+def test_gather_on_s_device_is_in_use_and_home(model):
     with tl_devicefix.mix_devices(), tl_devicefix.gather_on("cpu"):
         assert (torch.ones(3) + torch.ones(3, device="sim:2")).device == torch.device("cpu")
 
 
-def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
-    machine: Any, from_pretrained: Any
-) -> None:
+def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, from_pretrained):
     before = in_use.devices_in_use()
     model = from_pretrained("gpt2", device_map={"": 0, "blocks.4": "cpu"})
     twin = copy.deepcopy(model)
@@ -144,10 +141,8 @@ def test_a_model_s_devices_are_in_use_as_long_as_it_lives(
 # What it does not change, and what goes through it
 
 
-def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(
-    model: Any, machine: Any, tokens: torch.Tensor
-) -> None:
-    def run() -> Any:
+def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(model, machine, tokens):
+    def run():
         machine.reset_transfers()
         return model(tokens), list(machine.transfers)
 
@@ -158,7 +153,7 @@ def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(
     assert within == transfers
 
 
-def test_copies_are_gone_when_the_result_is_there(model: Any, machine: Any) -> None:
+def test_copies_are_gone_when_the_result_is_there(model, machine):
     at_home, elsewhere = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:1")
     before = machine.memory_allocated(0)
     gc.collect()
@@ -171,12 +166,12 @@ def test_copies_are_gone_when_the_result_is_there(model: Any, machine: Any) -> N
         gc.enable()
 
 
-def test_an_error_that_is_not_about_devices_is_torch_s(model: Any) -> None:
+def test_an_error_that_is_not_about_devices_is_torch_s(model):
     with tl_devicefix.mix_devices(), pytest.raises(RuntimeError, match=r"shapes|size"):
         torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
 
 
-def test_a_gradient_that_is_given_goes_to_its_output(model: Any) -> None:
+def test_a_gradient_that_is_given_goes_to_its_output(model):
     leaf, gradient = (
         torch.ones(2, device="sim:0", requires_grad=True),
         torch.ones(2, device="sim:1"),
@@ -190,7 +185,7 @@ def test_a_gradient_that_is_given_goes_to_its_output(model: Any) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="of newer torch")
-def test_what_is_computed_again_in_a_backward_mixes(model: Any) -> None:
+def test_what_is_computed_again_in_a_backward_mixes(model):
     one, other = (torch.full((2,), 3.0, device=f"sim:{i}", requires_grad=True) for i in (0, 1))
     with tl_devicefix.mix_devices():
         checkpoint(torch.mul, one, other, use_reentrant=False).sum().backward()
@@ -205,7 +200,7 @@ HOST_AND_META = frozenset({torch.device("cpu"), torch.device("meta")})
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_lists_that_may_be_changed_in_part_are_not_changed_twice(mode: Any) -> None:
+def test_lists_that_may_be_changed_in_part_are_not_changed_twice(mode):
     with mode():
         first, second = torch.zeros(2), torch.zeros(3)
         with JoinedAt(torch.device("cpu"), HOST_AND_META), pytest.raises(RuntimeError):
@@ -214,7 +209,7 @@ def test_lists_that_may_be_changed_in_part_are_not_changed_twice(mode: Any) -> N
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_changed_on_another_device_stays_there(mode: Any) -> None:
+def test_what_is_changed_on_another_device_stays_there(mode):
     with mode():
         buffer = torch.zeros(3, device="meta")
         with JoinedAt(torch.device("cpu"), HOST_AND_META):

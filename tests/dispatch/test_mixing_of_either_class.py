@@ -84,9 +84,9 @@ def a_pytorch_hook(model: Any, tokens: torch.Tensor, to: Move) -> Any:
     ],
 )
 def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
-    script: Script, over_devices: Any, on_one: Any, tokens: torch.Tensor
-) -> None:
-    def stay(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    script, over_devices, on_one, tokens
+):
+    def stay(tensor, device):
         return tensor
 
     model, reference, at_home = over_devices("gpt2"), on_one("gpt2"), tokens.to("sim:0")
@@ -130,9 +130,7 @@ def in_place_and_out(model: Any, tokens: torch.Tensor) -> Any:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("script", [gradients_of_several_blocks, in_place_and_out])
-def test_a_script_for_one_device(
-    script: Any, over_devices: Any, on_one: Any, tokens: torch.Tensor
-) -> None:
+def test_a_script_for_one_device(script, over_devices, on_one, tokens):
     reference = on_one("llama")
     with tl_devicefix.mix_devices():
         expected = script(reference, tokens)
@@ -149,11 +147,11 @@ def test_a_script_for_one_device(
 
 @pytest.mark.skipif(not HAS_NOTES, reason="notes came with Python 3.11")
 def test_torchs_own_error_gets_a_note_that_names_a_page_in_what_passes_through_here(
-    over_devices: Any, machine: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    over_devices, machine, tokens, monkeypatch
+):
     """As of real devices, whose errors are torch's and say nothing of the kind."""
 
-    def fails(*_: Any, **__: Any) -> None:
+    def fails(*_, **__):
         raise RuntimeError("Expected all tensors to be on the same device, but mat2 is on cuda:1")
 
     model, at_home = over_devices("llama"), tokens.to("sim:0")
@@ -179,8 +177,8 @@ def test_torchs_own_error_gets_a_note_that_names_a_page_in_what_passes_through_h
 
 
 def test_changing_what_is_read_from_a_cache_changes_a_copy_and_what_to_write(
-    over_devices: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+    over_devices, machine, tokens
+):
     cache = over_devices("llama").run_with_cache(tokens.to("sim:0"))[1]
 
     cache["resid_post", 4][:] = 0

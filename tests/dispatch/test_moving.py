@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import Spread, assert_runs, devices_of
+from kinds import assert_runs, devices_of
 from offloads import assert_at_rest
 
 OFFLOADED = "some of three devices"
@@ -38,9 +37,7 @@ MOVES: dict[str, tuple[Callable[[Any], Any], str]] = {
     [("llama", 1), ("bloom", 4), ("llama", "all but one of two devices"), ("llama", OFFLOADED)],
 )
 @pytest.mark.parametrize("move", MOVES)
-def test_a_device_gathers_the_model(
-    move: str, kind: str, spread: Spread, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_device_gathers_the_model(move, kind, spread, load, reference, tokens):
     """TransformerLens's issues 199 and 911 too: inputs did not follow."""
     model, (call, device) = load(kind, spread), MOVES[move]
     model(tokens)  # leaves ALiBi biases where the blocks were
@@ -59,9 +56,7 @@ def test_a_device_gathers_the_model(
 
 
 @pytest.mark.parametrize("spread", [4, OFFLOADED])
-def test_a_dtype_changes_where_the_model_lies(
-    spread: Spread, load: Any, on_cpu: Any, tokens: torch.Tensor
-) -> None:
+def test_a_dtype_changes_where_the_model_lies(spread, load, on_cpu, tokens):
     model = load("llama", spread)
     devices = model.placement.device_map
     weights = sum(c.weights for c in model.placement.components)
@@ -75,9 +70,7 @@ def test_a_dtype_changes_where_the_model_lies(
     assert_agrees(model(tokens), copy.deepcopy(on_cpu("llama")).to(torch.float64)(tokens))
 
 
-def test_a_device_that_is_not_there_is_refused_and_nothing_moves(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_device_that_is_not_there_is_refused_and_nothing_moves(load, reference, tokens):
     model = load("llama")
     before = model.placement
 
@@ -91,8 +84,8 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_moves(
 
 @pytest.mark.parametrize("spread", [1, 4])
 def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(
-    spread: int, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+    spread, load, reference, tokens
+):
     """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
     model = load("llama", spread)
 
@@ -104,9 +97,7 @@ def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("kind", "spread"), [("bloom", 4), ("llama", OFFLOADED)])
-def test_a_copy_runs_and_moves_by_itself(
-    kind: str, spread: Spread, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_copy_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
     model = load(kind, spread)
     model(tokens)
 
@@ -126,9 +117,9 @@ def test_a_copy_runs_and_moves_by_itself(
     ("kind", "source", "target"), [("llama", 4, 3), ("attention-only", 1, 4), ("llama", 4, 1)]
 )
 def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
-    kind: str, source: int, target: int, load: Any, reference: Any, tokens: torch.Tensor,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+    kind, source, target, load, reference, tokens,
+    tmp_path,
+) :  # fmt: skip
     model, other = load(kind, source), load(kind, target)
     before = devices_of(other)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
@@ -142,9 +133,7 @@ def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
 
 
 @pytest.mark.parametrize("spread", [4, OFFLOADED])
-def test_a_pickled_model_runs_where_it_is_put(
-    spread: Spread, load: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_pickled_model_runs_where_it_is_put(spread, load, reference, tokens, tmp_path):
     torch.save(load("llama", spread), tmp_path / "model.pt")
 
     model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)

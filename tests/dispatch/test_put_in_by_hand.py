@@ -84,9 +84,7 @@ def logits_and_gradients(model: Any, tokens: torch.Tensor) -> list[Any]:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
-def test_it_runs_as_on_one_device(
-    put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_it_runs_as_on_one_device(put, cls, over_devices, on_one, machine, tokens):
     if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("a HookedTransformer's")
     model, reference = copy.deepcopy(over_devices("llama")), copy.deepcopy(on_one("llama"))
@@ -106,8 +104,8 @@ def test_it_runs_as_on_one_device(
 
 @pytest.mark.parametrize("put", [data], **by_name)
 def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_until_then(
-    put: Put, over_devices: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+    put, over_devices, machine, tokens
+):
     model = over_devices("llama")
     put(model)
     module, name = weight(model, 4)
@@ -127,8 +125,8 @@ def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_
 
 @pytest.mark.parametrize("put", [a_parameter, masks], **by_name)
 def test_the_line_that_the_warning_says_does_without_it(
-    put: Put, cls: str, over_devices: Any, on_one: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+    put, cls, over_devices, on_one, machine, tokens
+):
     if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("a HookedTransformer's")
     model, (own, name) = over_devices("llama"), weight(on_one("llama"), 0)
@@ -151,9 +149,7 @@ def test_the_line_that_the_warning_says_does_without_it(
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
-def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
-    machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
-) -> None:
+def test_what_is_put_into_an_offloaded_block_goes_to_the_host(machine, request, tokens):
     from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
     model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
     reference = copy.deepcopy(on_cpu("llama"))
@@ -171,9 +167,7 @@ def test_what_is_put_into_an_offloaded_block_goes_to_the_host(
     assert {str(tensor.device) for tensor in model.blocks[4].parameters()} == {"sim:3"}
 
 
-def test_what_is_left_alone_warns_of_nothing(
-    over_devices: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_what_is_left_alone_warns_of_nothing(over_devices, machine, tokens):
     model = over_devices("llama")
     with no_warning():
         model(tokens.to("sim:0"))

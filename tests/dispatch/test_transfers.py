@@ -12,15 +12,14 @@ from kinds import GREEDY, home_of
 
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch.carrying import CarryTo
-from tl_devicefix.simulation import Transfer
 
 
 @pytest.mark.parametrize(
     ("kind", "spread"), [("gpt2", 3), ("attention-only", 2), ("llama", 4), ("llama", "scattered")]
 )
 def test_a_forward_copies_the_residual_stream_once_where_it_must(
-    model: Any, tokens: torch.Tensor, at_home: torch.Tensor, transfers_of: Any
-) -> None:
+    model, tokens, at_home, transfers_of
+):
     residual = torch.Size([*tokens.shape, model.cfg.d_model])
     device_of, home = model.placement.device_map, home_of(model)
     blocks = [device_of[f"blocks.{i}"] for i in range(model.cfg.n_layers)]
@@ -37,7 +36,7 @@ def test_a_forward_copies_the_residual_stream_once_where_it_must(
     assert second == first
 
 
-def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine: Any) -> None:
+def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
     bias = torch.ones(2, device="sim:0", requires_grad=True)
     carry_to, block = CarryTo(torch.device("sim:1")), torch.nn.Identity()
     with one_forward():
@@ -50,9 +49,9 @@ def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine: A
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", 1), ("bloom", 3)])
 def test_what_adds_to_the_copies_of_a_forward(
-    spread: int, model: Any, tokens: torch.Tensor, mask: torch.Tensor, at_home: torch.Tensor,
-    transfers_of: Any,
-) -> None:  # fmt: skip
+    spread, model, tokens, mask, at_home,
+    transfers_of,
+) :  # fmt: skip
     plain = transfers_of(model, at_home)
 
     with_loss = transfers_of(model, tokens, return_type="both")
@@ -69,9 +68,9 @@ def test_what_adds_to_the_copies_of_a_forward(
 
 @pytest.mark.parametrize("spread", [1, 4])
 def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
-    spread: int, model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
-    def generating(n_tokens: int) -> list[Transfer]:
+    spread, model, at_home, transfers_of
+):
+    def generating(n_tokens):
         return transfers_of(model.generate, at_home, **{**GREEDY, "max_new_tokens": n_tokens})
 
     two, five = generating(2), generating(5)
@@ -84,9 +83,7 @@ def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
     assert all(t.bytes <= max(residual, mask) for t in five[len(two) :])
 
 
-def test_a_backward_copies_the_gradient_back_along_the_same_way(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
+def test_a_backward_copies_the_gradient_back_along_the_same_way(model, at_home, transfers_of):
     forward = transfers_of(model, at_home)
 
     loss = model(at_home, return_type="loss")
@@ -98,9 +95,7 @@ def test_a_backward_copies_the_gradient_back_along_the_same_way(
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 1), ("gpt2", 1)])
-def test_a_model_on_one_device_pays_nothing(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
+def test_a_model_on_one_device_pays_nothing(model, at_home, transfers_of):
     for module in model.modules():
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
@@ -132,9 +127,7 @@ OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     ("kind", "analysis"),
     [("llama" if analysis == "grouped" else "gpt2", analysis) for analysis in OF_WEIGHTS],
 )
-def test_weights_that_are_gathered_are_copied_once(
-    analysis: str, model: Any, transfers_of: Any
-) -> None:
+def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of):
     (gather, paths), home = OF_WEIGHTS[analysis], home_of(model)
     weights = [block.get_parameter(path) for block in model.blocks for path in paths]
 
@@ -162,8 +155,8 @@ OF_CACHES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("analysis", OF_CACHES)
 def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are(
-    analysis: str, model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
+    analysis, model, at_home, transfers_of
+):
     (analyse, names), home = OF_CACHES[analysis], home_of(model)
     _, cache = model.run_with_cache(at_home)
 
@@ -174,12 +167,10 @@ def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are
     assert sum(t.bytes for t in copied) == sum(elsewhere)
 
 
-def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
+def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(model, at_home, transfers_of):
     plain = transfers_of(model, at_home)
 
-    def look_up(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def look_up(activation, hook):
         return activation + model.W_E[activation.argmax(-1)]
 
     copied = transfers_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,13 @@ with_offloaded = pytest.mark.parametrize("where", ["two devices", "with offloade
 
 
 @pytest.fixture
-def where() -> str:
+def where():
     """Which of `WHERE` the model is; parametrise it for others."""
     return "two devices"
 
 
 @pytest.fixture
-def model(where: str, kind: str, machine: Any, folded: Any, from_checkpoint: Any) -> Any:
+def model(where, kind, machine, folded, from_checkpoint):
     """A new model; without compatibility mode, if it is a Bridge with offloaded blocks."""
     if isinstance(WHERE[where], dict):
         return from_checkpoint(kind, device_map=WHERE[where])
@@ -46,7 +46,7 @@ def model(where: str, kind: str, machine: Any, folded: Any, from_checkpoint: Any
 
 
 @pytest.fixture
-def view_of(cls: str) -> Callable[[Any], Any]:
+def view_of(cls):
     """The function for models of this class."""
     if cls == BRIDGE:
         from tl_devicefix.transformer_bridge.alignment import view_of as of_bridge
@@ -62,8 +62,8 @@ def halve(activation: torch.Tensor, hook: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("cls", "kind", "where"), [row for row in KINDS if row[0] in CLASSES])
-def test_it_gives_the_same_bits(model: Any, view_of: Any, at_home: torch.Tensor) -> None:
-    def results(model: Any) -> list[Any]:
+def test_it_gives_the_same_bits(model, view_of, at_home):
+    def results(model):
         hooked = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
         return [hooked, dict(model.run_with_cache(at_home)[1].items())]
 
@@ -94,8 +94,8 @@ def reached_from(value: Any) -> Iterator[Any]:
 
 @with_offloaded
 def test_it_has_the_weights_of_the_model_copies_none_and_leads_to_no_module_of_it(
-    model: Any, view_of: Any, machine: Any
-) -> None:
+    model, view_of, machine
+):
     mlp = model.blocks[1].mlp
     forward = mlp.forward
     vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)  # as notebooks do
@@ -121,7 +121,7 @@ def test_it_has_the_weights_of_the_model_copies_none_and_leads_to_no_module_of_i
 
 
 @with_offloaded
-def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, at_home: torch.Tensor) -> None:
+def test_it_is_gone_when_it_is_dropped(model, view_of, at_home):
     view = view_of(model)
     view(at_home)
     restore(view)
@@ -137,14 +137,12 @@ def test_it_is_gone_when_it_is_dropped(model: Any, view_of: Any, at_home: torch.
     assert gone[1]() is None
 
 
-def test_what_a_user_s_class_adds_is_the_model_s(
-    model: Any, view_of: Any, at_home: torch.Tensor
-) -> None:
+def test_what_a_user_s_class_adds_is_the_model_s(model, view_of, at_home):
     class Recording(type(model)):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self):
             raise AssertionError("called for a view")
 
-        def record(self, activation: torch.Tensor, hook: Any) -> None:
+        def record(self, activation, hook):
             self.results.append((self, hook.name))
 
     model.__class__ = Recording
@@ -195,9 +193,7 @@ def described(handles: list[Any]) -> list[Any]:
     ]
 
 
-def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(
-    model: Any, view_of: Any, at_home: torch.Tensor
-) -> None:
+def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(model, view_of, at_home):
     calls: list[Any] = []
     add_all_kinds_of_hooks(model, calls)
     model(at_home, return_type="loss").backward()
@@ -215,13 +211,11 @@ def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(
     assert described(point.bwd_hooks) == described(own.bwd_hooks)
 
 
-def test_a_hook_with_the_model_in_its_closure_has_the_view_there(
-    model: Any, view_of: Any, at_home: torch.Tensor
-) -> None:
+def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, view_of, at_home):
     calls = 0
     seen: list[Any] = []
 
-    def look(activation: torch.Tensor, hook: Any, *, step: int = 1) -> None:
+    def look(activation, hook, *, step=1):
         nonlocal calls
         calls += step
         seen.append(model)
@@ -271,9 +265,7 @@ def state_of(model: Any) -> dict[str, Any]:
 
 
 @with_offloaded
-def test_what_a_run_changed_is_gone_when_it_is_restored(
-    model: Any, view_of: Any, at_home: torch.Tensor
-) -> None:
+def test_what_a_run_changed_is_gone_when_it_is_restored(model, view_of, at_home):
     expected, calls = model(at_home), []
     add_all_kinds_of_hooks(model, calls)
     model.hook_dict[RESIDUAL].ctx["of the model"] = 1
@@ -281,7 +273,7 @@ def test_what_a_run_changed_is_gone_when_it_is_restored(
     view = view_of(model)
     made = state_of(view)
 
-    def reset_hooks(view: Any) -> None:
+    def reset_hooks(view):
         view.reset_hooks(including_permanent=True)
         assert not view.hook_dict[RESIDUAL].ctx
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from cases import Installed
 
 
 @pytest.fixture(scope="session")
-def installed() -> Iterator[Installed]:
+def installed():
     with Installed() as process:
         yield process

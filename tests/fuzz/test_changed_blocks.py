@@ -218,20 +218,16 @@ def has_effect(seen: list[tuple[str, Any]]) -> bool:
 
 
 @cases(OF_BRIDGE if IS_BRIDGE else HOOKED_TRANSFORMER)
-def test_a_change_acts_as_installed(model: Any, change: list[Any], installed: Installed) -> None:
+def test_a_change_acts_as_installed(model, change, installed):
     assert has_effect(run(model, [NO_GRAD, GRAD, *change, NO_GRAD, GRAD], installed))
 
 
 @cases(BEFORE_ANY_FORWARD)
-def test_a_change_before_any_forward_does(
-    model: Any, change: list[Any], installed: Installed
-) -> None:
+def test_a_change_before_any_forward_does(model, change, installed):
     run(model, [*change, NO_GRAD, GRAD], installed)
 
 
 @pytest.mark.skipif(not IS_BRIDGE, reason="of a Bridge")
 @cases(NOT_CALLED_BY_BRIDGE)
-def test_what_has_no_effect_as_installed_has_none(
-    model: Any, change: list[Any], installed: Installed
-) -> None:
+def test_what_has_no_effect_as_installed_has_none(model, change, installed):
     assert not has_effect(run(model, [NO_GRAD, GRAD, *change, NO_GRAD, GRAD], installed))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,22 +26,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("spread", ["scattered"])
-def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(
-    model: Any, reference: Any
-) -> None:
+def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(model, reference):
     assert model.unembed.W_U.device != home_of(model)
     for name in ("W_E", "W_U", "b_U"):
         assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
 
 
 @pytest.mark.skipif(installed() < Version("3"), reason="TransformerLens 2 keeps old results")
-def test_old_results_of_heads_in_a_plain_dict_are_replaced(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    def stacked(model: Any) -> torch.Tensor:
+def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tokens):
+    def stacked(model):
         activations: dict[str, torch.Tensor] = {}
 
-        def keep(activation: torch.Tensor, hook: Any) -> None:
+        def keep(activation, hook):
             activations[hook.name] = activation
 
         model.run_with_hooks(tokens, fwd_hooks=[(lambda name: True, keep)])
@@ -55,9 +50,9 @@ def test_old_results_of_heads_in_a_plain_dict_are_replaced(
     assert_agrees(stacked(model), stacked(reference), home_of(model))
 
 
-def test_functional_gradients_of_gathered_weights(model: Any, reference: Any) -> None:
-    def gradient(model: Any) -> dict[str, torch.Tensor]:
-        def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def test_functional_gradients_of_gathered_weights(model, reference):
+    def gradient(model):
+        def loss(weights):
             with torch.nn.utils.stateless._reparametrize_module(model, weights):
                 return model.W_Q.pow(2).sum()
 
@@ -66,7 +61,7 @@ def test_functional_gradients_of_gathered_weights(model: Any, reference: Any) ->
     assert_agrees(gradient(model), gradient(reference))
 
 
-def test_another_device_than_home_or_the_cpu_within_it_and_in_its_thread(model: Any) -> None:
+def test_another_device_than_home_or_the_cpu_within_it_and_in_its_thread(model):
     with gather_on("sim:2"):
         assert model.W_Q.device == torch.device("sim:2")
         with gather_on(1), ThreadPoolExecutor(1) as threads:
@@ -81,9 +76,7 @@ class NoMemory:
     available = 1000
 
 
-def test_what_cannot_fit_is_refused_before_anything_is_copied(
-    model: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, monkeypatch):
     monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + 1000] * 4)
     machine.reset_transfers()
     message = r"model\.W_in is .* KiB, but sim:0.* has 1000 bytes"
@@ -120,7 +113,7 @@ LAST = RESIDUALS[-1]
         *(("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("gpt2", 1)),
     ],
 )
-def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+def test_every_activation(model, reference, tokens):
     expected = reference.run_with_cache(tokens)
 
     logits, cache = model.run_with_cache(tokens)
@@ -132,9 +125,7 @@ def test_every_activation(model: Any, reference: Any, tokens: torch.Tensor) -> N
 
 
 @pytest.mark.fails_unpatched
-def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
 
@@ -146,8 +137,8 @@ def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(
 
 
 def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
-    model: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+    model, machine, tokens
+):
     _, cache = model.run_with_cache(tokens)
     of_slice = cache.apply_slice_to_batch_dim(0).cache_dict
     assert of_slice[LAST].device == home_of(model)
@@ -184,7 +175,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.fails_unpatched
-def test_a_copy_of_a_cache_is_at_home_too(model: Any, reference: Any, tokens: torch.Tensor) -> None:
+def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens):
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     _, expected = reference.run_with_cache(tokens, **options)
     for copied in COPIES.values():
@@ -200,9 +191,7 @@ def test_a_copy_of_a_cache_is_at_home_too(model: Any, reference: Any, tokens: to
         assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
 
 
-def test_a_cache_can_be_saved_and_loaded(
-    model: Any, reference: Any, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_cache_can_be_saved_and_loaded(model, reference, tokens, tmp_path):
     """By default, torch loads nothing but plain dicts and tensors."""
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     torch.save(model.run_with_cache(tokens, **options)[1], tmp_path / "cache.pt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +21,7 @@ LAST = "blocks.4.hook_resid_post"
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])
-def test_weights_are_read_on_the_chosen_device(
-    n_devices: int, machine: Any, folded: Any, folded_on_one: Any
-) -> None:
+def test_weights_are_read_on_the_chosen_device(n_devices, machine, folded, folded_on_one):
     model, reference = folded("llama", n_devices), folded_on_one("llama")
     expected = [getattr(reference, name) for name in WEIGHTS]
     with gather_on("cpu"):
@@ -32,10 +29,10 @@ def test_weights_are_read_on_the_chosen_device(
     assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
 
 
-def test_nothing_but_what_is_read_is_made_where_it_is_read(machine: Any, folded: Any) -> None:
+def test_nothing_but_what_is_read_is_made_where_it_is_read(machine, folded):
     model = folded("gpt2", 4)
 
-    def made_at_home(device: str, read: Callable[[], Any]) -> int:
+    def made_at_home(device, read):
         before = machine.memory_allocated(0)
         machine.reset_peak_memory_stats(0)
         with gather_on(device):
@@ -54,7 +51,7 @@ def test_nothing_but_what_is_read_is_made_where_it_is_read(machine: Any, folded:
     assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
 
 
-def test_stacks_of_different_tensors_are_torchs(machine: Any) -> None:
+def test_stacks_of_different_tensors_are_torchs(machine):
     one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
     with ReadAt(machine.devices[0], None, "it", in_place=False):
         assert torch.stack([one, two]).dtype == torch.float64
@@ -62,10 +59,8 @@ def test_stacks_of_different_tensors_are_torchs(machine: Any) -> None:
             torch.stack([one, torch.ones(1)])
 
 
-def test_what_is_computed_from_weights_and_caches_is_too(
-    machine: Any, folded: Any, folded_on_one: Any, tokens: torch.Tensor
-) -> None:
-    def computed(model: Any) -> list[Any]:
+def test_what_is_computed_from_weights_and_caches_is_too(machine, folded, folded_on_one, tokens):
+    def computed(model):
         _, cache = model.run_with_cache(tokens.to(model.cfg.device))
         with gather_on("cpu"):
             return [
@@ -98,15 +93,13 @@ def keep(model: Any, tokens: torch.Tensor, *layers: int) -> dict[str, torch.Tens
 
 
 @pytest.fixture
-def model(machine: Any, folded: Any) -> Any:
+def model(machine, folded):
     """Over four devices."""
     return folded("llama", 4)
 
 
 @pytest.mark.fails_unpatched
-def test_a_plain_dict_is_read_at_home_and_left_as_it_is(
-    model: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_a_plain_dict_is_read_at_home_and_left_as_it_is(model, machine, tokens):
     kept, home = keep(model, tokens), machine.devices[0]
     as_it_was = {name: (id(value), value.device) for name, value in kept.items()}
     assert {device for _, device in as_it_was.values()} == set(machine.devices)
@@ -128,9 +121,7 @@ def test_a_plain_dict_is_read_at_home_and_left_as_it_is(
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:3"])
-def test_a_cache_that_was_moved_is_read_where_it_is(
-    model: Any, machine: Any, tokens: torch.Tensor, device: str
-) -> None:
+def test_a_cache_that_was_moved_is_read_where_it_is(model, machine, tokens, device):
     tokens, read_on = tokens.to(model.cfg.device), torch.device(device)
     kept = keep(model, tokens)
     _, cached = model.run_with_cache(tokens)
@@ -150,9 +141,7 @@ def test_a_cache_that_was_moved_is_read_where_it_is(
     assert of_one_block["resid_post", 4].device == read_on
 
 
-def test_methods_that_change_a_plain_dict_leave_it_where_it_is(
-    model: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, tokens):
     kept = keep(model, tokens[:1])
     devices = {name: value.device for name, value in kept.items()}
     cache = ActivationCache(kept, model)
@@ -164,7 +153,7 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(
         assert changed["resid_post", 4].shape == (tokens.shape[1], model.cfg.d_model)
 
 
-def test_its_model_may_be_anything_that_has_what_is_read() -> None:
+def test_its_model_may_be_anything_that_has_what_is_read():
     """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
     attn = SimpleNamespace(W_O=torch.ones(2, 4, 8))
     stub: Any = SimpleNamespace(
@@ -177,7 +166,7 @@ def test_its_model_may_be_anything_that_has_what_is_read() -> None:
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
 @pytest.mark.fails_unpatched
-def test_a_deep_copy_changes_alone(over_devices: Any) -> None:
+def test_a_deep_copy_changes_alone(over_devices):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
     bridge = over_devices("llama")
 

@@ -60,18 +60,18 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_is_refused(case: str, hf_models: Any, from_pretrained: Any, refused: Any) -> None:
+def test_is_refused(case, hf_models, from_pretrained, refused):
     options, says = NONSENSE[case]
     with refused(*says, error=(ValueError, TypeError), hf_model=hf_models("qwen2")):
         from_pretrained("qwen2", **options)
 
 
-def test_what_is_for_transformers_and_like_an_argument_of_ours_passes(from_pretrained: Any) -> None:
+def test_what_is_for_transformers_and_like_an_argument_of_ours_passes(from_pretrained):
     options = {"device_mesh": None, "tp_size": None, "use_cache": True, "load_in_8bit": False}
     assert from_pretrained("qwen2", device="cpu", torch_dtype=torch.float64, **options)
 
 
-def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu() -> None:
+def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu():
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         pytest.skip("this machine has several devices")
     with pytest.raises(ValueError, match=r"tl_devicefix\.simulate") as caught:
@@ -109,9 +109,7 @@ UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_model_that_cannot_be_used(
-    case: str, hf_models: Any, from_pretrained: Any, refused: Any
-) -> None:
+def test_a_model_that_cannot_be_used(case, hf_models, from_pretrained, refused):
     spoil, says = UNUSABLE[case]
     hf_model = copy.deepcopy(hf_models("qwen2"))
     spoil(hf_model)
@@ -119,7 +117,7 @@ def test_a_model_that_cannot_be_used(
         from_pretrained("qwen2", hf_model, n_devices=4)
 
 
-def test_a_model_that_is_none(from_pretrained: Any, refused: Any) -> None:
+def test_a_model_that_is_none(from_pretrained, refused):
     with refused("hf_model", "Linear", "config"):
         from_pretrained("qwen2", torch.nn.Linear(2, 2), n_devices=4)
 
@@ -132,9 +130,7 @@ def test_a_model_that_is_none(from_pretrained: Any, refused: Any) -> None:
         ("gpt2", "llama", "'LlamaForCausalLM' object has no attribute 'transformer'"),
     ],
 )
-def test_both_architectures_are_named(
-    hf_models: Any, from_pretrained: Any, named: str, passed: str, reason: str
-) -> None:
+def test_both_architectures_are_named(hf_models, from_pretrained, named, passed, reason):
     model = hf_models(passed)
     names = [type(hf_models(name_of_model)).__name__ for name_of_model in (passed, named)]
     sentence = f"hf_model is a {names[0]}, but the name belongs to a {names[1]} "
@@ -143,10 +139,8 @@ def test_both_architectures_are_named(
         from_pretrained(named, model, device="cpu")
 
 
-def test_no_room_is_no_wrong_architecture(
-    hf_models: Any, from_pretrained: Any, references: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*_: Any, **__: Any) -> None:
+def test_no_room_is_no_wrong_architecture(hf_models, from_pretrained, references, monkeypatch):
+    def no_room(*_, **__):
         raise torch.OutOfMemoryError("there is no room")
 
     references("qwen2")

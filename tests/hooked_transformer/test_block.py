@@ -129,7 +129,7 @@ def by_hand(variant: str) -> Runs:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_of_a_block(variant: str) -> None:
+def test_a_variant_of_a_block(variant):
     with tl_devicefix.disabled():
         # TransformerLens's ALiBi table grows, and the last bits depend on how large it is.
         for model in in_each_dtype(variant):
@@ -149,12 +149,12 @@ def test_a_variant_of_a_block(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["LN", "no norm"])
-def test_a_residual_stream_that_is_a_part_of_another(variant: str) -> None:
+def test_a_residual_stream_that_is_a_part_of_another(variant):
     """As `generate` hands the last token's to the blocks; its layout decides how is rounded."""
     model = shared(variant)
     longer = torch.randn(2, 9, model.cfg.d_model, generator=torch.Generator().manual_seed(0))
 
-    def start(grad: bool) -> Seen:
+    def start(grad):
         cache = new_kv_cache(model, 2)
         with torch.set_grad_enabled(grad):
             for part in (longer[:, :-1], longer[:, -1:]):
@@ -165,11 +165,11 @@ def test_a_residual_stream_that_is_a_part_of_another(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["LN", "no norm", "RMSPre, grouped"])
-def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant: str) -> None:
+def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant):
     model = make(variant)
     model.requires_grad_(False)
 
-    def before(module: Any, args: Any, kwargs: Any) -> None:
+    def before(module, args, kwargs):
         kwargs["query_input"][:, 0] = 0.5
 
     model.blocks[1].attn.register_forward_pre_hook(before, with_kwargs=True)
@@ -177,7 +177,7 @@ def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant:
     assert_as_installed(lambda: dict(model.run_with_cache(tokens(5))[1]))
 
 
-def test_a_copy_of_a_model_has_its_own_hooks() -> None:
+def test_a_copy_of_a_model_has_its_own_hooks():
     model = make("RMS, grouped")
     before = run(model, grad=False)["logits"]
     copied = copy.deepcopy(model)
@@ -188,7 +188,7 @@ def test_a_copy_of_a_model_has_its_own_hooks() -> None:
     assert_as_installed(lambda: run(copied, grad=False))
 
 
-def test_a_prompt_longer_than_the_tables() -> None:
+def test_a_prompt_longer_than_the_tables():
     model = make("RMS, grouped")
     for block in model.blocks:
         for name in ("rotary_sin", "rotary_cos"):
@@ -204,7 +204,7 @@ def test_a_prompt_longer_than_the_tables() -> None:
     assert fused.call_count == len(model.blocks) or known_blocks.IS_2
 
 
-def test_the_installed_blocks_are_known() -> None:
+def test_the_installed_blocks_are_known():
     versions = known_blocks.KNOWN.get(known_blocks.digest())
 
     assert versions is not None, (
@@ -214,8 +214,8 @@ def test_the_installed_blocks_are_known() -> None:
 
 
 def test_blocks_of_an_unknown_transformer_lens_run_as_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(known_blocks, "KNOWN", {})
     model = make("RMS, grouped")
     with mock.patch("tl_devicefix.hooked_transformer.block.run_block") as run_block:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,7 @@ SOON = 30.0  # seconds, within which threads that run at once have met
 
 
 @pytest.fixture
-def load(from_pretrained: Any, machine: Any) -> Callable[..., Any]:
+def load(from_pretrained, machine):
     """`load()`: a GPT-2, over four devices."""
     return lambda **options: from_pretrained("gpt2", **{"n_devices": 4, **options})
 
@@ -26,12 +26,12 @@ Meanwhile = Callable[[str, torch.device], Any]
 
 
 @pytest.fixture
-def while_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], None]:
+def while_reading(monkeypatch):
     """`while_reading(meanwhile)`: have this called whenever a unit is read."""
     read = HuggingFaceSource.read
 
-    def have(meanwhile: Meanwhile) -> None:
-        def reading(self: Any, unit: str, device: torch.device) -> Any:
+    def have(meanwhile):
+        def reading(self, unit, device):
             meanwhile(unit, device)
             return read(self, unit, device)
 
@@ -46,11 +46,11 @@ def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
         done()
 
 
-def test_all_devices_are_read_for_at_once(load: Any, while_reading: Any) -> None:
+def test_all_devices_are_read_for_at_once(load, while_reading):
     together = threading.Barrier(4)
     waited_for = set()
 
-    def wait_for_the_others(unit: str, device: torch.device) -> None:
+    def wait_for_the_others(unit, device):
         if device not in waited_for:
             waited_for.add(device)
             together.wait(SOON)
@@ -62,13 +62,13 @@ def test_all_devices_are_read_for_at_once(load: Any, while_reading: Any) -> None
 
 
 @pytest.fixture
-def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device, int]]:
+def most_at_once(monkeypatch):
     """How many components of each device were read or folded at a time, at most."""
     now: dict[torch.device, int] = {}
     most: dict[torch.device, int] = {}
     fill_one = units._fill_one
 
-    def watched(model: Any, source: Any, placement: Any, *rest: Any) -> None:
+    def watched(model, source, placement, *rest):
         device = placement.device_of(rest[-1])
         now[device] = now.get(device, 0) + 1
         most[device] = max(most.get(device, 0), now[device])
@@ -80,9 +80,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.device,
 
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": {0: "30KB", 1: "30KB", "cpu": "1GB"}}])
-def test_a_device_has_one_component_at_a_time(
-    options: dict[str, Any], load: Any, most_at_once: dict[torch.device, int]
-) -> None:
+def test_a_device_has_one_component_at_a_time(options, load, most_at_once):
     model = load(**options, n_devices=4 if not options else None)
 
     assert any(component.offloaded for component in model.placement.components) == bool(options)
@@ -90,12 +88,12 @@ def test_a_device_has_one_component_at_a_time(
 
 
 def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
-    load: Any, while_reading: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    load, while_reading, monkeypatch
+):
     read_by: list[threading.Thread] = []
     original = HuggingFaceSource.__init__
 
-    def computing(self: Any, *args: Any) -> None:
+    def computing(self, *args):
         original(self, *args)
         self.computes = True
 
@@ -110,9 +108,9 @@ def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
 def test_the_weights_are_bit_for_bit_those_of_one_after_the_other(
-    name: str, dtype: torch.dtype, from_pretrained: Any, hf_models: Any, machine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name, dtype, from_pretrained, hf_models, machine,
+    monkeypatch,
+) :  # fmt: skip
     of, options = (name, hf_models(name, dtype)), {"dtype": dtype, "n_devices": 4}
     at_once = from_pretrained(*of, **options).state_dict()
 
@@ -125,11 +123,11 @@ def test_the_weights_are_bit_for_bit_those_of_one_after_the_other(
 
 
 def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_before(
-    load: Any, while_reading: Any, machine: Any
-) -> None:
+    load, while_reading, machine
+):
     later_one_has_failed = threading.Event()
 
-    def fail(unit: str, device: torch.device) -> None:
+    def fail(unit, device):
         if unit == "unembed":
             later_one_has_failed.set()
             raise ValueError("unembed cannot be read")
@@ -145,7 +143,7 @@ def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_befo
     assert caught.value is not None
 
 
-def test_components_of_the_cpu_are_loaded_by_several_threads(load: Any, while_reading: Any) -> None:
+def test_components_of_the_cpu_are_loaded_by_several_threads(load, while_reading):
     expected, read_by = load(n_devices=1, device="cpu").state_dict(), set()
     while_reading(lambda *_: read_by.add(threading.current_thread()))
     with mock.patch.object(torch, "get_num_threads", return_value=2):

@@ -40,17 +40,15 @@ TL_MODEL = sys.modules[HookedTransformer.__module__]
 
 
 @pytest.fixture
-def n_devices() -> int:
+def n_devices():
     return 3
 
 
 @pytest.fixture(params=FORMS)
-def load(
-    request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, tokenizer: Any
-) -> Callable[..., HookedTransformer]:
+def load(request, hf_models, checkpoints, tokenizer):
     """`load(n_devices=2)`: a tiny GPT-2, by default over three devices."""
 
-    def load(**options: Any) -> HookedTransformer:
+    def load(**options):
         options = {"n_devices": 3, **options}
         with redirect_stdout(io.StringIO()):
             if request.param == "checkpoint":
@@ -113,7 +111,7 @@ def _vars(place: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.fixture
-def as_before(machine: Machine, snapshot: Any, hf_models: Any, checkpoints: Any) -> AsBefore:
+def as_before(machine, snapshot, hf_models, checkpoints):
     checkpoints("gpt2")  # saving changes the model's config
     return AsBefore(machine, snapshot(hf_models("gpt2")))
 
@@ -175,9 +173,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 @pytest.mark.cover
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_error_at_any_stage_leaves_nothing_behind(
-    stage: str, kind: str, load: Any, as_before: AsBefore, references: Any
-) -> None:
+def test_an_error_at_any_stage_leaves_nothing_behind(stage, kind, load, as_before, references):
     error = ERRORS[kind]()
 
     with stopped_at(stage, raising(error)) as calls, pytest.raises(type(error)) as caught:
@@ -189,10 +185,8 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     assert_the_next_load_is_right(load, references)
 
 
-def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(
-    load: Any, machine: Machine
-) -> None:
-    def look() -> None:
+def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(load, machine):
+    def look():
         looked_at = "here"
         raise KeyError(looked_at)
 
@@ -212,14 +206,14 @@ def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(
 # Out of memory
 
 
-def test_running_out_of_memory_says_what_was_there(checkpoints: Any) -> None:
+def test_running_out_of_memory_says_what_was_there(checkpoints):
     directory = checkpoints("gpt2")
     with tl_devicefix.simulate(2):
         placement = tl_devicefix.plan(directory, n_devices=2)
     first, second = map(placement.bytes_on, placement.devices)
     hogs = []
 
-    def take_memory_after_the_plan() -> None:
+    def take_memory_after_the_plan():
         hogs.append(torch.empty(second, dtype=torch.uint8, device="sim:1"))
 
     with tl_devicefix.simulate(2, memory=int(max(first, second) * 1.5)) as machine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -34,8 +33,8 @@ def component_of(name: str) -> str:
 )
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom", "opt"])
 def test_every_parameter_and_buffer_is_where_the_placement_says(
-    name: str, options: dict[str, Any], from_pretrained: Any, machine: Any
-) -> None:
+    name, options, from_pretrained, machine
+):
     model = from_pretrained(name, **options)
 
     planned = model.placement.device_map
@@ -50,8 +49,8 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
 def test_a_device_holds_its_share_and_while_loading_one_component_more(
-    name: str, dtype: torch.dtype, from_pretrained: Any, hf_models: Any, machine: Any
-) -> None:
+    name, dtype, from_pretrained, hf_models, machine
+):
     model = from_pretrained(name, hf_models(name, dtype), dtype=dtype, n_devices=4)
     gc.collect()
 
@@ -65,9 +64,7 @@ def test_a_device_holds_its_share_and_while_loading_one_component_more(
         assert machine.max_memory_allocated(device) <= share + 1.25 * in_float32
 
 
-def test_every_tensor_crosses_to_its_device_and_no_other(
-    from_pretrained: Any, machine: Any
-) -> None:
+def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machine):
     from_pretrained("qwen2", n_devices=4)
     assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
 
@@ -77,9 +74,9 @@ def test_every_tensor_crosses_to_its_device_and_no_other(
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "bloom"])
 def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
-    name: str, device: str, options: Any, from_pretrained: Any, hf_models: Any, snapshot: Any,
-    machine: Any,
-) -> None:  # fmt: skip
+    name, device, options, from_pretrained, hf_models, snapshot,
+    machine,
+) :  # fmt: skip
     """Not even tied embeddings."""
     before = snapshot(hf_models(name))
 
@@ -101,9 +98,9 @@ def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
     [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("mixtral", (1,))],
 )
 def test_an_hf_model_that_is_on_devices_itself_stays_there(
-    name: str, devices: tuple[int, ...], hf_models: Any, from_pretrained: Any, snapshot: Any,
-    machine: Any,
-) -> None:  # fmt: skip
+    name, devices, hf_models, from_pretrained, snapshot,
+    machine,
+) :  # fmt: skip
     """TransformerLens's issue 371."""
     reference = from_pretrained(name, device="cpu")
     hf_model = copy.deepcopy(hf_models(name)).to(f"sim:{devices[0]}")

@@ -19,7 +19,7 @@ NAMES = ("llama", "gpt-neo")  # the last has global and local attention in turn
 
 
 @pytest.fixture
-def model(name: str, where: dict[str, Any], from_pretrained: Any) -> Any:
+def model(name, where, from_pretrained):
     simulated = tl_devicefix.simulate(4) if "n_devices" in where else contextlib.nullcontext()
     with simulated:
         yield from_pretrained(name, **where)
@@ -51,7 +51,7 @@ def same(file: Path, model: Any, tokens: torch.Tensor, strict: bool = True) -> N
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", [{"device": "cpu"}, {"n_devices": 4}], ids=str)
 @torch.no_grad()
-def test_what_is_saved_is_the_model(model: Any, tokens: torch.Tensor, tmp_path: Path) -> None:
+def test_what_is_saved_is_the_model(model, tokens, tmp_path):
     """By the docs' advice every tensor, and by safetensors' own `save_model` what is not shared."""
     path = tmp_path / "model.safetensors"
     exec(advice(), {"torch": torch, "save_file": save_file, "model": model, "path": path})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ class WithProbe(HookedTransformer):
         self.register_buffer("seen", torch.arange(3))
 
 
-def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints: Any) -> None:
+def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints):
     with tl_devicefix.simulate(3):
         model = WithProbe.from_pretrained(checkpoints("gpt2"), n_devices=3)
         assert {t.device for t in (model.scale, model.probe.weight, model.seen)} == {
@@ -42,7 +41,7 @@ def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints: Any) 
         assert not model.probe.weight.is_meta
 
 
-def test_threads_may_load_at_once(checkpoints: Any) -> None:
+def test_threads_may_load_at_once(checkpoints):
     alone = HookedTransformer.from_pretrained(checkpoints("gpt2"), device="cpu")
     with ThreadPoolExecutor(3) as pool:
         loads = [
@@ -60,7 +59,7 @@ def test_threads_may_load_at_once(checkpoints: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"])
-def test_the_masks_that_old_checkpoints_store_are_ignored(name: str, tmp_path: Path) -> None:
+def test_the_masks_that_old_checkpoints_store_are_ignored(name, tmp_path):
     hf_model = make_hf_model(HF_CONFIGS["gpt-j"]())
     hf_model.save_pretrained(tmp_path, state_dict={**hf_model.state_dict(), name: torch.ones(3)})
     assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_layers == N_LAYERS
@@ -73,9 +72,7 @@ def test_the_masks_that_old_checkpoints_store_are_ignored(name: str, tmp_path: P
         ("gpt2", "scale_attn_by_inverse_layer_idx", True),
     ],
 )
-def test_what_config_json_says_is_not_overlooked(
-    name: str, field: str, value: bool, tmp_path: Path
-) -> None:
+def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
     config = HF_CONFIGS[name]()
     setattr(config, field, value)
     make_hf_model(config).save_pretrained(tmp_path)
@@ -98,9 +95,7 @@ def test_what_config_json_says_is_not_overlooked(
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
     ],
 )
-def test_a_llama_that_would_be_wrong_is_refused(
-    changes: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_a_llama_that_would_be_wrong_is_refused(changes, says, tmp_path):
     make_hf_model(HF_CONFIGS["llama"]()).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("rope_parameters", None)
@@ -109,7 +104,7 @@ def test_a_llama_that_would_be_wrong_is_refused(
         HookedTransformer.from_pretrained(tmp_path, device="cpu")
 
 
-def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints: Any) -> None:
+def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints):
     load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
     source, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
     model.load_and_process_state_dict(source.state_dict())
@@ -118,7 +113,7 @@ def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints: A
     assert torch.equal(model.W_E, wide - wide.mean(-1, keepdim=True))
 
 
-def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints: Any) -> None:
+def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints):
     with tl_devicefix.simulate(2):
         model = HookedTransformer.from_pretrained_no_processing(checkpoints("gpt2"), n_devices=2)
         model.process_weights_()
@@ -127,7 +122,7 @@ def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints: Any) -> 
             assert component.weights == sum(parameter.nbytes for parameter in parameters)
 
 
-def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints: Any) -> None:
+def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints):
     with tl_devicefix.simulate(2):
         model = HookedTransformer.from_pretrained_no_processing(
             checkpoints("gpt2"), device_map={"": "sim:0", "blocks.1": "cpu"}
@@ -138,7 +133,7 @@ def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints: Any)
 
 
 @pytest.mark.fails_unpatched
-def test_devices_that_are_simulated_are_the_default(machine: Any) -> None:
+def test_devices_that_are_simulated_are_the_default(machine):
     sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9}
     cfg = HookedTransformerConfig(**sizes, act_fn="relu", n_devices=4)
     assert torch.device(cfg.device) == machine.devices[0]

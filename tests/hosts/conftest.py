@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -35,7 +34,7 @@ _NETWORK = socket.getaddrinfo, socket.socket.connect
 
 
 @pytest.fixture(autouse=True)
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
+def network(monkeypatch):
     """Let Ray find out which addresses this machine has."""
     monkeypatch.setattr(socket, "getaddrinfo", _NETWORK[0])
     monkeypatch.setattr(socket.socket, "connect", _NETWORK[1])
@@ -121,7 +120,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """The cluster of this session; this process is not connected to it yet."""
     pytest.importorskip("ray", reason="Ray is not installed")
     port = _free_port()

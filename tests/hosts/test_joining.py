@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import sys
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +30,7 @@ class _Described:
         return {"devices": ["cuda:0", "cuda:1"], "versions": self._versions}
 
 
-def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused() -> None:
+def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
     host = joining._described(_Described(), 1.0)  # type: ignore[arg-type]
     assert host.devices == ("cuda:0", "cuda:1")
     for package in ("Python", "torch", "transformers", "transformer_lens"):
@@ -41,7 +39,7 @@ def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused() -> No
             joining._described(_Described(**{package: "0.1"}), 1.0)  # type: ignore[arg-type]
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -53,14 +51,14 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined() == ()
 
 
-def test_a_timeout_that_a_busy_machine_would_miss_and_nobody_at_an_address() -> None:
+def test_a_timeout_that_a_busy_machine_would_miss_and_nobody_at_an_address():
     with pytest.raises(ValueError, match="timeout must be 2 seconds or more, but is 1"):
         tl_devicefix.init_hosts(timeout=1)
     with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:1: start"):
         joining._check_that_it_answers("127.0.0.1:1")
 
 
-def test_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_cluster(monkeypatch, tmp_path):
     services = pytest.importorskip("ray._private.services", reason="Ray is not installed")
     # Clusters of others may run here.
     monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
@@ -78,7 +76,7 @@ TENSORS = [
 ]
 
 
-def test_tensors_arrive_as_they_left_and_can_be_written_to() -> None:
+def test_tensors_arrive_as_they_left_and_can_be_written_to():
     buffers: list[pickle.PickleBuffer] = []
     packed = _converted(({"x": [*TENSORS, 1]}, None), torch.Tensor, _Packed)
     pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
@@ -95,12 +93,12 @@ def test_tensors_arrive_as_they_left_and_can_be_written_to() -> None:
         assert not tensor.any()
 
 
-def test_the_names_and_the_order_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_and_the_order_of_nodes(monkeypatch):
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     context = SimpleNamespace(get_node_id=lambda: "0")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
-    def named(*names: str, gpus: Sequence[int] = (8,) * 4) -> list[str]:
+    def named(*names, gpus=(8,) * 4):
         """Of the nodes but the first, where this process is, in the order of their devices."""
         nodes = [
             {

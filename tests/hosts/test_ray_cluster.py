@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import WITHIN, Cluster
+from conftest import WITHIN
 
 import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
@@ -45,7 +45,7 @@ def drive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def refused(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
+def refused(cluster):
     """A process that tries to join with another token; other tests run meanwhile."""
     process = drive(cluster.address, RAY_AUTH_TOKEN="f" * 64)
     yield process
@@ -54,7 +54,7 @@ def refused(cluster: Cluster) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def leaving() -> Iterator[None]:
+def leaving():
     """Leave the cluster after these tests."""
     yield
     if joining._cluster is not None:
@@ -66,7 +66,7 @@ def leaving() -> Iterator[None]:
 
 
 @pytest.fixture
-def both_nodes(cluster: Cluster) -> None:
+def both_nodes(cluster):
     """The other node has been started anew if it was lost."""
     if not cluster.other.is_running:
         cluster.other.end()
@@ -74,7 +74,7 @@ def both_nodes(cluster: Cluster) -> None:
 
 
 @pytest.fixture
-def worker(cluster: Cluster, both_nodes: None, leaving: None) -> Connection:
+def worker(cluster, both_nodes, leaving):
     """The connection to the other node's worker, which has been started anew if it was lost."""
     tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
     return joined()[0].connection
@@ -121,15 +121,13 @@ def load(checkpoints: Any, **elsewhere: str) -> Any:
     return HookedTransformer.from_pretrained(str(checkpoints("llama")), device_map=device_map)
 
 
-def test_a_model_over_two_nodes(
-    refused: subprocess.Popen[str], worker: Connection, checkpoints: Any
-) -> None:
+def test_a_model_over_two_nodes(refused, worker, checkpoints):
     spread = load(checkpoints)
     alone = load(checkpoints, **{"blocks.2": "cpu"})
     tokens = torch.randint(1, alone.cfg.d_vocab, (2, 9))
     edit = [("blocks.2.hook_resid_post", lambda x, hook: x.mul_(2))]
 
-    def ran(model: Any) -> list[torch.Tensor]:
+    def ran(model):
         loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=edit)
         (gradient,) = torch.autograd.grad(loss, model.embed.W_E)
         with torch.no_grad():
@@ -140,7 +138,7 @@ def test_a_model_over_two_nodes(
         torch.testing.assert_close(one, other)
 
 
-def test_an_error_of_the_worker(worker: Connection) -> None:
+def test_an_error_of_the_worker(worker):
     with pytest.raises(IndexError) as raised:
         worker.call("free_memory", 7)
 
@@ -150,7 +148,7 @@ def test_an_error_of_the_worker(worker: Connection) -> None:
     assert worker.call("free_memory", 0) > 0
 
 
-def test_an_interrupt(worker: Connection, cluster: Cluster) -> None:
+def test_an_interrupt(worker, cluster):
     (process,) = cluster.other.workers()
     process.suspend()  # so that the call waits
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
@@ -165,7 +163,7 @@ def test_an_interrupt(worker: Connection, cluster: Cluster) -> None:
     assert worker.call("free_memory", 0) > 0
 
 
-def test_a_killed_worker(worker: Connection, cluster: Cluster, checkpoints: Any) -> None:
+def test_a_killed_worker(worker, cluster, checkpoints):
     waiting, model = Waiting(worker), load(checkpoints)
     (process,) = cluster.other.workers()
 
@@ -178,7 +176,7 @@ def test_a_killed_worker(worker: Connection, cluster: Cluster, checkpoints: Any)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
 
 
-def test_a_worker_that_stands_still(worker: Connection, cluster: Cluster) -> None:
+def test_a_worker_that_stands_still(worker, cluster):
     waiting = Waiting(worker)
     (process,) = cluster.other.workers()
 
@@ -192,7 +190,7 @@ def test_a_worker_that_stands_still(worker: Connection, cluster: Cluster) -> Non
     assert eventually(lambda: not process.is_running())
 
 
-def test_a_killed_node(worker: Connection, cluster: Cluster) -> None:
+def test_a_killed_node(worker, cluster):
     waiting = Waiting(worker)
 
     cluster.other.end()
@@ -202,9 +200,7 @@ def test_a_killed_node(worker: Connection, cluster: Cluster) -> None:
     assert joined() == ()
 
 
-def test_workers_that_do_not_start_in_time_end(
-    cluster: Cluster, both_nodes: None, leaving: None
-) -> None:
+def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
     assert not joining._cluster.is_whole  # type: ignore[union-attr]
 
     with pytest.raises(
@@ -216,7 +212,7 @@ def test_workers_that_do_not_start_in_time_end(
     assert eventually(lambda: not cluster.other.workers())
 
 
-def test_a_shutdown_of_ray(worker: Connection) -> None:
+def test_a_shutdown_of_ray(worker):
     import ray
 
     ray.shutdown()
@@ -226,7 +222,7 @@ def test_a_shutdown_of_ray(worker: Connection) -> None:
     assert not ray.is_initialized()
 
 
-def test_the_drivers_end(cluster: Cluster, both_nodes: None) -> None:
+def test_the_drivers_end(cluster, both_nodes):
     before = cluster.other.workers()
     driver = drive(cluster.address)
     assert driver.stdout is not None
@@ -239,7 +235,7 @@ def test_the_drivers_end(cluster: Cluster, both_nodes: None) -> None:
     assert eventually(lambda: not process.is_running())
 
 
-def test_the_example(cluster: Cluster) -> None:
+def test_the_example(cluster):
     example = Path(tl_devicefix.__file__).parents[1] / "examples" / "several_hosts.py"
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(
@@ -248,7 +244,7 @@ def test_the_example(cluster: Cluster) -> None:
     assert re.search(r"^host1/cpu +blocks\.4-7 ", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_another_token(refused: subprocess.Popen[str]) -> None:
+def test_another_token(refused):
     said, _ = refused.communicate(timeout=WITHIN)
     assert said.startswith("ConnectionError the Ray cluster at '127.0.0.1:")
     assert "refuses this process's token: set RAY_AUTH_MODE=token" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from comparison import assert_agrees
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
+def accelerator():
     """As a script makes one; it keeps its state in the process."""
     yield Accelerator(cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -40,8 +39,8 @@ def losses_of_training(accelerator: Accelerator, model: Any, tokens: torch.Tenso
 
 
 def test_prepare_leaves_a_spread_model_where_it_lies_and_trains_it(
-    over_devices: Any, on_one: Any, accelerator: Accelerator, tokens: torch.Tensor
-) -> None:
+    over_devices, on_one, accelerator, tokens
+):
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     before = devices_of(model)
 

@@ -5,7 +5,7 @@ It takes a TransformerLens of its own, so `nox -s circuit-tracer` runs this and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,10 +92,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def load(hf_models: Any, tokenizer: Any) -> Callable[..., Any]:
+def load(hf_models, tokenizer):
     """`load(n_devices=4)`: circuit-tracer's own class, and its own loader."""
 
-    def load(**options: Any) -> Any:
+    def load(**options):
         llama = ALL_ARCHITECTURES["llama"]
         with configs_without_hub(llama):
             return replacing.TransformerLensReplacementModel.from_pretrained_and_transcoders(
@@ -110,14 +110,14 @@ def load(hf_models: Any, tokenizer: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def on_one(load: Any) -> Any:
+def on_one(load):
     """The model on one CPU."""
     with tl_devicefix.disabled():
         return load(device="cpu")
 
 
 @pytest.fixture
-def over_four(load: Any, machine: Any) -> Iterator[Any]:
+def over_four(load, machine):
     """The model over four devices that mix."""
     with tl_devicefix.mix_devices():
         yield load(n_devices=4)
@@ -133,7 +133,7 @@ def tensors(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_as_on_one_device(call: str, on_one: Any, over_four: Any) -> None:
+def test_it_is_as_on_one_device(call, on_one, over_four):
     with tl_devicefix.disabled():
         expected = tensors(CALLS[call](on_one))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,11 @@ from dictionary_learning.training import trainSAE
 BATCH = 11
 
 
-def test_its_training_takes_batches_of_tokens_as_its_buffer(tmp_path: Path) -> None:
+def test_its_training_takes_batches_of_tokens_as_its_buffer(tmp_path):
     written = write_by_hand(tmp_path / "written", torch.float32)
     steps = 2 * N_EXAMPLES * WIDTH // BATCH
 
-    def trained_on(batches: Any, directory: Path) -> dict[str, torch.Tensor]:
+    def trained_on(batches, directory):
         config = {
             "trainer": StandardTrainer,
             "dict_class": AutoEncoder,

@@ -27,9 +27,7 @@ def source(traced: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("path", MODULES)
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
-def test_its_operations_are_those_without_the_patches(
-    cls: str, where: str, path: str, machine: Any, request: pytest.FixtureRequest
-) -> None:
+def test_its_operations_are_those_without_the_patches(cls, where, path, machine, request):
     model = request.getfixturevalue(where)("llama")
     with tl_devicefix.disabled():
         expected = source(NNsight(copy.deepcopy(model)), path).names
@@ -38,9 +36,7 @@ def test_its_operations_are_those_without_the_patches(
 
 
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
-def test_an_operation_is_read_and_changed(
-    cls: str, where: str, machine: Any, request: pytest.FixtureRequest, tokens: torch.Tensor
-) -> None:
+def test_an_operation_is_read_and_changed(cls, where, machine, request, tokens):
     if cls != HOOKED:
         pytest.skip("the operations of a Bridge's attention are those of transformers")
     model = copy.deepcopy(request.getfixturevalue(where)("llama"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import D_MODEL
-from sae_lens import SAE, HookedSAETransformer, StandardSAE, StandardSAEConfig
+from sae_lens import HookedSAETransformer, StandardSAE, StandardSAEConfig
 from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata
 from transformer_lens import HookedTransformer
@@ -23,17 +22,17 @@ HOOK = "blocks.2.hook_resid_post"
 
 
 @pytest.fixture
-def machine() -> Iterator[Any]:
+def machine():
     """For one test, as other models on it would change which device a block is on."""
     with tl_devicefix.simulate(4) as machine:
         yield machine
 
 
 @pytest.fixture
-def make_sae() -> Callable[[str], SAE[Any]]:
+def make_sae():
     """`make_sae("sim:0")`: always with the same weights."""
 
-    def make(device: str, hook_name: str = HOOK) -> SAE[Any]:
+    def make(device, hook_name=HOOK):
         metadata = SAEMetadata(hook_name=hook_name)
         sae = StandardSAE(StandardSAEConfig(D_MODEL, 24, device="cpu", metadata=metadata))
         generator = torch.Generator().manual_seed(2)
@@ -46,7 +45,7 @@ def make_sae() -> Callable[[str], SAE[Any]]:
 
 
 @pytest.fixture
-def models(checkpoints: Any, machine: Any) -> tuple[Any, Any]:
+def models(checkpoints, machine):
     """The tiny Qwen2 over four devices, and unpatched on the CPU."""
     checkpoint: Path = checkpoints("qwen2")
     spread = HookedSAETransformer.from_pretrained_no_processing(checkpoint, n_devices=4)
@@ -55,13 +54,11 @@ def models(checkpoints: Any, machine: Any) -> tuple[Any, Any]:
     return spread, on_cpu
 
 
-def test_a_model_loaded_through_its_own_kwargs_is_spread(
-    checkpoints: Any, machine: Any, monkeypatch: pytest.MonkeyPatch, tokens: torch.Tensor
-) -> None:
+def test_a_model_loaded_through_its_own_kwargs_is_spread(checkpoints, machine, monkeypatch, tokens):
     by_hand = HookedTransformer.from_pretrained_no_processing(checkpoints("qwen2"), n_devices=4)
     load = HookedTransformer.from_pretrained_no_processing
 
-    def on_simulated(model_name: Any, device: str, **kwargs: Any) -> Any:
+    def on_simulated(model_name, device, **kwargs):
         assert device == "cuda"  # which SAELens writes for n_devices > 1
         return load(model_name, device="sim", **kwargs)
 
@@ -78,9 +75,7 @@ def test_a_model_loaded_through_its_own_kwargs_is_spread(
 
 
 @pytest.mark.parametrize("at", ["sim:0", "sim:2"])
-def test_running_with_an_sae_and_caching_its_activations(
-    at: str, models: Any, make_sae: Any, tokens: torch.Tensor
-) -> None:
+def test_running_with_an_sae_and_caching_its_activations(at, models, make_sae, tokens):
     model, reference = models
     expected, theirs = reference.run_with_cache_with_saes(tokens, saes=[make_sae("cpu")])
     assert not torch.allclose(expected, reference(tokens))
@@ -93,9 +88,7 @@ def test_running_with_an_sae_and_caching_its_activations(
     assert_agrees(model(tokens), reference(tokens), home)
 
 
-def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
-    models: Any, make_sae: Any, tokens: torch.Tensor
-) -> None:
+def test_an_sae_that_is_added_and_reset_is_left_as_it_was(models, make_sae, tokens):
     model, reference = models
     sae = make_sae("sim:0")
     model.add_sae(sae)
@@ -112,9 +105,7 @@ def test_an_sae_that_is_added_and_reset_is_left_as_it_was(
 
 
 @pytest.mark.parametrize("at", ["sim:0", "sim:2"])
-def test_a_model_with_an_sae_is_well_wherever_the_sae_is(
-    at: str, models: Any, make_sae: Any
-) -> None:
+def test_a_model_with_an_sae_is_well_wherever_the_sae_is(at, models, make_sae):
     model, _ = models
     sae = make_sae(at)
     model.add_sae(sae)
@@ -128,7 +119,7 @@ def test_a_model_with_an_sae_is_well_wherever_the_sae_is(
     assert tl_devicefix.check(model).notes == ()
 
 
-def test_a_view_of_a_model_with_an_sae(models: Any, make_sae: Any, tokens: torch.Tensor) -> None:
+def test_a_view_of_a_model_with_an_sae(models, make_sae, tokens):
     model, reference = models
     model.add_sae(make_sae("sim:0"))
     expected = model(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ N_TOKENS = N_EXAMPLES * WIDTH
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> SavedActivations:
+def written(tmp_path):
     return write_by_hand(tmp_path / "written")
 
 
@@ -60,8 +60,8 @@ def trained_on(batches: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trained.state_dict().items()}
 
 
-def test_a_trainer_takes_batches_of_tokens_as_its_data(written: SavedActivations) -> None:
-    def batches() -> Any:
+def test_a_trainer_takes_batches_of_tokens_as_its_data(written):
+    def batches():
         return written.activations(RESID, 16, seed=3, epochs=2)
 
     actual, expected = trained_on(batches()), trained_on(iter(list(batches())))
@@ -70,7 +70,7 @@ def test_a_trainer_takes_batches_of_tokens_as_its_data(written: SavedActivations
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_an_activation_store_reads_the_data_set(written: SavedActivations, tmp_path: Path) -> None:
+def test_an_activation_store_reads_the_data_set(written, tmp_path):
     saved = tmp_path / "saved"
     saved_as_data_set(written, saved)
     store = ActivationsStore(
@@ -119,7 +119,7 @@ HOOK, N_CTX = "blocks.3.hook_resid_post", 8
 
 
 @pytest.fixture(scope="module")
-def data() -> Dataset:
+def data():
     """Sequences of tokens that are tokenised already."""
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(3, hf_models.D_VOCAB, (24, N_CTX), generator=generator)
@@ -127,10 +127,10 @@ def data() -> Dataset:
 
 
 @pytest.fixture
-def train(data: Dataset, tmp_path: Path) -> Callable[..., dict[str, torch.Tensor]]:
+def train(data, tmp_path):
     """`train(model, "sim:0")`: the weights of an SAE after a few steps."""
 
-    def train(model: Any, device: str) -> dict[str, torch.Tensor]:
+    def train(model, device):
         torch.manual_seed(0)
         config = LanguageModelSAERunnerConfig(
             sae=StandardTrainingSAEConfig(d_in=hf_models.D_MODEL, d_sae=24, device=device),
@@ -159,7 +159,7 @@ def train(data: Dataset, tmp_path: Path) -> Callable[..., dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:3"])
-def test_training_an_sae(device: str, model: Any, reference: Any, train: Any) -> None:
+def test_training_an_sae(device, model, reference, train):
     """Wherever the SAE is, of a hook point that is not at home."""
     assert model.placement.device_of(HOOK) != model.placement.home
     actual = train(model, device)

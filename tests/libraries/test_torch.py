@@ -240,12 +240,12 @@ def table() -> dict[str, dict[str, str]]:
 TABLE = table()
 
 
-def test_every_row_of_the_page_is_run_and_all_that_is_run_is_on_it() -> None:
+def test_every_row_of_the_page_is_run_and_all_that_is_run_is_on_it():
     assert list(TABLE) == list(ROWS)
 
 
 @pytest.fixture
-def both(from_checkpoint: Any, on_one: Any, machine: Any) -> tuple[Any, Any]:
+def both(from_checkpoint, on_one, machine):
     """A Llama over four devices, and the same on one CPU, for a row to change as it likes."""
     models = from_checkpoint("llama", n_devices=4), copy.deepcopy(on_one("llama"))
     return tuple(model.requires_grad_() for model in models)
@@ -253,9 +253,7 @@ def both(from_checkpoint: Any, on_one: Any, machine: Any) -> tuple[Any, Any]:
 
 @pytest.mark.cover
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_as_the_page_says(
-    name: str, cls: str, both: tuple[Any, Any], tokens: torch.Tensor
-) -> None:
+def test_a_row_is_as_the_page_says(name, cls, both, tokens):
     (spread, alone), says, call = both, TABLE[name][cls], ROWS[name]
     if says.startswith(NEITHER):
         with pytest.raises((AttributeError, RuntimeError)):
@@ -277,7 +275,7 @@ def test_a_row_is_as_the_page_says(
 
 
 @pytest.mark.full("it compiles for half a minute")
-def test_a_model_on_one_device_may_be_compiled(on_one: Any, tokens: torch.Tensor) -> None:
+def test_a_model_on_one_device_may_be_compiled(on_one, tokens):
     model = copy.deepcopy(on_one("llama")).requires_grad_()
     expected = model(tokens, return_type="loss")
     torch._dynamo.reset()

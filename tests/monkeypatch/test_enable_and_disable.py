@@ -9,8 +9,6 @@ import importlib.util
 import inspect
 import pydoc
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
@@ -18,7 +16,7 @@ from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 import tl_devicefix
 from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import Patch, named
+from tl_devicefix.monkeypatch.patch import named
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.patches import table
 
@@ -31,7 +29,7 @@ of_hooked_transformer = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def applied_again() -> Iterator[None]:
+def applied_again():
     """Whatever a test does, the patches are applied after it."""
     yield
     tl_devicefix.enable()
@@ -46,7 +44,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return {row.split()[0] for row in rows}
 
 
-def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once() -> None:
+def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once():
     once = parts_of_transformer_lens()
     tl_devicefix.enable()
     importlib.reload(tl_devicefix)
@@ -63,8 +61,8 @@ def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once(
 
 
 def test_what_changes_is_what_report_lists_and_nothing_else(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     if importlib.util.find_spec("transformer_lens.model_bridge"):
         importlib.import_module("transformer_lens.model_bridge")
     patched = parts_of_transformer_lens()
@@ -89,7 +87,7 @@ def test_what_changes_is_what_report_lists_and_nothing_else(
         ("disable", "disabled", None),
     ],
 )
-def test_after_a_block_it_is_as_before(start: str, block: str, error: Any) -> None:
+def test_after_a_block_it_is_as_before(start, block, error):
     tl_devicefix.disable()
     original = parts_of_transformer_lens()
     getattr(tl_devicefix, start)()
@@ -106,12 +104,12 @@ def test_after_a_block_it_is_as_before(start: str, block: str, error: Any) -> No
     assert changed(original, parts_of_transformer_lens()) == set()
 
 
-def test_what_another_library_put_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_library_put_there_is_put_back(monkeypatch):
     tl_devicefix.disable()
     original = getattr(MODEL_CLASS, PROCESSING)
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args, **kwargs):
         return original(*args, **kwargs)
 
     monkeypatch.setattr(MODEL_CLASS, PROCESSING, wrapped)
@@ -121,7 +119,7 @@ def test_what_another_library_put_there_is_put_back(monkeypatch: pytest.MonkeyPa
 
 
 @of_hooked_transformer
-def test_help_shows_what_is_new_after_what_was_there() -> None:
+def test_help_shows_what_is_new_after_what_was_there():
     parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
     with tl_devicefix.disabled():
         original = inspect.signature(MODEL_CLASS.from_pretrained).parameters
@@ -141,7 +139,7 @@ FORWARDS = [patch for patch in table() if patch.name == "forward"]
 
 
 @pytest.mark.parametrize("patch", FORWARDS, ids=lambda patch: patch.target)
-def test_tools_see_the_installed_forward_through_its_replacement(patch: Patch) -> None:
+def test_tools_see_the_installed_forward_through_its_replacement(patch):
     """nnsight looks through a wrapper that calls one function of its closure, by name."""
     cls = named(str(patch.owner))
     with tl_devicefix.disabled():
@@ -164,7 +162,7 @@ FUNCTIONS = [patch for patch in table() if patch.owner is None]
 
 
 @pytest.mark.parametrize("patch", FUNCTIONS, ids=lambda patch: patch.target)
-def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch: Patch) -> None:
+def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch):
     function = named(patch.name)
     tl_devicefix.disable()
     before = dict(vars(function)), function.__code__, function.__kwdefaults__
@@ -177,9 +175,7 @@ def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch: P
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
-def test_what_an_interrupt_has_left_is_reported_and_the_next_call_of_either_mends_it(
-    mends: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_interrupt_has_left_is_reported_and_the_next_call_of_either_mends_it(mends, capsys):
     mends()
     expected = parts_of_transformer_lens()
     tl_devicefix.enable()

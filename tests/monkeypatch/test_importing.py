@@ -152,11 +152,11 @@ def run(*arguments: str, disable: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_first_or_last() -> None:
+def test_importing_first_or_last():
     run(str(Path(__file__)), disable="0")
 
 
-def test_importing_while_disabled() -> None:
+def test_importing_while_disabled():
     run("-c", DISABLED, disable="1")
 
 

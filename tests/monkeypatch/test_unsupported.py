@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ VERSION = importlib.metadata.version("transformer_lens")
 
 
 @pytest.fixture
-def monkeypatch_unpatched() -> Iterator[pytest.MonkeyPatch]:
+def monkeypatch_unpatched():
     """Change TransformerLens while it is unpatched; afterwards it is put right and patched."""
     with tl_devicefix.disabled(), pytest.MonkeyPatch.context() as monkeypatch:
         yield monkeypatch
@@ -31,10 +30,10 @@ def monkeypatch_unpatched() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture
-def pretend(monkeypatch_unpatched: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def pretend(monkeypatch_unpatched):
     """`pretend("5.0.0")`: that is the version of TransformerLens that is installed."""
 
-    def pretend(version: str) -> None:
+    def pretend(version):
         monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
         installed.cache_clear()
 
@@ -44,9 +43,9 @@ def pretend(monkeypatch_unpatched: pytest.MonkeyPatch) -> Iterator[Callable[[str
 
 
 @pytest.fixture
-def refuses() -> Callable[..., Any]:
+def refuses():
     @contextlib.contextmanager
-    def refuses(*says: str) -> Iterator[None]:
+    def refuses(*says):
         before = parts_of_transformer_lens()
         with pytest.raises(UnsupportedTransformerLens) as caught:
             yield
@@ -61,9 +60,7 @@ def refuses() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("version", ["5.0.0.dev3", "2.15.4"])
-def test_a_version_that_is_too_new_or_too_old_is_not_patched(
-    version: str, pretend: Callable[[str], None], refuses: Any
-) -> None:
+def test_a_version_that_is_too_new_or_too_old_is_not_patched(version, pretend, refuses):
     pretend(version)
     for do in (tl_devicefix.enable, tl_devicefix.enabled().__enter__, tl_devicefix.report):
         with refuses(version, "install 'transformer_lens>=2.16.1,<5'"):
@@ -101,8 +98,8 @@ if has_hooked_transformer():
     ("name", "instead", "takes"), [*((name, None, "") for name in MISSING), *CHANGED]
 )
 def test_a_target_that_is_missing_or_has_an_unknown_signature_is_named(
-    name: str, instead: Any, takes: str, monkeypatch_unpatched: pytest.MonkeyPatch, refuses: Any
-) -> None:
+    name, instead, takes, monkeypatch_unpatched, refuses
+):
     for place in places_of(name):
         monkeypatch_unpatched.delattr(place, name)
         if instead is not None:

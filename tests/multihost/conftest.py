@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import pytest
-from local_hosts import LocalConnection, hosts
+from local_hosts import hosts
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[LocalConnection]:
+def host():
     """node-b, with two devices."""
     with hosts("node-b", devices=("cpu", "cpu")) as (connection,):
         yield connection
 
 
 @pytest.fixture(scope="module")
-def load(checkpoints: Any) -> Callable[..., Any]:
+def load(checkpoints):
     """`load("llama", n_devices=2)`, from a checkpoint, of the newest class that there is."""
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
@@ -34,13 +32,13 @@ def load(checkpoints: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(load: Any) -> Callable[..., Any]:
+def alone(load):
     """`alone("llama")`: the model in this process."""
     return cache(lambda name: load(name, device="cpu"))
 
 
 @pytest.fixture(scope="module")
-def spread(load: Any, host: LocalConnection) -> Callable[..., Any]:
+def spread(load, host):
     """`spread("llama")`: the model with blocks 2 and 3 on node-b."""
     device_map = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
     return cache(lambda name: load(name, device_map=device_map))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,22 +20,22 @@ PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
 
 
 @pytest.fixture
-def own_host() -> Iterator[LocalConnection]:
+def own_host():
     """node-b, for one test."""
     with hosts("node-b") as (connection,):
         yield connection
 
 
 @pytest.fixture
-def model(spread: Any) -> Any:
+def model(spread):
     return spread("llama")
 
 
 @pytest.fixture
-def assert_right(alone: Any, tokens: torch.Tensor) -> Callable[[Any], None]:
+def assert_right(alone, tokens):
     """Check that a model gives what it should, and that no run is left on its host."""
 
-    def check(model: Any) -> None:
+    def check(model):
         gc.collect()
         with torch.no_grad():
             assert torch.equal(model(tokens), alone("llama")(tokens))
@@ -81,9 +81,7 @@ def ended_in_backward(error: BaseException, model: Any, tokens: torch.Tensor) ->
         (ended_in_backward, True, ValueError("of the user's")),
     ],
 )
-def test_after_an_error_the_next_run_is_right(
-    run: Any, graph: bool, error: Any, model: Any, tokens: torch.Tensor, assert_right: Any
-) -> None:
+def test_after_an_error_the_next_run_is_right(run, graph, error, model, tokens, assert_right):
     with pytest.raises(type(error)) as raised, torch.set_grad_enabled(graph):
         run(error, model, tokens)
 
@@ -106,9 +104,7 @@ def kept(host: LocalConnection) -> int:
     return len(host.worker._kept)
 
 
-def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(
-    load: Any, own_host: LocalConnection, tokens: torch.Tensor
-) -> None:
+def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(load, own_host, tokens):
     model = load("llama", device_map=PLACES)
     names = [Z, "blocks.3.hook_resid_pre"]
     before = kept(own_host)
@@ -147,12 +143,10 @@ LOST_AT: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("method", LOST_AT)
-def test_a_lost_host_is_told_as_such(
-    method: str, load: Any, model: Any, tokens: torch.Tensor, assert_right: Any, monkeypatch: Any
-) -> None:
+def test_a_lost_host_is_told_as_such(method, load, model, tokens, assert_right, monkeypatch):
     lost, call = HostLost("node-b is lost", "node-b"), LocalConnection.call
 
-    def call_or_lose(self: LocalConnection, called: str, *arguments: Any) -> Any:
+    def call_or_lose(self, called, *arguments):
         if called == method:
             raise lost
         return call(self, called, *arguments)

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hf_models import HF_CONFIGS, make_hf_model
-from local_hosts import LocalConnection
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import StaticCache
@@ -27,7 +26,7 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 
 @pytest.fixture
-def weight(spread: Any) -> torch.Tensor:
+def weight(spread):
     """A weight of node-b."""
     return next(p for p in spread("llama").blocks[2].parameters() if type(p) is RemoteTensor)
 
@@ -53,7 +52,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_weight_elsewhere_cannot_be(change: Any, weight: torch.Tensor) -> None:
+def test_a_weight_elsewhere_cannot_be(change, weight):
     before = weight.clone()
 
     frozen = r"^blocks\.2\.\S+ is on node-b, where weights are frozen: they cannot be changed and "
@@ -64,9 +63,7 @@ def test_a_weight_elsewhere_cannot_be(change: Any, weight: torch.Tensor) -> None
     assert not weight.requires_grad
 
 
-def test_an_optimiser_of_weights_elsewhere_changes_none(
-    load: Any, host: LocalConnection, tokens: torch.Tensor
-) -> None:
+def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
     model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
     every, own = model.parameters(), [p for p in model.parameters() if p.requires_grad]
     before = [parameter.clone() for parameter in own]
@@ -171,7 +168,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", PUT_IN)
-def test_what_is_put_in(name: str, spread: Any, tokens: torch.Tensor) -> None:
+def test_what_is_put_in(name, spread, tokens):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
@@ -185,11 +182,11 @@ def test_what_is_put_in(name: str, spread: Any, tokens: torch.Tensor) -> None:
         assert torch.equal(model(tokens), expected)
 
 
-def test_what_is_put_on_a_whole_block_acts(spread: Any, tokens: torch.Tensor) -> None:
+def test_what_is_put_on_a_whole_block_acts(spread, tokens):
     model = spread("llama")
     block = model.blocks[2]
 
-    def doubled(output: Any) -> Any:
+    def doubled(output):
         return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
 
     forward = block.forward
@@ -315,8 +312,8 @@ else:
 
 @pytest.mark.parametrize(("run", "message"), REFUSED)
 def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
-    run: Any, message: str, spread: Any, tokens: torch.Tensor
-) -> None:
+    run, message, spread, tokens
+):
     model = spread("llama")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
@@ -337,7 +334,7 @@ def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
 # Loading
 
 
-def test_a_model_in_memory_is_refused(load: Any, host: LocalConnection) -> None:
+def test_a_model_in_memory_is_refused(load, host):
     hf_model = make_hf_model(HF_CONFIGS["llama"]())
     host.calls.clear()
 
@@ -358,9 +355,7 @@ def test_a_model_in_memory_is_refused(load: Any, host: LocalConnection) -> None:
     ],
     ids=str,
 )
-def test_only_blocks_can_be_elsewhere(
-    where: Any, message: str, load: Any, host: LocalConnection
-) -> None:
+def test_only_blocks_can_be_elsewhere(where, message, load, host):
     host.calls.clear()
 
     with pytest.raises(ValueError, match=f"^{message}.* where only blocks can be: "):
@@ -370,7 +365,7 @@ def test_only_blocks_can_be_elsewhere(
 
 
 @pytest.fixture
-def other_files(checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def other_files(checkpoints, tmp_path, monkeypatch):
     """A copy of a checkpoint, which workers read under the name of the first."""
     copy = tmp_path / "copy"
     shutil.copytree(checkpoints("llama"), copy)
@@ -409,9 +404,7 @@ def more(directory: Path) -> None:
         (more, r"has another model.safetensors \(\d+ bytes instead of \d+\)"),
     ],
 )
-def test_a_checkpoint_that_differs(
-    change: Any, message: str, load: Any, other_files: Path, host: LocalConnection
-) -> None:
+def test_a_checkpoint_that_differs(change, message, load, other_files, host):
     load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
     change(other_files)
     host.calls.clear()

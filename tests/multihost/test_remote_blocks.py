@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_hosts import LocalConnection, hosts
+from local_hosts import hosts
 from torch.utils._pytree import tree_leaves
 
 from tl_devicefix.placement.devices import free_memory, resolve
@@ -137,7 +137,7 @@ EXACT |= {f"edited {point}": functools.partial(hooked, point, _edit) for point i
 
 
 @pytest.mark.parametrize("run", EXACT.values(), ids=EXACT)
-def test_bit_for_bit(run: Any, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+def test_bit_for_bit(run, alone, spread, tokens):
     expected, given = (tree_leaves(run(load("llama"), tokens)) for load in (alone, spread))
     assert len(expected) == len(given) > 0
     for one, other in zip(expected, given):
@@ -196,14 +196,12 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize("run", GRADIENTS)
-def test_gradients(run: Any, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+def test_gradients(run, alone, spread, tokens):
     expected, given = (run(load("llama"), tokens) for load in (alone, spread))
     torch.testing.assert_close(given, expected, rtol=2e-5, atol=1e-6)
 
 
-def test_one_call_for_consecutive_blocks(
-    spread: Any, host: LocalConnection, tokens: torch.Tensor
-) -> None:
+def test_one_call_for_consecutive_blocks(spread, host, tokens):
     model = spread("llama")
     with torch.no_grad():
         model(tokens)  # shows what its blocks return
@@ -212,9 +210,7 @@ def test_one_call_for_consecutive_blocks(
     assert host.calls == ["begin"]
 
 
-def test_hooks_that_look_stop_nobody(
-    spread: Any, host: LocalConnection, tokens: torch.Tensor
-) -> None:
+def test_hooks_that_look_stop_nobody(spread, host, tokens):
     model = spread("llama")
     names = [f"blocks.{layer}.hook_resid_{at}" for layer in (2, 3) for at in ("pre", "mid")]
     model.run_with_cache(tokens, names_filter=names)  # shows what its blocks return
@@ -225,9 +221,7 @@ def test_hooks_that_look_stop_nobody(
     assert host.calls == ["begin", "kept"]
 
 
-def test_memory_of_a_deleted_model_is_free_when_it_is_asked_for(
-    load: Any, tokens: torch.Tensor
-) -> None:
+def test_memory_of_a_deleted_model_is_free_when_it_is_asked_for(load, tokens):
     with hosts("node-b") as (host,):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
         model(tokens)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_hosts import LocalConnection, hosts
+from local_hosts import hosts
 from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
@@ -112,19 +111,15 @@ CASES = [*(("llama", run) for run in RUNS), ("gpt2", mapped)]
 
 
 @pytest.mark.parametrize(("kind", "run"), CASES)
-def test_as_in_one_process(
-    kind: str, run: Run, alone: Any, spread: Any, tokens: torch.Tensor
-) -> None:
+def test_as_in_one_process(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
 
 
-def test_activations_are_saved(
-    alone: Any, spread: Any, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_activations_are_saved(alone, spread, tokens, tmp_path):
     name = "blocks.3.attn.hook_z"
     names = ["blocks.1.hook_resid_post", name]
 
-    def saved(model: Any, tokens: torch.Tensor) -> Any:
+    def saved(model, tokens):
         directory = tmp_path / type(model.blocks[3]).__name__
         return tl_devicefix.save_activations(
             model, _batches(tokens, 3), names, directory=directory, progress=False
@@ -133,7 +128,7 @@ def test_activations_are_saved(
     assert_equal(saved, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_model_over_hosts_is_checked(load: Any) -> None:
+def test_a_model_over_hosts_is_checked(load):
     with hosts("node-b") as (host,):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
         host.calls.clear()
@@ -151,7 +146,7 @@ def test_a_model_over_hosts_is_checked(load: Any) -> None:
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's blocks know their index")
-def test_a_block_that_replaces_a_remote_one_stays_at_home(load: Any, tokens: torch.Tensor) -> None:
+def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
     with hosts("node-b"):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
         model.blocks[2] = copy.deepcopy(model.blocks[1])
@@ -165,7 +160,7 @@ def test_a_block_that_replaces_a_remote_one_stays_at_home(load: Any, tokens: tor
 
 
 @pytest.fixture
-def kv_cache() -> Callable[[Any], Any]:
+def kv_cache():
     transformer_lens = pytest.importorskip("transformer_lens")
     if not has_hooked_transformer():
         pytest.skip("a Bridge has transformers' KV cache")
@@ -176,10 +171,8 @@ def kv_cache() -> Callable[[Any], Any]:
     return lambda model: cls.init_cache(model.cfg, model.cfg.device, 2)
 
 
-def test_a_frozen_kv_cache_is_used_again(
-    kv_cache: Any, alone: Any, spread: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any, tokens: torch.Tensor) -> Any:
+def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
+    def run(model, tokens):
         cache = kv_cache(model)
         model(tokens[:, :4], past_kv_cache=cache)
         cache.freeze()
@@ -191,10 +184,8 @@ def test_a_frozen_kv_cache_is_used_again(
         assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_kv_cache_that_is_read_copied_and_changed(
-    kv_cache: Any, alone: Any, spread: Any, tokens: torch.Tensor
-) -> None:
-    def run(model: Any, tokens: torch.Tensor) -> Any:
+def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tokens):
+    def run(model, tokens):
         cache = kv_cache(model)
         model(tokens[:, :4], past_kv_cache=cache)
         kept = copy.copy(cache.entries[3])  # as it is now
@@ -219,8 +210,8 @@ def _entries(cache: Any) -> list[torch.Tensor]:
 
 
 def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
-    kv_cache: Any, spread: Any, host: LocalConnection, tokens: torch.Tensor
-) -> None:
+    kv_cache, spread, host, tokens
+):
     model = spread("llama")
     cache = kv_cache(model)
     with torch.no_grad():
@@ -234,12 +225,10 @@ def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
         model(tokens[:, 4:5], past_kv_cache=cache)
 
 
-def test_settings_of_torch_go_along(
-    spread: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_torch_go_along(spread, tokens, monkeypatch):
     of_thread, told = threading.local(), []
 
-    def put(value: str) -> None:
+    def put(value):
         of_thread.precision = value
         told.append(value)
 

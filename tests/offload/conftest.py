@@ -7,12 +7,12 @@ from spread_of_either_class import *  # noqa: F403
 
 
 @pytest.fixture
-def offload() -> str:
+def offload():
     """Which of `OFFLOADED` the model is; parametrise it for others."""
     return "some of one device"
 
 
 @pytest.fixture
-def spread(offload: str) -> str:
+def spread(offload):
     """What `model` is loaded with."""
     return offload

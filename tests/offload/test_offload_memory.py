@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,12 @@ from kinds import home_of
 from offloads import HOST, offloaded_blocks, some_offload, weights_of
 
 from tl_devicefix.placement.fitting import working_room
-from tl_devicefix.simulation.machine import Machine
 
 
 @pytest.mark.parametrize(
     ("kind", "offload"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
 )
-def test_a_forward_copies_the_weights_of_each_offloaded_block_once(
-    model: Any, at_home: torch.Tensor, transfers_of: Any
-) -> None:
+def test_a_forward_copies_the_weights_of_each_offloaded_block_once(model, at_home, transfers_of):
     away = [model.blocks[layer] for layer in offloaded_blocks(model)]
 
     copied = [t for t in transfers_of(model, at_home) if t.source == HOST]
@@ -32,14 +28,12 @@ def test_a_forward_copies_the_weights_of_each_offloaded_block_once(
 
 
 @pytest.mark.parametrize("offload", ["all of one device"])
-def test_the_next_block_is_on_its_way_before_a_block_computes(
-    model: Any, at_home: torch.Tensor, machine: Machine
-) -> None:
+def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, machine):
     n_layers, n_weights = model.cfg.n_layers, len(list(model.blocks[0].parameters()))
     machine.reset_transfers()
     sent: dict[str, list[int]] = {"resid_pre": [], "resid_post": []}
 
-    def note(activation: torch.Tensor, hook: Any) -> None:
+    def note(activation, hook):
         sent[hook.name.rsplit("hook_")[1]].append(len(machine.transfers) // n_weights)
 
     names = ("resid_pre", "resid_post")
@@ -52,9 +46,7 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(
 
 
 @some_offload
-def test_two_visiting_blocks_at_a_time_are_on_a_device(
-    model: Any, tokens: torch.Tensor, machine: Machine
-) -> None:
+def test_two_visiting_blocks_at_a_time_are_on_a_device(model, tokens, machine):
     one_token = tokens[:1, :1].to(home_of(model))  # whose activations are less than any block
     placement = model.placement
     gc.collect()
@@ -74,9 +66,7 @@ def test_two_visiting_blocks_at_a_time_are_on_a_device(
 
 
 @pytest.mark.parametrize("offload", ["all of one device"])
-def test_a_backward_brings_back_less_than_two_blocks_at_a_time(
-    model: Any, tokens: torch.Tensor, machine: Machine
-) -> None:
+def test_a_backward_brings_back_less_than_two_blocks_at_a_time(model, tokens, machine):
     logits = model(tokens[:1, :1].to(home_of(model)))
     n_bytes = machine.memory_allocated(0) + sum(
         p.nbytes for p in model.parameters() if p.device != HOST
@@ -89,9 +79,7 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(
     assert block / 8 < machine.max_memory_allocated(0) - n_bytes < 2 * block
 
 
-def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded(
-    load: Any, machine: Machine
-) -> None:
+def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded(load, machine):
     gc.collect()
     for device in machine.devices:
         machine.reset_peak_memory_stats(device)

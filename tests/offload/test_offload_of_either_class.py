@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,15 +33,13 @@ def of_each(**cases: list[Any]) -> list[Any]:
 
 
 @pytest.fixture
-def folded(cls: str) -> bool:
+def folded(cls):
     """Whether the weights are; parametrise it for others."""
     return cls == HOOKED
 
 
 @pytest.fixture
-def offloaded(
-    cls: str, kind: str, offload: str, folded: bool, machine: Any, request: Any
-) -> Callable[[], Any]:
+def offloaded(cls, kind, offload, folded, machine, request):
     """`offloaded()`: the model under test; a HookedTransformer is not to be changed."""
     if cls == BRIDGE:
         boot = request.getfixturevalue("boot")
@@ -51,7 +48,7 @@ def offloaded(
 
 
 @pytest.fixture
-def reference(cls: str, kind: str, folded: bool, request: Any) -> Any:
+def reference(cls, kind, folded, request):
     """The same weights, as TransformerLens alone has them on one CPU."""
     if cls == HOOKED:
         return request.getfixturevalue("on_cpu")(kind)
@@ -69,8 +66,8 @@ def reference(cls: str, kind: str, folded: bool, request: Any) -> Any:
     ),
 )
 def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
-    offloaded: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+    offloaded, reference, tokens
+):
     model = offloaded()
     assert len(offloaded_blocks(model)) > 1
     assert_at_rest(model)
@@ -97,9 +94,7 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
     ("cls", "kind", "offload"),
     of_each(HookedTransformer=OF_HOOKED[:2], TransformerBridge=OF_BRIDGE[:1]),
 )
-def test_gradients_arrive_at_the_parameters(
-    offloaded: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
     model = offloaded()
     for variant in (model, reference):
         variant(tokens, return_type="loss").backward()
@@ -111,9 +106,7 @@ def test_gradients_arrive_at_the_parameters(
     reference.zero_grad()
 
 
-def test_max_memory_offloads_what_does_not_fit(
-    from_checkpoint: Any, machine: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, reference, tokens):
     total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
     max_memory: dict[Any, Any] = {0: int(0.6 * total), 1: int(0.4 * total)}
 
@@ -134,9 +127,7 @@ a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRID
 
 @a_bridge
 @pytest.mark.parametrize("device", ["sim:1", "cpu"])
-def test_a_device_gathers_the_model(
-    device: str, offloaded: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
     model, target = offloaded(), torch.device(device)
 
@@ -152,6 +143,6 @@ def test_a_device_gathers_the_model(
 @a_bridge
 @pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold them")
 @pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
-def test_transformer_lens_3_says_that_it_cannot_fold_them(offloaded: Any) -> None:
+def test_transformer_lens_3_says_that_it_cannot_fold_them(offloaded):
     with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
         offloaded().enable_compatibility_mode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +17,10 @@ from offloads import HOST, assert_at_rest, every_kind
 
 import tl_devicefix
 from tl_devicefix.offload.copying import keeping_on_host
-from tl_devicefix.simulation.machine import Machine
 
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
-def test_analyses_read_weights_and_caches_at_home(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
     _, cache = model.run_with_cache(tokens)
     _, expected = reference.run_with_cache(tokens)
 
@@ -51,12 +47,12 @@ def test_analyses_read_weights_and_caches_at_home(
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
 def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+    model, reference, tokens
+):
     are_together = set()
 
-    def of(model: Any) -> Callable[..., torch.Tensor]:
-        def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def of(model):
+        def steer(activation, hook):
             are_together.add(model.blocks[4].attn.W_Q.device == activation.device)
             return activation + model.blocks[1].mlp.W_out.sum(0) + model.blocks[4].mlp.W_out.sum(0)
 
@@ -76,9 +72,9 @@ def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_
     [("all of one device", 1, ValueError), ("some of three devices", 3, KeyboardInterrupt)],
 )
 def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
-    layer: int, error: Any, model: Any, reference: Any, tokens: torch.Tensor, machine: Machine
-) -> None:
-    def fail(activation: torch.Tensor, hook: Any) -> None:
+    layer, error, model, reference, tokens, machine
+):
+    def fail(activation, hook):
         raise error("as it was told")
 
     gc.collect()
@@ -96,8 +92,8 @@ def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
 @pytest.mark.parametrize("change", ["in place", "data"])
 @pytest.mark.parametrize("hooked", ["blocks.2.hook_resid_pre", "blocks.1.hook_resid_post"])
 def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_changed(
-    hooked: str, change: str, load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+    hooked, change, load, reference, tokens
+):
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
     results = []
@@ -107,7 +103,7 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
         variant.blocks[2].attn.W_V.data *= 2
 
         @torch.no_grad()
-        def halve(activation: torch.Tensor, hook: Any, variant: Any = variant) -> None:
+        def halve(activation, hook, variant=variant):
             weight = variant.blocks[2].mlp.W_out
             if change == "data":
                 weight.data = weight.data / 2
@@ -126,7 +122,7 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
 # Gradients arrive at the parameters on the host; training is what it is elsewhere
 
 
-def test_training_is_the_same(load: Any, reference: Any, tokens: torch.Tensor) -> None:
+def test_training_is_the_same(load, reference, tokens):
     model, reference = load("llama", "some of three devices"), copy.deepcopy(reference)
     for variant in (model, reference):
         optimiser = torch.optim.AdamW(variant.parameters(), lr=1e-2)
@@ -142,8 +138,8 @@ def test_training_is_the_same(load: Any, reference: Any, tokens: torch.Tensor) -
 
 @every_kind
 def test_a_graph_does_not_keep_the_weights_that_have_visited(
-    kind: str, models: Any, from_pretrained: Any, tokens: torch.Tensor, machine: Machine
-) -> None:
+    kind, models, from_pretrained, tokens, machine
+):
     """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
     kept = []
     for model in (models(kind, "all of one device"), from_pretrained(kind, device_map=0)):
@@ -157,7 +153,7 @@ def test_a_graph_does_not_keep_the_weights_that_have_visited(
 
 
 @pytest.mark.parametrize("changed", ["activation", "weight"])
-def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
+def test_what_backward_needs_may_not_be_changed_before(changed):
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
     tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
     copy_there = tensors["weight"] * 1
@@ -173,9 +169,7 @@ def test_what_backward_needs_may_not_be_changed_before(changed: str) -> None:
         result.sum().backward()
 
 
-def test_weights_are_processed_on_the_device_and_kept_on_the_host(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_weights_are_processed_on_the_device_and_kept_on_the_host(load, reference, tokens):
     model = load("llama", "some of three devices", **NO_PROCESSING)
 
     model.process_weights_()

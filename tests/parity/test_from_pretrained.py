@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import unittest.mock
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -29,14 +28,12 @@ biases. The others see few: each method is compared by itself in test_weight_pro
 
 
 @pytest.fixture(params=["hf_model", "checkpoint"])
-def load(
-    request: pytest.FixtureRequest, hf_models: Any, checkpoints: Any, from_pretrained: Any
-) -> Any:
+def load(request, hf_models, checkpoints, from_pretrained):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
     if request.param == "checkpoint" and request.config.getoption("--unpatched"):
         pytest.skip("TransformerLens alone loads no directories")
 
-    def load(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> HookedTransformer:
+    def load(name, dtype=torch.float32, **options):
         if request.param == "checkpoint":
             directory = str(checkpoints(name, dtype))
             return HookedTransformer.from_pretrained(directory, dtype=dtype, **options)
@@ -60,9 +57,9 @@ def load(
     ],
 )
 def test_it_is_what_transformer_lens_loads(
-    name: str, processing: str, n_devices: int, load: Any, references: Any, machine: Any,
-    tokens: Any,
-) -> None:  # fmt: skip
+    name, processing, n_devices, load, references, machine,
+    tokens,
+) :  # fmt: skip
     options = PROCESSING[processing]
     reference = references(name, **options)
 
@@ -71,12 +68,12 @@ def test_it_is_what_transformer_lens_loads(
     assert_same_model(model, reference, tokens)
 
 
-def test_attention_matrices_that_cannot_be_refactored_are_refused(load: Any, machine: Any) -> None:
+def test_attention_matrices_that_cannot_be_refactored_are_refused(load, machine):
     with pytest.raises(ValueError, match="refactor_factored_attn_matrices=True cannot be used"):
         load("pythia", n_devices=4, **PROCESSING["refactored"])
 
 
-def test_no_processing(checkpoints: Any, references: Any, machine: Any, tokens: Any) -> None:
+def test_no_processing(checkpoints, references, machine, tokens):
     reference = references("qwen2", **NO_PROCESSING)
 
     model = HookedTransformer.from_pretrained_no_processing(str(checkpoints("qwen2")), n_devices=4)
@@ -86,9 +83,7 @@ def test_no_processing(checkpoints: Any, references: Any, machine: Any, tokens: 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_config_is_the_same_but_for_the_devices(
-    name: str, load: Any, references: Any, machine: Any
-) -> None:
+def test_the_config_is_the_same_but_for_the_devices(name, load, references, machine):
     expected = references(name).cfg.to_dict()
 
     cfg = load(name, n_devices=4).cfg.to_dict()
@@ -103,9 +98,7 @@ def test_the_config_is_the_same_but_for_the_devices(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
-def test_float64_stays_float64_and_is_folded_in_it(
-    name: str, load: Any, references: Any, machine: Any, tokens: Any
-) -> None:
+def test_float64_stays_float64_and_is_folded_in_it(name, load, references, machine, tokens):
     reference = references(name, dtype=torch.float64)
 
     model = load(name, dtype=torch.float64, n_devices=4)
@@ -118,9 +111,7 @@ def test_float64_stays_float64_and_is_folded_in_it(
 
 
 @pytest.mark.parametrize(("name", "n_layers"), [("gpt2", 1), ("gemma-2", 3)])
-def test_first_n_layers(
-    name: str, n_layers: int, load: Any, references: Any, machine: Any, tokens: Any
-) -> None:
+def test_first_n_layers(name, n_layers, load, references, machine, tokens):
     reference = references(name, first_n_layers=n_layers)
 
     model = load(name, first_n_layers=n_layers, n_devices=4)
@@ -130,7 +121,7 @@ def test_first_n_layers(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma-2"])
-def test_n_ctx(name: str, load: Any, references: Any, machine: Any, tokens: Any) -> None:
+def test_n_ctx(name, load, references, machine, tokens):
     if "n_ctx" not in inspect.signature(HookedTransformer.from_pretrained).parameters:
         pytest.skip("the installed from_pretrained has no n_ctx")
     reference = references(name, n_ctx=2 * N_CTX)
@@ -143,12 +134,12 @@ def test_n_ctx(name: str, load: Any, references: Any, machine: Any, tokens: Any)
 
 @pytest.mark.parametrize("asked", [{"checkpoint_index": 7}, {"checkpoint_value": 16}])
 def test_a_training_checkpoint_is_fetched_by_its_revision(
-    asked: dict[str, int], hf_models: Any, tokenizer: Any, references: Any, machine: Any
-) -> None:
+    asked, hf_models, tokenizer, references, machine
+):
     reference = references("pythia")
     fetched: list[tuple[str, str]] = []
 
-    def fetch(name: str, revision: str, output_loading_info: bool, **_: Any) -> Any:
+    def fetch(name, revision, output_loading_info, **_):
         assert output_loading_info
         fetched.append((name, revision))
         return hf_models("pythia"), {}
@@ -167,9 +158,7 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
     assert_same_weights(model, reference)
 
 
-def test_without_move_to_device_the_model_stays_on_the_cpu(
-    load: Any, references: Any, machine: Any, tokens: Any
-) -> None:
+def test_without_move_to_device_the_model_stays_on_the_cpu(load, references, machine, tokens):
     reference = references("gpt2")
 
     model = load("gpt2", move_to_device=False, device="sim:1")
@@ -180,13 +169,13 @@ def test_without_move_to_device_the_model_stays_on_the_cpu(
 
 
 def test_the_norms_of_mixtures_of_experts_are_folded_only_if_transformer_lens_does(
-    hf_models: Any, checkpoints: Any, references: Any, machine: Any, tokens: Any
-) -> None:
+    hf_models, checkpoints, references, machine, tokens
+):
     """TransformerLens 2, and some 3, drop the norms of such a model: with fold_ln it is wrong."""
     references("mixtral")
     expected = hf_models("mixtral")(tokens).logits.log_softmax(dim=-1)
 
-    def error(**options: bool) -> float:
+    def error(**options):
         model = HookedTransformer.from_pretrained(str(checkpoints("mixtral")), **options)
         return log_probs(model, tokens).sub(expected).abs().max().item()
 

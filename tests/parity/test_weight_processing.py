@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -76,13 +75,13 @@ class Snapshot:
 
 @for_each(METHODS, hold_unpatched=ONE_MATRIX_AT_A_TIME)
 def test_a_method_does_what_it_did_with_weights_on_one_device(
-    method: str,
-    options: dict[str, bool],
-    name: str,
-    unprocessed: Any,
-    without_weights: Any,
-    machine: Any,
-) -> None:
+    method,
+    options,
+    name,
+    unprocessed,
+    without_weights,
+    machine,
+):
     if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
         pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
     argument = scattered(unprocessed(name).state_dict(), machine.devices)
@@ -108,9 +107,7 @@ def test_a_method_does_what_it_did_with_weights_on_one_device(
         assert_same_tensors(ours, theirs, precision)
 
 
-def test_missing_keys_are_filled_from_the_model(
-    unprocessed: Any, without_weights: Any, machine: Any
-) -> None:
+def test_missing_keys_are_filled_from_the_model(unprocessed, without_weights, machine):
     model = without_weights("qwen2", n_devices=4)
     argument = scattered(unprocessed("qwen2").state_dict(), machine.devices)
     missing = [key for key in argument if ".ln2." in key or ".b_" in key or key.endswith("mask")]
@@ -136,14 +133,14 @@ def test_missing_keys_are_filled_from_the_model(
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize(("name", "n_devices"), [("attention-only", 3), ("solu", 1), ("solu", 4)])
 def test_loading_weights_that_lie_anywhere(
-    name: str,
-    processing: str,
-    n_devices: int,
-    unprocessed: Any,
-    without_weights: Any,
-    machine: Any,
-    tokens: torch.Tensor,
-) -> None:
+    name,
+    processing,
+    n_devices,
+    unprocessed,
+    without_weights,
+    machine,
+    tokens,
+):
     options = PROCESSING[processing]
     weights = unprocessed(name).state_dict()
     with tl_devicefix.disabled():
@@ -164,13 +161,13 @@ def test_loading_weights_that_lie_anywhere(
 @pytest.mark.parametrize("options", [{}, {"fold_ln": False}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral", "solu"])
 def test_processing_an_unprocessed_model_in_place(
-    name: str,
-    options: dict[str, bool],
-    unprocessed: Any,
-    without_weights: Any,
-    machine: Any,
-    tokens: torch.Tensor,
-) -> None:
+    name,
+    options,
+    unprocessed,
+    without_weights,
+    machine,
+    tokens,
+):
     weights = unprocessed(name).state_dict()
     with tl_devicefix.disabled():
         reference = without_weights(name)
@@ -189,13 +186,13 @@ def test_processing_an_unprocessed_model_in_place(
 )
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "solu"])
 def test_processing_the_rest_of_a_wholly_or_partly_processed_model(
-    name: str,
-    first: dict[str, bool],
-    unprocessed: Any,
-    without_weights: Any,
-    machine: Any,
-    tokens: torch.Tensor,
-) -> None:
+    name,
+    first,
+    unprocessed,
+    without_weights,
+    machine,
+    tokens,
+):
     at_once, in_two_steps = (without_weights(name, n_devices=4), without_weights(name, n_devices=4))
     for model in (at_once, in_two_steps):
         model.load_state_dict(unprocessed(name).state_dict())
@@ -212,19 +209,19 @@ def test_processing_the_rest_of_a_wholly_or_partly_processed_model(
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_weights_whose_processing_was_interrupted_are_not_used(
-    interruption: type[BaseException],
-    unprocessed: Any,
-    without_weights: Any,
-    machine: Any,
-    tokens: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    interruption,
+    unprocessed,
+    without_weights,
+    machine,
+    tokens,
+    monkeypatch,
+):
     weights = unprocessed("gpt2").state_dict()
     model = without_weights("gpt2", n_devices=4)
     model.load_state_dict(weights)
     load_component = processing.load_component
 
-    def stop_at_the_third_block(model: Any, unit: str, *args: Any) -> None:
+    def stop_at_the_third_block(model, unit, *args):
         if unit == "blocks.2":
             raise interruption("stop here")
         load_component(model, unit, *args)
@@ -245,8 +242,8 @@ def test_weights_whose_processing_was_interrupted_are_not_used(
 
 
 def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
-    unprocessed: Any, without_weights: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    unprocessed, without_weights, machine, monkeypatch
+):
     model = without_weights("gpt2", n_devices=4)
     monkeypatch.setattr(machine, "_capacities", [*machine._capacities[:3], 1000])
 
@@ -255,8 +252,8 @@ def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
 
 
 def test_weights_of_another_shape_are_refused_and_the_model_is_as_it_was(
-    unprocessed: Any, without_weights: Any, machine: Any, tokens: Any
-) -> None:
+    unprocessed, without_weights, machine, tokens
+):
     weights = unprocessed("gpt2").state_dict()
     model = without_weights("gpt2", n_devices=2)
     model.load_and_process_state_dict(weights)
@@ -269,9 +266,7 @@ def test_weights_of_another_shape_are_refused_and_the_model_is_as_it_was(
     assert torch.equal(model(tokens), expected)
 
 
-def test_a_model_whose_processing_is_refused_is_as_it_was(
-    checkpoints: Any, machine: Any, tokens: Any
-) -> None:
+def test_a_model_whose_processing_is_refused_is_as_it_was(checkpoints, machine, tokens):
     model = HookedTransformer.from_pretrained_no_processing(str(checkpoints("pythia")), n_devices=4)
     expected, norm = model(tokens), model.cfg.normalization_type
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,24 +11,23 @@ from comparison import assert_bit_equal
 from either_class import BRIDGE
 from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
 from racing import asynchronous
-from runs_of_users import LAST, Run, generated, gradients_of_weights, logits
+from runs_of_users import LAST, generated, gradients_of_weights, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
-from tl_devicefix.simulation.machine import Machine
 
 ON_ONE = {"": 0, "blocks": "cpu"}
 ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no other block does
 
 
 @pytest.fixture
-def offloaded(from_checkpoint: Any) -> Callable[..., Any]:
+def offloaded(from_checkpoint):
     """`offloaded(ON_ONE)`: a new model, over the devices of the machine that is open."""
     return lambda device_map: from_checkpoint("llama", device_map=device_map)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])
-def either_machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+def either_machine(request):
     """Devices that compute when they are told to, or later."""
     with (asynchronous if request.param else tl_devicefix.simulate)(2) as machine:
         yield machine
@@ -39,7 +37,7 @@ NOT_BEHIND = pytest.mark.parametrize("either_machine", [False], indirect=True, i
 
 
 @pytest.fixture
-def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+def batches(tokens):
     """Nine batches of tokens, each different."""
     return [tokens.roll(shift, 1) for shift in range(9)]
 
@@ -87,8 +85,8 @@ OF_HOOKED = (blocks_in_another_order,)
     ],
 )
 def test_results_are_those_of_a_loop_bit_for_bit(
-    either_machine: Any, offloaded: Any, batches: Any, cls: str, device_map: Any, run: Run
-) -> None:
+    either_machine, offloaded, batches, cls, device_map, run
+):
     if cls == BRIDGE and run in OF_HOOKED:
         pytest.skip("a Bridge's blocks want what the model hands them")
     model = offloaded(device_map)
@@ -100,9 +98,7 @@ def test_results_are_those_of_a_loop_bit_for_bit(
 
 
 @NOT_BEHIND
-def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
-    either_machine: Machine, offloaded: Any, batches: Any
-) -> None:
+def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(either_machine, offloaded, batches):
     model = offloaded(ON_ONE)
     either_machine.reset_transfers()
 
@@ -116,9 +112,7 @@ def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(
 
 
 @NOT_BEHIND
-def test_two_blocks_at_a_time_are_on_a_device(
-    either_machine: Machine, offloaded: Any, tokens: torch.Tensor
-) -> None:
+def test_two_blocks_at_a_time_are_on_a_device(either_machine, offloaded, tokens):
     model = offloaded(ON_TWO)
     one_token = tokens[:1, :1].to(model.cfg.device)  # whose activations are less than any block
     block, placement = max(offloaded_bytes(model)), model.placement
@@ -146,17 +140,17 @@ class Failed(Exception):
 
 @NOT_BEHIND
 def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
-    either_machine: Machine, offloaded: Any, batches: Any
-) -> None:
+    either_machine, offloaded, batches
+):
     model = offloaded(ON_TWO)
     model(batches[0])
     gc.collect()
     before = [either_machine.memory_allocated(device) for device in either_machine.devices]
 
-    def run(view: Any, item: tuple[int, torch.Tensor]) -> int:
+    def run(view, item):
         number, batch = item
 
-        def fail(activation: torch.Tensor, hook: Any) -> None:
+        def fail(activation, hook):
             if number == 2:
                 raise Failed
 

@@ -8,7 +8,7 @@ import itertools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ import runs_of_users
 import torch
 import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
-from runs_of_users import LAST, Run, logits
+from runs_of_users import LAST, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
@@ -26,13 +26,13 @@ from tl_devicefix.placement.workers import CallersState
 
 
 @pytest.fixture
-def batches(tokens: torch.Tensor) -> list[torch.Tensor]:
+def batches(tokens):
     """Four batches of tokens, each different: mostly one more than run at once."""
     return [tokens.roll(shift, 1) for shift in range(4)]
 
 
 @pytest.fixture
-def model(over_devices: Any) -> Any:
+def model(over_devices):
     """A new model over four devices."""
     return over_devices("llama")
 
@@ -60,8 +60,8 @@ GRADIENTS = (
 
 
 @pytest.mark.parametrize("runs", [FORWARDS, WAITING, GRADIENTS])
-def test_results_are_those_of_a_loop_bit_for_bit(model: Any, batches: Any, runs: Any) -> None:
-    def all_of_them(model: Any, batch: torch.Tensor) -> dict[str, Any]:
+def test_results_are_those_of_a_loop_bit_for_bit(model, batches, runs):
+    def all_of_them(model, batch):
         return {run.__name__: run(model, batch) for run in runs}
 
     expected = [all_of_them(model, batch) for batch in batches[:3]]
@@ -71,19 +71,17 @@ def test_results_are_those_of_a_loop_bit_for_bit(model: Any, batches: Any, runs:
     assert_nothing_is_left(model)
 
 
-def test_a_run_computes_on_one_device_while_another_is_on_the_next(
-    model: Any, batches: Any
-) -> None:
+def test_a_run_computes_on_one_device_while_another_is_on_the_next(model, batches):
     begun = threading.Event()
 
-    def run(view: Any, number: int) -> bool | None:
+    def run(view, number):
         result = []
 
-        def first(activation: torch.Tensor, hook: Any) -> None:
+        def first(activation, hook):
             if number == 1:
                 begun.set()
 
-        def last(activation: torch.Tensor, hook: Any) -> None:
+        def last(activation, hook):
             if number == 0:
                 result.append(begun.wait(30))
 
@@ -94,10 +92,8 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(
     assert next(pipeline_map(model, run, [0, 1], max_in_flight=2))
 
 
-def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(
-    model: Any, batches: Any
-) -> None:
-    def run(view: Any, batch: torch.Tensor) -> Any:
+def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(model, batches):
+    def run(view, batch):
         with_it, point = view(batch), view.hook_dict[LAST]
         view.reset_hooks()
         without = view(batch)
@@ -123,8 +119,8 @@ def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
     )
 
 
-def test_random_numbers_are_those_of_a_loop(model: Any, batches: Any) -> None:
-    def run(model: Any, batch: torch.Tensor) -> Any:
+def test_random_numbers_are_those_of_a_loop(model, batches):
+    def run(model, batch):
         """Draws from what the run before it left, and after a seed of its own."""
         out = model(batch)
         dropped = out + torch.nn.functional.dropout(torch.ones_like(out), training=True)
@@ -143,11 +139,11 @@ def test_random_numbers_are_those_of_a_loop(model: Any, batches: Any) -> None:
     assert torch.equal(torch.get_rng_state(), left)
 
 
-def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model: Any, batches: Any) -> None:
+def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
     """Real devices have such threads, with what is in force where autograd was called."""
 
-    def run(view: Any, batch: torch.Tensor) -> Any:
-        def draws(gradient: torch.Tensor, hook: Any) -> None:
+    def run(view, batch):
+        def draws(gradient, hook):
             autograds = CallersState(())
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(autograds.run, torch.rand, 1).result(30)
@@ -165,13 +161,11 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model: Any, batch
 
 
 @pytest.mark.parametrize("ends", ["by an error", "early"])
-def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(
-    model: Any, batches: Any, ends: str
-) -> None:
+def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(model, batches, ends):
     begun = threading.Event()
     model.zero_grad()
 
-    def run(view: Any, number: int) -> None:
+    def run(view, number):
         if number == 0:
             assert begun.wait(30)
             if ends == "by an error":
@@ -221,7 +215,7 @@ def what_is_in_force(model: Any, batch: Any) -> Any:
     )
 
 
-def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model: Any) -> None:
+def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model):
     outside = what_is_in_force(model, None)
     expected, actual = {}, {}
     for name, state in STATES.items():
@@ -236,12 +230,12 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model: Any) -> Non
     ("error", "raised_as", "max_in_flight"), [(Failed, Failed, 4), (StopIteration, RuntimeError, 1)]
 )
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
-    model: Any, batches: Any, error: Any, raised_as: Any, max_in_flight: int
-) -> None:
-    def run(view: Any, item: tuple[int, torch.Tensor]) -> int:
+    model, batches, error, raised_as, max_in_flight
+):
+    def run(view, item):
         number, batch = item
 
-        def fail(activation: torch.Tensor, hook: Any) -> None:
+        def fail(activation, hook):
             if number == 2:
                 try:
                     raise LookupError("what it came from")
@@ -263,10 +257,10 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     assert next(results, "no more") == "no more"
 
 
-def test_of_an_endless_iterator_no_more_is_read_than_needed(model: Any, batches: Any) -> None:
+def test_of_an_endless_iterator_no_more_is_read_than_needed(model, batches):
     read = []
 
-    def endless() -> Iterator[torch.Tensor]:
+    def endless():
         for number in itertools.count():
             read.append(number)
             yield batches[0]
@@ -284,11 +278,11 @@ def test_of_an_endless_iterator_no_more_is_read_than_needed(model: Any, batches:
 
 @pytest.mark.parametrize(("error", "n_fetched"), [(Failed, 2), (KeyboardInterrupt, 0)])
 def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrupt_at_once(
-    model: Any, batches: Any, error: type[BaseException], n_fetched: int
-) -> None:
+    model, batches, error, n_fetched
+):
     fetched = []
 
-    def items() -> Iterator[torch.Tensor]:
+    def items():
         yield from batches[:2]
         raise error
 
@@ -298,12 +292,10 @@ def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrup
     assert_nothing_is_left(model)
 
 
-def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(
-    model: Any, batches: Any
-) -> None:
+def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batches):
     waits, goes_on = threading.Event(), threading.Event()
 
-    def run(view: Any, number: int) -> int:
+    def run(view, number):
         if number:
             kept = view(batches[0])
             alive.append(weakref.ref(kept))
@@ -338,15 +330,13 @@ CHANGES: dict[str, Callable[[Any, str], Any]] = {
     ("changed_by", "how"),
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
-def test_a_weight_that_is_changed_is_refused(
-    model: Any, batches: Any, changed_by: str, how: str
-) -> None:
-    def change(model: Any) -> None:
+def test_a_weight_that_is_changed_is_refused(model, batches, changed_by, how):
+    def change(model):
         (full_name, _), *_ = model.blocks[2].named_parameters()
         path, _, name = full_name.rpartition(".")
         CHANGES[how](model.blocks[2].get_submodule(path), name)
 
-    def run(view: Any, batch: torch.Tensor) -> None:
+    def run(view, batch):
         view(batch)
         if changed_by == "a run":
             change(view)
@@ -372,11 +362,9 @@ USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 3])
-def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(
-    model: Any, batches: Any, max_in_flight: int
-) -> None:
-    def refusal(use: Run) -> str:
-        def run(view: Any, batch: torch.Tensor) -> Any:
+def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(model, batches, max_in_flight):
+    def refusal(use):
+        def run(view, batch):
             with view.hooks(fwd_hooks=[(LAST, double)]):
                 return model.cfg.d_model, model.blocks[0].attn.W_Q, use(model, batch)
 
@@ -392,7 +380,7 @@ def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(
         list(pipeline_map(model, use, batches[:2], max_in_flight))
 
 
-def test_a_loop_may_run_and_hook_the_model_itself_between_results(model: Any, batches: Any) -> None:
+def test_a_loop_may_run_and_hook_the_model_itself_between_results(model, batches):
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
     actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
@@ -403,7 +391,7 @@ def test_a_loop_may_run_and_hook_the_model_itself_between_results(model: Any, ba
     model.reset_hooks()
 
 
-def test_what_makes_no_sense_is_refused_at_once(on_one: Any) -> None:
+def test_what_makes_no_sense_is_refused_at_once(on_one):
     model = on_one("llama")
     for max_in_flight in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
@@ -414,9 +402,7 @@ def test_what_makes_no_sense_is_refused_at_once(on_one: Any) -> None:
         pipeline_map(model, [], logits)  # type: ignore[arg-type, misc]
 
 
-def test_a_bar_shows_how_many_runs_there_are(
-    on_one: Any, batches: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys):
     shows, model = hf_logging.is_progress_bar_enabled(), on_one("llama")
     hf_logging.enable_progress_bar()
     shown = []
@@ -430,22 +416,22 @@ def test_a_bar_shows_how_many_runs_there_are(
     assert "2/2" in capsys.readouterr().err
 
 
-def test_runs_on_one_device(on_one: Any, batches: Any) -> None:
+def test_runs_on_one_device(on_one, batches):
     model = on_one("llama")
     expected = [logits(model, batch) for batch in batches]
     for options in ({}, {"max_in_flight": 2}):
         assert_bit_equal(list(pipeline_map(model, logits, batches, **options)), expected)
 
 
-def test_how_one_run_reads_text_is_seen_by_no_other(model: Any) -> None:
+def test_how_one_run_reads_text_is_seen_by_no_other(model):
     texts = ["t1 t2", "t3 t4 t5"]
     reading, has_read = threading.Event(), threading.Event()
 
-    def meanwhile(activation: torch.Tensor, hook: Any) -> None:
+    def meanwhile(activation, hook):
         reading.set()
         assert has_read.wait(30)
 
-    def run(view: Any, number: int) -> torch.Tensor:
+    def run(view, number):
         if number == 0:
             options = {"prepend_bos": not view.cfg.default_prepend_bos, "padding_side": "left"}
             with view.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", meanwhile)]):

@@ -87,21 +87,19 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 @pytest.fixture
-def model(on_one: Any) -> Any:
+def model(on_one):
     """A new model, on one CPU."""
     return copy.deepcopy(on_one("llama"))
 
 
 @pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
+def no_grad():
     with torch.no_grad():
         yield
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_it_yields_what_run_with_hooks_returns(
-    kind: str, on_one: Any, tokens: torch.Tensor
-) -> None:
+def test_it_yields_what_run_with_hooks_returns(kind, on_one, tokens):
     model = on_one(kind)
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
@@ -121,7 +119,7 @@ def test_it_yields_what_run_with_hooks_returns(
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
-def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> None:
+def test_over_devices(machine, over_devices, tokens):
     model = over_devices("gpt2")
     at_home = tokens.to(model.cfg.device)
     runs = [[], at(3), at(1)]
@@ -131,9 +129,7 @@ def test_over_devices(machine: Any, over_devices: Any, tokens: torch.Tensor) -> 
         assert_agrees(actual, expected, machine.devices[0], tolerance=0)
 
 
-def test_a_run_copies_nothing_for_the_blocks_that_it_skips(
-    machine: Any, over_devices: Any, tokens: torch.Tensor
-) -> None:
+def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, over_devices, tokens):
     model = over_devices("llama")
     sweep = tl_devicefix.sweep(model, tokens.to(model.cfg.device), [at(4), at(4)])
     next(sweep)
@@ -143,9 +139,7 @@ def test_a_run_copies_nothing_for_the_blocks_that_it_skips(
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "in turns"])
-def test_in_any_order_few_blocks_are_run_twice(
-    order: str, model: Any, tokens: torch.Tensor
-) -> None:
+def test_in_any_order_few_blocks_are_run_twice(order, model, tokens):
     layers = {
         "ascending": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
         "descending": [4, 4, 3, 3, 2, 2, 1, 1, 0, 0],
@@ -202,9 +196,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_starts_at_the_first_block_if_that_may_differ(
-    name: str, model: Any, tokens: torch.Tensor
-) -> None:
+def test_it_starts_at_the_first_block_if_that_may_differ(name, model, tokens):
     given = CASES[name](model)
     hooks = given if isinstance(given, list) else []
     arguments = given if isinstance(given, dict) else {}
@@ -217,9 +209,7 @@ def test_it_starts_at_the_first_block_if_that_may_differ(
     assert count.blocks == 2 * N_LAYERS
 
 
-def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(
-    model: Any, tokens: torch.Tensor
-) -> None:
+def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(model, tokens):
     model.add_perma_hook("blocks.2.hook_mlp_out", leave)
     with blocks_run(model) as count:
         list(tl_devicefix.sweep(model, tokens, [at(4)]))
@@ -227,9 +217,7 @@ def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_a_bridge_starts_at_the_first_block(
-    why: str, cls: str, on_one: Any, tokens: torch.Tensor
-) -> None:
+def test_a_bridge_starts_at_the_first_block(why, cls, on_one, tokens):
     if cls != BRIDGE:
         pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
     model = on_one("gpt2")
@@ -242,8 +230,8 @@ def test_a_bridge_starts_at_the_first_block(
     assert count.blocks == N_LAYERS
 
 
-def test_an_error_in_a_hook_leaves_nothing_behind(model: Any, tokens: torch.Tensor) -> None:
-    def fail(activation: torch.Tensor, hook: Any) -> None:
+def test_an_error_in_a_hook_leaves_nothing_behind(model, tokens):
+    def fail(activation, hook):
         raise ValueError("in the hook")
 
     before = model(tokens)
@@ -257,11 +245,11 @@ def test_an_error_in_a_hook_leaves_nothing_behind(model: Any, tokens: torch.Tens
 
 @pytest.mark.parametrize("changed_by", ["a run", "the caller"])
 def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_refused(
-    changed_by: str, model: Any, tokens: torch.Tensor
-) -> None:
+    changed_by, model, tokens
+):
     weight = next(model.blocks[0].parameters())
 
-    def change(*args: Any, **kwargs: Any) -> None:
+    def change(*args, **kwargs):
         weight.mul_(2)
 
     runs = [[("blocks.3.hook_mlp_out", change)], at(4)] if changed_by == "a run" else [at(3), at(4)]
@@ -299,7 +287,7 @@ WITHOUT_HOOKS: dict[str, Any] = {
 }
 
 
-def test_what_makes_no_sense_is_refused(cls: str, model: Any, tokens: torch.Tensor) -> None:
+def test_what_makes_no_sense_is_refused(cls, model, tokens):
     with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
         tl_devicefix.sweep(model, [], tokens)
     for words, arguments in {**ARGUMENTS, **({} if cls == BRIDGE else OF_HOOKED)}.items():
@@ -311,9 +299,7 @@ def test_what_makes_no_sense_is_refused(cls: str, model: Any, tokens: torch.Tens
 
 
 @pytest.mark.parametrize("by", ["context", "variable"])
-def test_it_can_be_turned_off(
-    by: str, model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_can_be_turned_off(by, model, tokens, monkeypatch):
     if by == "variable":
         monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
     with (
@@ -350,12 +336,12 @@ def unpatched(*args: Any, **arguments: Any) -> Any:
 
 
 @pytest.fixture
-def few(tokens: torch.Tensor) -> torch.Tensor:
+def few(tokens):
     """Few tokens, as there is a run for each of them, or each pair."""
     return tokens[:1, :2] // 2
 
 
-def test_a_table_of_indices(model: Any, few: torch.Tensor) -> None:
+def test_a_table_of_indices(model, few):
     rows = pandas.DataFrame([(4, 1), (0, 0), (3, 1)], columns=["layer", "pos"])
     arguments = {"patch_setter": SETTER, "activation_name": "resid_pre", "index_df": rows}
     expected = unpatched("generic_activation_patch", model, few, **arguments)
@@ -365,8 +351,8 @@ def test_a_table_of_indices(model: Any, few: torch.Tensor) -> None:
 
 
 @in_4
-def test_several_metrics_for_each_example_and_a_baseline(model: Any, tokens: torch.Tensor) -> None:
-    def metric(logits: torch.Tensor) -> torch.Tensor:
+def test_several_metrics_for_each_example_and_a_baseline(model, tokens):
+    def metric(logits):
         return logits[:, -1, 5]
 
     few = tokens[:, :2]
@@ -378,7 +364,7 @@ def test_several_metrics_for_each_example_and_a_baseline(model: Any, tokens: tor
     assert torch.equal(actual.baseline, expected.baseline)
 
 
-def test_half_of_the_blocks_are_run(model: Any, few: torch.Tensor) -> None:
+def test_half_of_the_blocks_are_run(model, few):
     """Of n layers (n + 1) / 2n, and once the unpatched run: from 12 layers on, at most 0.55."""
     clean = model.run_with_cache(few + 1)[1]
     with blocks_run(model) as count:
@@ -392,25 +378,25 @@ def test_half_of_the_blocks_are_run(model: Any, few: torch.Tensor) -> None:
     "n_key_value_heads" not in patching.generic_activation_patch.__wrapped__.__code__.co_names,
     reason="TransformerLens 2.16 counts as many heads of values as of queries",
 )
-def test_each_of_grouped_heads_is_patched(model: Any, few: torch.Tensor) -> None:
+def test_each_of_grouped_heads_is_patched(model, few):
     assert model.cfg.n_key_value_heads < model.cfg.n_heads
     for name in ("k", "v"):
         function = f"get_act_patch_attn_head_{name}_all_pos"
         assert torch.equal(patch(function, model, few), unpatched(function, model, few))
 
 
-def test_a_metric_may_run_and_hook_the_model(model: Any, few: torch.Tensor) -> None:
-    def to_unpatched(logits: torch.Tensor) -> torch.Tensor:
+def test_a_metric_may_run_and_hook_the_model(model, few):
+    def to_unpatched(logits):
         return metric(logits - model.run_with_hooks(few, fwd_hooks=at(2)))
 
     arguments = "get_act_patch_resid_pre", model, few, to_unpatched
     assert torch.equal(patch(*arguments), unpatched(*arguments))
 
 
-def test_a_metric_with_a_state_sees_the_runs_in_order(model: Any, few: torch.Tensor) -> None:
+def test_a_metric_with_a_state_sees_the_runs_in_order(model, few):
     seen: list[float] = []
 
-    def stateful(logits: torch.Tensor) -> torch.Tensor:
+    def stateful(logits):
         seen.append(metric(logits).item())
         return torch.tensor(float(len(seen)))
 
@@ -419,10 +405,10 @@ def test_a_metric_with_a_state_sees_the_runs_in_order(model: Any, few: torch.Ten
     assert seen == unpatched("get_act_patch_resid_pre", model, few).flatten().tolist()
 
 
-def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(model: Any, few: torch.Tensor) -> None:
+def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(model, few):
     calls: list[int] = []
 
-    def fail_third(logits: torch.Tensor) -> torch.Tensor:
+    def fail_third(logits):
         calls.append(1)
         if len(calls) == 3:
             raise ValueError("in the metric")
@@ -433,13 +419,11 @@ def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(model: Any, few: torc
     assert traces(model) == []
 
 
-def test_a_model_of_neither_class_is_left_to_transformer_lens(
-    model: Any, few: torch.Tensor
-) -> None:
+def test_a_model_of_neither_class_is_left_to_transformer_lens(model, few):
     class Wrapped:
         """A user's own, with what the loop takes of a model."""
 
-        def __init__(self, model: Any) -> None:
+        def __init__(self, model):
             self.cfg = model.cfg
             self.run_with_hooks = model.run_with_hooks
 

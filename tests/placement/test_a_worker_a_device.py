@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -15,18 +14,16 @@ UNITS = [0, 1, 2, 3, 4]
 
 
 @pytest.fixture
-def devices(machine: Any) -> list[torch.device]:
+def devices(machine):
     """Where the units are done."""
     return [machine.devices[index] for index in (0, 0, 1, 1, 2)]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun(
-    error: type[BaseException], devices: Any
-) -> None:
+def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun(error, devices):
     many, begun, ended, threads = list(range(500)), set(), set(), set()
 
-    def do(unit: int) -> None:
+    def do(unit):
         threads.add(threading.current_thread())
         begun.add(unit)
         if unit == 1 and error is ValueError:
@@ -34,7 +31,7 @@ def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun
         time.sleep(0.01)
         ended.add(unit)
 
-    def done() -> None:
+    def done():
         if error is KeyboardInterrupt:
             raise error
 
@@ -46,7 +43,7 @@ def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun
     assert not any(thread.is_alive() for thread in threads - {threading.current_thread()})
 
 
-def test_workers_share_the_cores_that_the_caller_uses(devices: Any) -> None:
+def test_workers_share_the_cores_that_the_caller_uses(devices):
     before = torch.get_num_threads()
     used: list[int] = []
     try:
@@ -59,8 +56,8 @@ def test_workers_share_the_cores_that_the_caller_uses(devices: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
-def test_workers_are_in_the_caller_s_mode(mode: Any, devices: Any) -> None:
-    def modes(_: Any = None) -> None:
+def test_workers_are_in_the_caller_s_mode(mode, devices):
+    def modes(_=None):
         seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
 
     seen: set[tuple[bool, bool]] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -61,8 +60,8 @@ def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
 )
 @pytest.mark.parametrize("n_layers", [4, 7, 11])
 def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_fullest(
-    n_layers: int, memory: tuple[int, ...], d_vocab: int, config: Any
-) -> None:
+    n_layers, memory, d_vocab, config
+):
     free = [size * 2**20 for size in memory]
     with tl_devicefix.simulate(len(memory), memory=free):
         placement = plan(config(n_layers=n_layers, d_vocab=d_vocab), n_devices=len(memory))
@@ -72,7 +71,7 @@ def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_f
     assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
 
 
-def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config: Any) -> None:
+def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config):
     with tl_devicefix.simulate(2, memory="1MiB"):
         before = plan(config(n_layers=12), n_devices=2)
         in_use = torch.empty(768 * 2**10, dtype=torch.uint8, device="sim:1")
@@ -83,7 +82,7 @@ def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config: Any) -> No
     assert after.bytes_on(sim_1) < before.bytes_on(sim_1) / 2
 
 
-def test_a_home_with_room_for_the_embeddings_only_has_no_block(config: Any) -> None:
+def test_a_home_with_room_for_the_embeddings_only_has_no_block(config):
     cfg = config(n_layers=6, d_vocab=400)
     with tl_devicefix.simulate(3) as machine:
         home, _, _ = home_block_and_shared_bytes(plan(cfg, n_devices=3))

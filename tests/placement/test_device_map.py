@@ -14,7 +14,7 @@ def devices(*indices: int) -> tuple[torch.device, ...]:
     return tuple(torch.device("sim", index) for index in indices)
 
 
-def test_balanced_and_auto_spread_over_all_devices(config: Any, machine: Any) -> None:
+def test_balanced_and_auto_spread_over_all_devices(config, machine):
     cfg = config(n_layers=26)
 
     balanced = plan(cfg, device_map="balanced")
@@ -24,7 +24,7 @@ def test_balanced_and_auto_spread_over_all_devices(config: Any, machine: Any) ->
     assert plan(cfg, device_map="auto", device="sim:1").devices == devices(1, 2, 3)
 
 
-def test_sequential_fills_a_device_before_it_uses_the_next(config: Any, machine: Any) -> None:
+def test_sequential_fills_a_device_before_it_uses_the_next(config, machine):
     cfg = config(n_layers=6, d_vocab=200)
     block = next(c for c in plan(cfg).components if c.name == "blocks.0")
     size = block.weights
@@ -39,9 +39,7 @@ def test_sequential_fills_a_device_before_it_uses_the_next(config: Any, machine:
     assert plan(cfg, device_map="sequential").devices == devices(0)
 
 
-def test_a_dict_decides_for_each_component_the_longest_prefix_first(
-    config: Any, machine: Any
-) -> None:
+def test_a_dict_decides_for_each_component_the_longest_prefix_first(config, machine):
     device_map = {"": "sim:3", "blocks": 1, "blocks.1": torch.device("sim", 2), "embed": "sim:0"}
 
     placement = plan(config(n_layers=12), device_map=device_map)
@@ -58,7 +56,7 @@ def test_a_dict_decides_for_each_component_the_longest_prefix_first(
     assert plan(config(n_layers=12), device_map=placement.device_map) == placement
 
 
-def test_max_memory_bounds_what_a_device_holds(config: Any, machine: Any) -> None:
+def test_max_memory_bounds_what_a_device_holds(config, machine):
     sim_1 = devices(1)[0]
     assert plan(config(n_layers=12), n_devices=4).bytes_on(sim_1) > 15_000
 
@@ -80,7 +78,7 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_planning_estimating_and_dry_runs_place_alike(case: str) -> None:
+def test_planning_estimating_and_dry_runs_place_alike(case):
     sizes = SIZES[case]
     with simulate(4, "1TiB"):
         planned = plan("gpt2", max_memory=sizes)
@@ -107,9 +105,7 @@ def test_planning_estimating_and_dry_runs_place_alike(case: str) -> None:
         ({"sim:1": "1GiB", "sim:2": "1GiB"}, {"device": "cpu"}, "cpu"),
     ],
 )
-def test_the_devices_that_are_named_are_used(
-    sizes: Any, options: Any, devices: str, machine: Any
-) -> None:
+def test_the_devices_that_are_named_are_used(sizes, options, devices, machine):
     placement = plan("gpt2", max_memory=sizes, **options)
     names = [d.type if d.index is None else str(d.index) for d in placement.devices]
     assert ", ".join(names) == devices

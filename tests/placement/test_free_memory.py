@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,10 +19,10 @@ GIB = 2**30
 
 
 @pytest.fixture
-def answer(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def answer(machine, monkeypatch):
     """`answer(memory_reserved=...)`: what torch's module of the device type returns, or raises."""
 
-    def answer(**answers: Any) -> None:
+    def answer(**answers):
         for name, value in answers.items():
             module = type(torch.get_device_module("sim"))
             is_error = isinstance(value, Exception)
@@ -43,7 +42,7 @@ def answer(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
     ids=["of others", "in reserve", "allowed", "more than allowed"],
 )
-def test_what_is_free(answers: dict[str, Any], free: int, answer: Any) -> None:
+def test_what_is_free(answers, free, answer):
     if "get_per_process_memory_fraction" in answers:
         answers = {"memory_reserved": 60 * GIB, "memory_allocated": GIB, **answers}
     answer(**{"mem_get_info": (3 * GIB, 80 * GIB), **answers})
@@ -57,13 +56,13 @@ def test_what_is_free(answers: dict[str, Any], free: int, answer: Any) -> None:
         NotImplementedError("torch.xpu.mem_get_info requires PyTorch to be built with SYCL 2025."),
     ],
 )
-def test_a_device_that_cannot_tell_has_no_limit(error: RuntimeError, answer: Any) -> None:
+def test_a_device_that_cannot_tell_has_no_limit(error, answer):
     answer(mem_get_info=error)
     assert free_memory(torch.device("sim:0")) is None
     assert len(plan("gpt2", n_devices=4).devices) == 4
 
 
-def test_a_device_that_has_failed_is_no_device_without_a_limit(answer: Any) -> None:
+def test_a_device_that_has_failed_is_no_device_without_a_limit(answer):
     answer(mem_get_info=RuntimeError("CUDA error: CUDA-capable device(s) is/are busy"))
     with pytest.raises(RuntimeError, match="is/are busy"):
         free_memory(torch.device("sim:0"))
@@ -78,6 +77,6 @@ def test_a_device_that_has_failed_is_no_device_without_a_limit(answer: Any) -> N
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
     ],
 )
-def test_running_out_of_memory_is_known_whatever_its_type(error: RuntimeError) -> None:
+def test_running_out_of_memory_is_known_whatever_its_type(error):
     assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("CUDA error: invalid device ordinal"))

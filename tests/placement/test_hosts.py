@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tl_devicefix import plan, simulate
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import Site, elsewhere, site_named
 from tl_devicefix.placement.hosts import Host, join
-from tl_devicefix.simulation.machine import Machine
 
 JOINED = (
     Site(torch.device("xpu", 0), 0, "head", 0, "xpu:0"),
@@ -27,7 +25,7 @@ JOINED = (
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[Machine]:
+def two_hosts():
     with simulate(4, hosts=2) as machine:
         yield machine
 
@@ -44,7 +42,7 @@ class _Connection(LocalConnection):
 
 
 @pytest.fixture
-def joined_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def joined_hosts(monkeypatch):
     """node-b and node-c, which have joined this process with two GPUs each; it has its CPU."""
     monkeypatch.setattr(devices.socket, "gethostname", lambda: "node-a")
     join([Host(_Connection(name), ("cuda:0", "cuda:1")) for name in ("node-b", "node-c")])
@@ -52,7 +50,7 @@ def joined_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     join([])
 
 
-def test_a_device_is_named_by_its_host_and_what_that_calls_it() -> None:
+def test_a_device_is_named_by_its_host_and_what_that_calls_it():
     names = {"head/xpu:1": 1, "node-b/xpu:0": 2, "host1/xpu:1": 3, "host0/0": 0}
     for name, index in {**names, "node-b/xpu": 2, "node-b/1": 3}.items():
         assert site_named(name, JOINED) is JOINED[index]
@@ -73,12 +71,12 @@ def test_a_device_is_named_by_its_host_and_what_that_calls_it() -> None:
         (4, [5, -1], r"1 device or more, but hosts is \[5, -1\]"),
     ],
 )
-def test_hosts_have_as_many_devices_each(n_devices: int, hosts: Any, message: str) -> None:
+def test_hosts_have_as_many_devices_each(n_devices, hosts, message):
     with pytest.raises(ValueError, match=message), simulate(n_devices, hosts=hosts):
         pass
 
 
-def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts: Machine) -> None:
+def test_device_map_max_memory_and_device_take_such_names(config, two_hosts):
     cfg = config(n_layers=4)
 
     mapped = plan(cfg, device_map={"": "host0/0", "blocks.3": "host1/1"})
@@ -90,9 +88,7 @@ def test_device_map_max_memory_and_device_take_such_names(config: Any, two_hosts
     assert mapped.bytes_on("host1/1") == mapped.bytes_on("sim:3") > 0
 
 
-def test_where_no_other_host_has_joined_no_device_is_named_by_one(
-    config: Any, joined_hosts: None
-) -> None:
+def test_where_no_other_host_has_joined_no_device_is_named_by_one(config, joined_hosts):
     device_map = {"": "cpu", "blocks.1": "node-b/cuda:0"}
     before = plan(config(), device_map=device_map)
 
@@ -106,7 +102,7 @@ def test_where_no_other_host_has_joined_no_device_is_named_by_one(
         plan(config(), device_map={"": 0, "blocks.3": "host1/0"})
 
 
-def test_a_model_is_moved_and_gathered_by_such_a_name(config: Any, two_hosts: Machine) -> None:
+def test_a_model_is_moved_and_gathered_by_such_a_name(config, two_hosts):
     cfg = config()
     cfg.device, cfg.n_devices = "sim:0", 4
     model = HookedTransformer(cfg)
@@ -118,7 +114,7 @@ def test_a_model_is_moved_and_gathered_by_such_a_name(config: Any, two_hosts: Ma
     assert model.placement.devices == (torch.device("sim:2"),)
 
 
-def test_a_placement_says_both_names_and_what_crosses(config: Any, two_hosts: Machine) -> None:
+def test_a_placement_says_both_names_and_what_crosses(config, two_hosts):
     placement = plan(config(n_layers=6, d_model=16), n_devices=4)
 
     lines = repr(placement).splitlines()
@@ -136,9 +132,7 @@ def test_a_placement_says_both_names_and_what_crosses(config: Any, two_hosts: Ma
     assert crossings == dict.fromkeys((("host0", "host1"), ("host1", "host0")), 2 * 64)
 
 
-def test_weights_of_a_block_that_visits_another_host_cross_too(
-    config: Any, two_hosts: Machine
-) -> None:
+def test_weights_of_a_block_that_visits_another_host_cross_too(config, two_hosts):
     device_map = {"": 0, "blocks.3": "host1/0", "blocks.4": "cpu", "blocks.5": "host1/0"}
 
     placement = plan(config(), device_map=device_map)
@@ -150,7 +144,7 @@ def test_weights_of_a_block_that_visits_another_host_cross_too(
     }
 
 
-def test_joined_hosts_are_filled_after_this_one(config: Any, joined_hosts: None) -> None:
+def test_joined_hosts_are_filled_after_this_one(config, joined_hosts):
     placement = plan(config(n_layers=6, d_model=16), n_devices=5)
 
     labels = [line.split("  ")[0] for line in repr(placement).splitlines()]
@@ -160,7 +154,7 @@ def test_joined_hosts_are_filled_after_this_one(config: Any, joined_hosts: None)
     assert placement.between_hosts(pos=3) == dict.fromkeys(names, 3 * 16 * 4)
 
 
-def test_a_device_map_names_devices_of_joined_hosts(config: Any, joined_hosts: None) -> None:
+def test_a_device_map_names_devices_of_joined_hosts(config, joined_hosts):
     blocks = {"blocks.1": "node-b/cuda:1", "blocks.2": "host2/0", "blocks.3": 4}
     placement = plan(config(n_layers=4), device_map={"": "cpu", **blocks})
 
@@ -170,9 +164,7 @@ def test_a_device_map_names_devices_of_joined_hosts(config: Any, joined_hosts: N
     assert placement.read_at("blocks.1") == placement.home
 
 
-def test_joined_hosts_have_so_many_devices_of_so_much_memory(
-    config: Any, joined_hosts: None
-) -> None:
+def test_joined_hosts_have_so_many_devices_of_so_much_memory(config, joined_hosts):
     of_hosts = r"node-a/cpu \(host0\), node-b/cuda:0 to cuda:1 \(host1\), node-c/cuda:0 to "
     with pytest.raises(ValueError, match=f"the hosts have 5 \\({of_hosts}"):
         plan(config(), n_devices=6)

@@ -6,7 +6,7 @@ As on a machine with XPUs, or with both kinds: TransformerLens's default is the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,12 @@ from tl_devicefix import gather_on, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device
-from tl_devicefix.simulation.machine import Machine
 
 Load = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
+def machine():
     """Four devices of a type that is not TransformerLens's default."""
     with simulate(4) as machine, pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "simulated_device", lambda: None)
@@ -33,7 +32,7 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.fixture
-def load(from_checkpoint: Any, machine: Machine) -> Load:
+def load(from_checkpoint, machine):
     """`load(device="sim:0", ...)`: a new GPT-2 of either class."""
     return lambda **options: from_checkpoint("gpt2", **options)
 
@@ -53,13 +52,13 @@ def where(model: Any) -> list[str]:
         ({"device": "sim:3", "device_map": 3}, ["sim:3"]),
     ],
 )
-def test_a_number_is_of_homes_type(load: Load, options: Any, expected: list[str]) -> None:
+def test_a_number_is_of_homes_type(load, options, expected):
     model = load(**options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
-def test_a_limit_by_number_holds(load: Load, caplog: Any) -> None:
+def test_a_limit_by_number_holds(load, caplog):
     weights = load(device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
     limits = {0: weights - 1, "cpu": "1GiB"}
     with caplog.at_level(logging.WARNING, logger="tl_devicefix"):
@@ -70,7 +69,7 @@ def test_a_limit_by_number_holds(load: Load, caplog: Any) -> None:
         load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 
-def test_what_is_gathered_on_a_number(load: Load, tokens: torch.Tensor) -> None:
+def test_what_is_gathered_on_a_number(load, tokens):
     model = load(device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))
     seen = []
@@ -88,9 +87,7 @@ def test_what_is_gathered_on_a_number(load: Load, tokens: torch.Tensor) -> None:
         model.W_in  # noqa: B018
 
 
-def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(
-    load: Load, cls: str
-) -> None:
+def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(load, cls):
     model = load(device="sim:0", n_devices=2)
     if cls == "TransformerBridge":
         with pytest.warns(UserWarning, match="ignored: model is dispatched"):
@@ -100,15 +97,13 @@ def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(
         assert where(model.to(2)) == ["sim:2"]
 
 
-def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load: Load) -> None:
+def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
     model = load(device="cpu")
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="of configs of HookedTransformers")
-def test_a_model_that_is_not_moved_says_where_it_would_be(
-    from_pretrained: Any, machine: Any
-) -> None:
+def test_a_model_that_is_not_moved_says_where_it_would_be(from_pretrained, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
         model = from_pretrained("gpt2", device=device, move_to_device=False)
         assert model.cfg.device == expected

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +19,10 @@ def sim(index: int) -> torch.device:
 
 
 @pytest.fixture
-def room(config: Any) -> Callable[..., int]:
+def room(config):
     """`room(blocks=3)`: bytes for the embeddings, the buffers that blocks share, and 3 blocks."""
 
-    def room(blocks: int, at_home: bool = True) -> int:
+    def room(blocks, at_home=True):
         placement = plan(config())
         weights = placement.components[2].weights
         around = placement.bytes_on(placement.home) - 6 * weights
@@ -41,7 +39,7 @@ def offloaded(placement: Placement) -> list[int]:
 # device_map
 
 
-def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config: Any, machine: Any) -> None:
+def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config, machine):
     device_map = {"": 0, "blocks": "cpu", "blocks.1": 1, "blocks.4": 2}
 
     placement = plan(config(), device_map=device_map)
@@ -55,7 +53,7 @@ def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config: Any, mac
     assert placement.stored_on("blocks.4.attn.W_Q") == sim(2)
 
 
-def test_a_model_whose_home_is_the_cpu_offloads_nothing(config: Any, machine: Any) -> None:
+def test_a_model_whose_home_is_the_cpu_offloads_nothing(config, machine):
     placement = plan(config(), device_map={"": "cpu", "blocks.3": 1})
 
     assert offloaded(placement) == []
@@ -66,7 +64,7 @@ def test_a_model_whose_home_is_the_cpu_offloads_nothing(config: Any, machine: An
 # max_memory
 
 
-def test_what_does_not_fit_is_offloaded_and_no_more(config: Any, machine: Any, room: Any) -> None:
+def test_what_does_not_fit_is_offloaded_and_no_more(config, machine, room):
     placement = plan(config(), max_memory={0: room(blocks=5), "cpu": "1GiB"})
 
     # Room for five blocks is room for three that stay, and two that visit.
@@ -76,7 +74,7 @@ def test_what_does_not_fit_is_offloaded_and_no_more(config: Any, machine: Any, r
     assert placement.bytes_on("cpu") == 3 * placement.components[2].weights
 
 
-def test_room_is_for_the_two_largest_visitors() -> None:
+def test_room_is_for_the_two_largest_visitors():
     sizes = {"embed": 1, "blocks.0": 100, "blocks.1": 10, "blocks.2": 1000}
     components = tuple(
         PlacedComponent(name, weights, device=sim(0), offloaded=name != "embed")
@@ -86,9 +84,7 @@ def test_room_is_for_the_two_largest_visitors() -> None:
 
 
 @pytest.mark.parametrize("strategy", [None, "balanced", "sequential"])
-def test_each_device_runs_one_range_of_blocks(
-    strategy: str | None, config: Any, machine: Any, room: Any
-) -> None:
+def test_each_device_runs_one_range_of_blocks(strategy, config, machine, room):
     limits = {0: room(blocks=3), 1: room(blocks=4, at_home=False), "cpu": "1GiB"}
     spread = {"n_devices": 2} if strategy is None else {"device_map": strategy}
 
@@ -104,8 +100,8 @@ def test_each_device_runs_one_range_of_blocks(
 
 @pytest.mark.parametrize(("n_layers", "blocks"), [(5, 2), (8, 3), (13, 4), (26, 3)])
 def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
-    n_layers: int, blocks: int, config: Any, machine: Any, room: Any
-) -> None:
+    n_layers, blocks, config, machine, room
+):
     placement = plan(config(n_layers=n_layers), max_memory={0: room(blocks), "cpu": "1GiB"})
 
     away = offloaded(placement)
@@ -122,9 +118,7 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
         ((1, "1GiB"), r"sim:0.* would hold .*, a larger max_memory or a smaller dtype$"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_sentence(
-    limits: tuple[Any, ...], message: str, config: Any, machine: Any, room: Any
-) -> None:
+def test_what_does_not_fit_is_refused_in_one_sentence(limits, message, config, machine, room):
     """Nothing is offloaded unless the host is named."""
     blocks, *on_host = limits
     with pytest.raises(ValueError, match=message) as refused:
@@ -136,9 +130,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
 # The placement
 
 
-def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(
-    config: Any, machine: Any
-) -> None:
+def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(config, machine):
     resident = plan(config(), device_map={"": 0})
     block = resident.components[2].weights
 
@@ -152,7 +144,7 @@ def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(
     assert all_away.gathered_on(sim(1)).memories == (sim(1),)
 
 
-def test_printing_shows_what_is_on_the_host_and_where_it_visits(config: Any, machine: Any) -> None:
+def test_printing_shows_what_is_on_the_host_and_where_it_visits(config, machine):
     device_map = {"": 0, "blocks.1": "cpu", "blocks.3": "cpu", "blocks.4": 1, "blocks.5": "cpu"}
 
     lines = str(plan(config(), device_map=device_map)).splitlines()

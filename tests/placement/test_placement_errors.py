@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix import Placement, plan
+from tl_devicefix import plan
 
 
 @pytest.fixture
-def placement(config: Any, machine: Any) -> Placement:
+def placement(config, machine):
     """Of 6 blocks, on two devices of four."""
     return plan(config(), n_devices=2)
 
@@ -24,7 +22,7 @@ HAS = "which has embed, pos_embed, blocks.0-5, ln_final, unembed"
     ("name", "meant"),
     [("blocks.99", ""), ("blocks", ""), (4, ""), ("unembd.W_U", "; did you mean 'unembed'?")],
 )
-def test_a_name_of_no_component(name: Any, meant: str, placement: Placement) -> None:
+def test_a_name_of_no_component(name, meant, placement):
     for ask in (placement.device_of, placement.stored_on):
         with pytest.raises(KeyError) as caught:
             ask(name)
@@ -32,15 +30,13 @@ def test_a_name_of_no_component(name: Any, meant: str, placement: Placement) -> 
 
 
 @pytest.mark.parametrize(("n_devices", "is_told"), [(6, False), (8, True)])
-def test_more_devices_than_blocks_are_told(
-    n_devices: int, is_told: bool, config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_devices_than_blocks_are_told(n_devices, is_told, config, caplog):
     with tl_devicefix.simulate(8):
         assert len(plan(config(), n_devices=n_devices).devices) == 6
     assert ("n_devices is 8, but the model has 6 blocks" in caplog.text) == is_told
 
 
-def test_hooks_are_where_what_they_see_is(config: Any, machine: Any) -> None:
+def test_hooks_are_where_what_they_see_is(config, machine):
     cfg = config(use_hook_tokens=True)
     model = HookedTransformer(cfg)
     model.to("sim:0")
@@ -55,12 +51,12 @@ def test_hooks_are_where_what_they_see_is(config: Any, machine: Any) -> None:
     assert placement.device_of("blocks.5.hook_resid_post") != placement.home
 
 
-def test_bytes_on_devices_that_are_there(placement: Placement) -> None:
+def test_bytes_on_devices_that_are_there(placement):
     assert placement.bytes_on(3) == placement.bytes_on("sim:2") == placement.bytes_on("cpu") == 0
     assert placement.bytes_on("sim") == placement.bytes_on(0) == placement.bytes_on("sim:0") > 0
 
 
-def test_bytes_on_the_devices_of_a_machine_that_was_left(config: Any) -> None:
+def test_bytes_on_the_devices_of_a_machine_that_was_left(config):
     with tl_devicefix.simulate(2):
         placement = plan(config(), n_devices=2)
         n_bytes = placement.bytes_on(1)
@@ -87,17 +83,15 @@ def test_bytes_on_the_devices_of_a_machine_that_was_left(config: Any) -> None:
         ("sim:7", "but device 'sim:7' does not exist: this machine has 4 device"),
     ],
 )
-def test_a_device_map_that_says_no_device(
-    device_map: Any, says: str, config: Any, machine: Any
-) -> None:
+def test_a_device_map_that_says_no_device(device_map, says, config, machine):
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         plan(config(), device_map=device_map)
 
 
 @pytest.mark.parametrize("device_map", [{"": 0, "blocks.3": 1}, 1])
 def test_a_device_map_that_does_not_fit_is_told_to_map_blocks_elsewhere(
-    device_map: Any, config: Any, machine: Any
-) -> None:
+    device_map, config, machine
+):
     with pytest.raises(ValueError, match="do not fit") as caught:
         plan(config(), device_map=device_map, max_memory={0: "1KiB", 1: "1KiB"})
     message = str(caught.value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ if not has_hooked_transformer():
 
 
 @pytest.fixture
-def loaded(hf_models: Any, request: pytest.FixtureRequest) -> Callable[[str, int], tuple[Any, Any]]:
+def loaded(hf_models, request):
     """`loaded("llama", 3)`: a model over so many devices, and its config.
 
     A HookedTransformer, or with TransformerLens 4 a Bridge, as a name is before loading.
@@ -25,7 +23,7 @@ def loaded(hf_models: Any, request: pytest.FixtureRequest) -> Callable[[str, int
         return lambda name, n: (boot(name, n_devices=n), hf_models(name).config)
     from_pretrained = request.getfixturevalue("from_pretrained")
 
-    def load(name: str, n_devices: int) -> tuple[Any, Any]:
+    def load(name, n_devices):
         model = from_pretrained(name, n_devices=n_devices)
         return model, copy.deepcopy(model.cfg)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def llama(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+def llama(tokenizer, tmp_path_factory):
     """A checkpoint of a narrow Llama that reads long texts."""
     config = LlamaConfig(**SIZES, **HEADS, vocab_size=D_VOCAB, max_position_embeddings=N_TOKENS)
     directory: Path = tmp_path_factory.mktemp("llama")
@@ -29,7 +28,7 @@ def llama(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def load() -> Callable[..., Any]:
+def load():
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
 
@@ -50,7 +49,7 @@ def run(model: Any, job: Job) -> Any:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any) -> None:
+def test_it_is_what_a_loaded_model_takes(gradients, llama, load):
     job = Job(seq_len=N_TOKENS, gradients=gradients)
     with simulate(2) as machine:
         model = load(llama, n_devices=2, attn_implementation="sdpa")
@@ -71,8 +70,8 @@ def test_it_is_what_a_loaded_model_takes(gradients: bool, llama: str, load: Any)
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge has transformers' own caches")
-def test_a_kv_cache_has_room(llama: str) -> None:
-    def growth(way: str) -> int:
+def test_a_kv_cache_has_room(llama):
+    def growth(way):
         few, many = (
             estimate(llama, seq_len=8, max_new_tokens=new, attn_implementation=way).devices[0].peak
             for new in (1000, 2000)
@@ -83,17 +82,17 @@ def test_a_kv_cache_has_room(llama: str) -> None:
     assert growth("sdpa") > 1.1 * growth("eager")
 
 
-def test_a_dry_run_builds_a_pattern_where_somebody_listens(llama: str) -> None:
+def test_a_dry_run_builds_a_pattern_where_somebody_listens(llama):
     tokens = torch.zeros(1, 512, dtype=torch.long)
     hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
     pattern = HEADS["num_attention_heads"] * 512**2 * 4
 
     @torch.no_grad()
-    def listen(model: Any) -> Any:
+    def listen(model):
         return model.run_with_hooks(tokens.to(model.cfg.device), fwd_hooks=[hook])
 
     @torch.no_grad()
-    def read(model: Any) -> Any:
+    def read(model):
         at_home = tokens.to(model.cfg.device)
         return model(at_home, attention_mask=torch.ones_like(at_home))
 

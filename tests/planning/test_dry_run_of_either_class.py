@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, NAME, TOKENS, Job, fold, forward, n_transfers
+from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -21,9 +21,7 @@ LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
 @pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
-def test_it_takes_what_the_job_takes(
-    name: str, n_devices: int, job: Job, loaded: Any, tokenizer: Any
-) -> None:
+def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
     devices = range(n_devices)
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
@@ -43,8 +41,8 @@ def test_it_takes_what_the_job_takes(
     assert n_transfers(dry.transfers) == transfers
 
 
-def test_a_70b_model_runs_and_caches() -> None:
-    def job(model: Any) -> Any:
+def test_a_70b_model_runs_and_caches():
+    def job(model):
         with torch.no_grad():
             logits, cache = model.run_with_cache(
                 torch.zeros(1, 128, dtype=torch.long),
@@ -61,8 +59,8 @@ def test_a_70b_model_runs_and_caches() -> None:
     assert dry.timeline[0].component == "embed"
 
 
-def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line() -> None:
-    def job(model: Any) -> Any:
+def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line():
+    def job(model):
         return model.blocks[0].attn.W_O[0] @ model.blocks[11].attn.W_Q[0]  # the line
 
     dry = dry_run("gpt2", job, n_devices=4)
@@ -74,10 +72,10 @@ def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line() ->
     assert "it stops at" in repr(dry)
 
 
-def test_one_within_a_module_is_reported_with_the_module() -> None:
+def test_one_within_a_module_is_reported_with_the_module():
     elsewhere = []
 
-    def job(model: Any) -> Any:
+    def job(model):
         elsewhere.append(torch.ones(model.cfg.d_model, device="cpu"))
         return model.run_with_hooks(
             TOKENS, fwd_hooks=[("blocks.9.hook_resid_post", lambda a, hook: a + elsewhere[0])]
@@ -91,8 +89,8 @@ def test_one_within_a_module_is_reported_with_the_module() -> None:
     assert "elsewhere[0]" in str(dry.stopped_at)
 
 
-def test_a_device_without_room_is_reported_with_the_module() -> None:
-    def job(model: Any) -> Any:
+def test_a_device_without_room_is_reported_with_the_module():
+    def job(model):
         return model(torch.zeros(64, 1024, dtype=torch.long))
 
     dry = dry_run("gpt2", job, n_devices=2, memory="1GiB")
@@ -101,13 +99,13 @@ def test_a_device_without_room_is_reported_with_the_module() -> None:
     assert "within blocks." in str(dry.stopped_at)
 
 
-def test_what_does_not_fit_at_all_is_refused_as_by_a_plan() -> None:
+def test_what_does_not_fit_at_all_is_refused_as_by_a_plan():
     with pytest.raises(ValueError, match=r"the weights do not fit: sim:0 would hold .* GiB"):
         dry_run(LLAMA_70B, forward, n_devices=4, memory="16GiB")
 
 
-def test_the_peak_is_where_it_was_and_the_timeline_says_when() -> None:
-    def job(model: Any) -> Any:
+def test_the_peak_is_where_it_was_and_the_timeline_says_when():
+    def job(model):
         torch.set_grad_enabled(False)
         return model(torch.zeros(8, 256, dtype=torch.long))
 
@@ -123,7 +121,7 @@ def test_the_peak_is_where_it_was_and_the_timeline_says_when() -> None:
     assert "_original_component" not in repr(dry)
 
 
-def test_offloaded_blocks_visit_their_device() -> None:
+def test_offloaded_blocks_visit_their_device():
     limits = {0: "30GiB", "cpu": "200GiB"}
 
     dry = dry_run(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
@@ -140,8 +138,8 @@ def test_offloaded_blocks_visit_their_device() -> None:
 
 
 def test_devices_that_only_max_memory_names_are_not_used_and_the_package_s_own_log_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    monkeypatch, caplog
+):
     # As in a user's process: the root logger is the user's; pytest has handlers of its own.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger("tl_devicefix"), "handlers", [caplog.handler])
@@ -173,7 +171,7 @@ def order(tensor: torch.Tensor) -> list[int]:
 
 @hooked_s
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "mixtral", "gpt-oss"])
-def test_parameters_are_laid_out_as_loading_lays_them_out(name: str, from_pretrained: Any) -> None:
+def test_parameters_are_laid_out_as_loading_lays_them_out(name, from_pretrained):
     """For what a forward allocates depends on it."""
     loaded = from_pretrained(name, device="cpu")
 
@@ -185,7 +183,7 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name: str, from_pretra
 
 
 @hooked_s
-def test_a_subclass_and_a_device_map() -> None:
+def test_a_subclass_and_a_device_map():
     from transformer_lens import HookedTransformer
 
     Mine = type("Mine", (HookedTransformer,), {})
@@ -202,7 +200,7 @@ def test_a_subclass_and_a_device_map() -> None:
 
 
 @a_bridge_s
-def test_compatibility_mode_takes_little_more_than_the_weights() -> None:
+def test_compatibility_mode_takes_little_more_than_the_weights():
     options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
     dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
 
@@ -213,7 +211,7 @@ def test_compatibility_mode_takes_little_more_than_the_weights() -> None:
 
 
 @a_bridge_s
-def test_the_config_s_fields_may_be_others_as_for_booting() -> None:
+def test_the_config_s_fields_may_be_others_as_for_booting():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
 
@@ -221,7 +219,7 @@ def test_the_config_s_fields_may_be_others_as_for_booting() -> None:
 
 
 @a_bridge_s
-def test_a_local_checkpoint_brings_its_tokenizer(checkpoints: Any) -> None:
+def test_a_local_checkpoint_brings_its_tokenizer(checkpoints):
     from transformer_lens.model_bridge import TransformerBridge
 
     path = str(checkpoints("llama"))

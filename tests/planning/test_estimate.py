@@ -14,7 +14,7 @@ from tl_devicefix.__main__ import main
 GIB = 2**30
 
 
-def test_printing_shows_a_table_and_the_verdict() -> None:
+def test_printing_shows_a_table_and_the_verdict():
     lines = repr(estimate("gpt2", 2, cache="resid_post", max_memory="24GiB")).splitlines()
     assert lines[0] == "gpt2, float32: batch 1, 1024 tokens, caching resid_post"
     assert lines[1].split() == ["device", "components", "weights", "peak", "headroom", "peak", "in"]
@@ -23,7 +23,7 @@ def test_printing_shows_a_table_and_the_verdict() -> None:
     assert lines[-1] == "It fits into 24.00 GiB a device."
 
 
-def test_cached_names_are_whole_and_may_have_spaces_between() -> None:
+def test_cached_names_are_whole_and_may_have_spaces_between():
     job: dict[str, Any] = {"batch_size": 4, "seq_len": 512}
     sizes = [
         estimate("gpt2", cache=c, **job).devices[0].peak for c in (None, " resid_post , hook_z")
@@ -31,7 +31,7 @@ def test_cached_names_are_whole_and_may_have_spaces_between() -> None:
     assert sizes[1] - sizes[0] == pytest.approx(2 * 12 * 4 * 512 * 768 * 4, rel=0.1)
 
 
-def test_devices_may_be_named_as_where_there_are_gpus() -> None:
+def test_devices_may_be_named_as_where_there_are_gpus():
     result = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
     assert [item.components for item in result.devices][1] == "blocks.3"
     assert (
@@ -39,7 +39,7 @@ def test_devices_may_be_named_as_where_there_are_gpus() -> None:
     )
 
 
-def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
+def test_gradients_of_offloaded_blocks_are_on_the_host():
     result = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
     assert result.devices[-1].peak == 2 * result.devices[-1].weights > 0
 
@@ -48,7 +48,7 @@ def test_gradients_of_offloaded_blocks_are_on_the_host() -> None:
 # What would fit
 
 
-def test_so_many_devices_as_it_says_are_enough() -> None:
+def test_so_many_devices_as_it_says_are_enough():
     options: dict[str, Any] = {"first_n_layers": 8, "max_memory": "4GiB", "seq_len": 64}
     name = "EleutherAI/pythia-6.9b"
     advice = estimate(name, **options).advice
@@ -67,9 +67,7 @@ def test_so_many_devices_as_it_says_are_enough() -> None:
         ({"max_memory": "200MiB", "device_map": {"": 0, "blocks.3": 1}}, "more devices"),
     ],
 )
-def test_what_else_to_try_where_more_devices_do_not_help(
-    options: dict[str, Any], first: str
-) -> None:
+def test_what_else_to_try_where_more_devices_do_not_help(options, first):
     advice = estimate("gpt2", seq_len=8, **options).advice
     assert advice.startswith(f"Try {first}, ")
     assert "offloaded blocks" in advice
@@ -79,7 +77,7 @@ def test_what_else_to_try_where_more_devices_do_not_help(
 # The command line
 
 
-def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
+def test_the_command_fails_if_it_does_not_fit(capsys):
     status = main(["estimate", "gpt2", "--max-memory", "0=430MiB,1=430MiB", "--seq-len", "8"])
     assert status == 1
     printed = capsys.readouterr().out
@@ -87,7 +85,7 @@ def test_the_command_fails_if_it_does_not_fit(capsys: Any) -> None:
     assert printed.rstrip().endswith("SDPA or offloaded blocks.")
 
 
-def test_the_command_gives_json(capsys: Any) -> None:
+def test_the_command_gives_json(capsys):
     command = ["estimate", "gpt2", "--n-devices", "2", "--json", "--seq-len", "8"]
     main([*command, "--device-map", '{"": 0, "blocks.3": 1}'])
     result = json.loads(capsys.readouterr().out)
@@ -97,7 +95,7 @@ def test_the_command_gives_json(capsys: Any) -> None:
     assert result == json.loads(json.dumps(expected.to_dict()))
 
 
-def test_less_is_left_than_a_gpu_needs() -> None:
+def test_less_is_left_than_a_gpu_needs():
     few = {"max_memory": "790MiB", "seq_len": 8}
     verdict = repr(estimate("gpt2", **few)).splitlines()[-1]
     assert re.fullmatch(
@@ -105,7 +103,7 @@ def test_less_is_left_than_a_gpu_needs() -> None:
     )
 
 
-def test_blocks_that_do_not_fit_are_estimated_on_the_host() -> None:
+def test_blocks_that_do_not_fit_are_estimated_on_the_host():
     limits = {0: "24GiB", 1: "20GiB", "cpu": "200GiB"}
     result = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, seq_len=16)
     on_host = result.devices[-1]

@@ -29,7 +29,7 @@ NOT_A_BRIDGE = None if has_hooked_transformer() else "Qwen/Qwen-14B"
 
 
 @pytest.mark.parametrize("name", [name for name in BILLIONS if name != NOT_A_BRIDGE])
-def test_a_plan_weighs_the_published_number_of_parameters(name: str) -> None:
+def test_a_plan_weighs_the_published_number_of_parameters(name):
     """K and V of grouped-query attention stay grouped.
 
     A HookedTransformer has an unembedding matrix even if it is tied, and every bias, if only zeros:
@@ -65,9 +65,7 @@ def kept(model: Any, job: Job) -> Any:
     ("name", "cache", "n_devices"),
     [("llama", "all", 1), ("pythia", "resid_post,z", 3), (TIED, None, 3), (TIED, "all", 3)],
 )
-def test_it_is_what_a_loaded_model_takes(
-    name: str, cache: str | None, n_devices: int, loaded: Any
-) -> None:
+def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
     devices, job = range(n_devices), Job(batch_size=16, seq_len=N_CTX // 2, cache=cache)
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
@@ -97,19 +95,19 @@ def grows(name: str, few: int, many: int, **options: Any) -> int:
 @pytest.mark.parametrize(
     ("name", "layers", "width"), [("gpt2", 12, 768), ("Qwen/Qwen2-0.5B", 24, 2 * 64)]
 )
-def test_the_kv_cache_is_that_of_all_tokens(name: str, layers: int, width: int) -> None:
+def test_the_kv_cache_is_that_of_all_tokens(name, layers, width):
     in_blocks = 16 * 2 * 400 * width * 4 * layers
     assert in_blocks < grows(name, 500, 900) < 1.6 * in_blocks  # a block has its own again
 
 
 @a_bridge_s
-def test_attention_in_a_window_caches_the_window() -> None:
+def test_attention_in_a_window_caches_the_window():
     in_blocks = 16 * 2 * 2000 * 4 * 256 * 2 * 13  # every other block sees all tokens
     grown = grows("google/gemma-2-2b", 5000, 7000, dtype="bfloat16")
     assert in_blocks < grown < 1.6 * in_blocks
 
 
-def test_gradients_take_those_of_the_weights_and_more() -> None:
+def test_gradients_take_those_of_the_weights_and_more():
     plain, with_gradients = estimate("gpt2").devices[0], estimate("gpt2", gradients=True).devices[0]
     assert plain.peak < 2 * plain.weights < with_gradients.peak
     generating = estimate("gpt2", gradients=True, max_new_tokens=2, seq_len=1000).devices[0]
@@ -117,7 +115,7 @@ def test_gradients_take_those_of_the_weights_and_more() -> None:
 
 
 @pytest.mark.parametrize("where", ["cpu", 1])
-def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
+def test_gathering_takes_the_largest_stack_there(where):
     job: dict[str, Any] = {"batch_size": 16, "seq_len": 256}
     peaks = {item.device: item.peak for item in estimate("gpt2", 2, **job).devices}
 
@@ -129,13 +127,13 @@ def test_gathering_takes_the_largest_stack_there(where: str | int) -> None:
     }
 
 
-def test_the_command_prints_the_table_and_whether_it_fits(capsys: Any) -> None:
+def test_the_command_prints_the_table_and_whether_it_fits(capsys):
     status = main(["estimate", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
     assert status == 0
     assert capsys.readouterr().out.rstrip().endswith("It fits into 80.00 GiB a device.")
 
 
-def test_the_command_takes_a_longer_context_and_sdpa(capsys: Any, checkpoints: Any) -> None:
+def test_the_command_takes_a_longer_context_and_sdpa(capsys, checkpoints):
     longer = ["estimate", str(checkpoints("llama")), "--seq-len", "1100"]
     assert main(longer) == 1
     assert main([*longer, "--n-ctx", "2048", "--attn-implementation", "sdpa"]) == 0

@@ -16,7 +16,7 @@ from tl_devicefix.__main__ import main
 THERE, BACK = ("host0", "host1"), ("host1", "host0")
 
 
-def test_a_plan_is_that_of_the_devices_that_will_be_joined() -> None:
+def test_a_plan_is_that_of_the_devices_that_will_be_joined():
     planned = plan("gpt2", 4, hosts=2)
 
     with simulate(4, hosts=2):
@@ -24,13 +24,13 @@ def test_a_plan_is_that_of_the_devices_that_will_be_joined() -> None:
     assert [site.name for site in planned.sites] == ["host0/0", "host0/1", "host1/0", "host1/1"]
 
 
-def test_what_the_devices_have_is_said_or_unlimited() -> None:
+def test_what_the_devices_have_is_said_or_unlimited():
     assert plan("meta-llama/Llama-3.1-405B", 4, hosts=2).bytes_on(3) > 300 << 30
     with pytest.raises(ValueError, match=r"sim:0 \(host0/0\) would hold"):
         plan("gpt2", 2, hosts=2, max_memory={"host0/cuda:0": "1MiB", "host1/cuda:0": "1MiB"})
 
 
-def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
+def test_hosts_may_have_different_numbers_of_devices(capsys):
     planned = plan("gpt2", hosts=[1, 3])
     placements = [
         planned,
@@ -52,7 +52,7 @@ def test_hosts_may_have_different_numbers_of_devices(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_a_forward_sends_what_the_placement_says(toy: str) -> None:
+def test_a_forward_sends_what_the_placement_says(toy):
     cfg = TOYS[toy]()
 
     result = estimate(cfg, 4, hosts=2, batch_size=3, seq_len=5)
@@ -61,7 +61,7 @@ def test_a_forward_sends_what_the_placement_says(toy: str) -> None:
     assert result.placement.between_hosts(3, 5) == plan(cfg, 4, hosts=2).between_hosts(3, 5)
 
 
-def test_each_part_of_a_job_is_told_apart() -> None:
+def test_each_part_of_a_job_is_told_apart():
     job: dict[str, Any] = {
         "cache": "resid_post",
         "gradients": True,
@@ -89,8 +89,8 @@ def _blocks(result: Any) -> list[Any]:
     return [item for item in result.placement.components if item.name.startswith("blocks")]
 
 
-def test_a_dry_run_says_what_went_between_hosts() -> None:
-    def forward(model: Any) -> None:
+def test_a_dry_run_says_what_went_between_hosts():
+    def forward(model):
         with torch.no_grad():
             model(torch.zeros(1, 16, dtype=torch.long))
 
@@ -102,7 +102,7 @@ def test_a_dry_run_says_what_went_between_hosts() -> None:
     assert "; between hosts: host0 -> host1 48.0 KiB, host1 -> host0 48.0 KiB" in lines[-2]
 
 
-def test_the_command_gives_json(capsys: Any) -> None:
+def test_the_command_gives_json(capsys):
     main(["estimate", "gpt2", "--n-devices", "4", "--hosts", "2", "--seq-len", "8", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["between_hosts"]["a forward"] == dict.fromkeys(
@@ -110,7 +110,7 @@ def test_the_command_gives_json(capsys: Any) -> None:
     )
 
 
-def test_a_plan_is_the_same_after_other_hosts_have_joined() -> None:
+def test_a_plan_is_the_same_after_other_hosts_have_joined():
     before = str(plan("gpt2", 4, hosts=2)), str(estimate("gpt2", 4, hosts=2, seq_len=8))
     with joined_hosts("node-b"):
         after = str(plan("gpt2", 4, hosts=2)), str(estimate("gpt2", 4, hosts=2, seq_len=8))

@@ -24,9 +24,7 @@ from tl_devicefix import plan
     ],
     ids=["standard", "rotary", "no norm"],
 )
-def test_the_device_map_names_every_component_in_the_order_they_run(
-    options: dict[str, Any], lacks: tuple[str, ...], config: Any
-) -> None:
+def test_the_device_map_names_every_component_in_the_order_they_run(options, lacks, config):
     cfg = config(n_layers=2, **options)
     every = ["embed", "pos_embed", "blocks.0", "blocks.1", "ln_final", "unembed"]
 
@@ -55,14 +53,14 @@ def assert_weighs_as(placement: Any, model: HookedTransformer) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_sizes_are_those_of_the_real_model(name: str, references: Any) -> None:
+def test_the_sizes_are_those_of_the_real_model(name, references):
     assert_weighs_as(plan(references(name).cfg), references(name))
 
 
 @pytest.mark.parametrize(("name", "n_devices"), [("gpt2", 1), ("llama", 3), ("gemma-2", 3)])
 def test_a_checkpoint_is_loaded_as_planned_and_like_blocks_share_masks_and_rotary_tables(
-    name: str, n_devices: int, checkpoints: Any, machine: Any
-) -> None:
+    name, n_devices, checkpoints, machine
+):
     checkpoint = str(checkpoints(name))
     model = HookedTransformer.from_pretrained(checkpoint, n_devices=n_devices)
 
@@ -83,13 +81,13 @@ def test_a_checkpoint_is_loaded_as_planned_and_like_blocks_share_masks_and_rotar
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_the_sizes_of_a_toy_are_those_of_the_real_model(toy: str) -> None:
+def test_the_sizes_of_a_toy_are_those_of_the_real_model(toy):
     cfg = TOYS[toy](dtype=torch.bfloat16)
     assert_weighs_as(plan(cfg), HookedTransformer(cfg))
 
 
 @pytest.mark.parametrize("of_config", [False, True])
-def test_dtypes_may_be_named_as_transformer_lens_names_them(of_config: bool, config: Any) -> None:
+def test_dtypes_may_be_named_as_transformer_lens_names_them(of_config, config):
     model = config() if of_config else "Llama-2-7b"
     placements = [
         plan(model, dtype=dtype) for dtype in (torch.bfloat16, "bfloat16", "bf16", "torch.bfloat16")
@@ -99,7 +97,7 @@ def test_dtypes_may_be_named_as_transformer_lens_names_them(of_config: bool, con
     assert 2 * placements[0].components[0].weights == plan(model).components[0].weights
 
 
-def test_a_placement_cannot_be_changed(config: Any) -> None:
+def test_a_placement_cannot_be_changed(config):
     placement = plan(config())
     for frozen, name in ((placement, "components"), (placement.components[0], "device")):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -108,7 +106,7 @@ def test_a_placement_cannot_be_changed(config: Any) -> None:
     assert placement.device_map["embed"] == placement.home
 
 
-def test_printing_shows_a_table_of_devices_with_components_weights_and_totals(config: Any) -> None:
+def test_printing_shows_a_table_of_devices_with_components_weights_and_totals(config):
     with tl_devicefix.simulate(3):
         placement = plan("Llama-2-7b", n_devices=3, dtype="bfloat16")
         header, *rows, total = str(placement).splitlines()

@@ -93,20 +93,20 @@ if has_bridge():
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_arguments_that_make_no_sense(call: Callable[[], Any], message: str) -> None:
+def test_arguments_that_make_no_sense(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 
 @pytest.mark.parametrize("n_ctx", [64, 2048])
-def test_learnt_positions_are_as_many_as_they_are(n_ctx: int, checkpoints: Any) -> None:
+def test_learnt_positions_are_as_many_as_they_are(n_ctx, checkpoints):
     with pytest.raises(ValueError, match=f"n_ctx is {n_ctx}, but this model has"):
         estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="arguments of HookedTransformer's")
 @pytest.mark.parametrize("call", [estimated, dry])
-def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call: Any) -> None:
+def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call):
     asked: dict[str, Any] = {"revision": "main", "local_files_only": True, "token": None}
     call(first_n_layers=1, fold_ln=False, **asked)
 
@@ -122,6 +122,6 @@ def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call: 
         ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or pass n_ctx=9000\n"),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments: str, message: str, capsys: Any) -> None:
+def test_the_command_says_what_is_wrong(arguments, message, capsys):
     assert main(["estimate", *arguments.split()]) == 1
     assert message in capsys.readouterr().err

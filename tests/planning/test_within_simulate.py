@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ DRY_RUNS: dict[str, tuple[Any, Callable[[], Any]]] = {
 
 
 @pytest.fixture
-def outer() -> Iterator[Machine]:
+def outer():
     with simulate(4, "8GiB") as machine:
         yield machine
 
@@ -60,7 +60,7 @@ def counts(machine: Machine) -> Any:
 
 
 @pytest.mark.parametrize("case", DRY_RUNS)
-def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
+def test_the_outer_machine_is_as_it_was(case, outer):
     kept = torch.arange(6.0, device="sim:3", requires_grad=True)
     moved = kept.detach().to("sim:1")
     torch.get_device_module("sim").set_device(2)
@@ -79,7 +79,7 @@ def test_the_outer_machine_is_as_it_was(case: str, outer: Machine) -> None:
     assert outer.is_open
 
 
-def test_the_same_outside() -> None:
+def test_the_same_outside():
     with simulate(4):
         inside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
     outside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
@@ -88,8 +88,8 @@ def test_the_same_outside() -> None:
 
 
 def test_tensors_of_the_outer_machine_and_another_one_are_refused(
-    outer: Machine,
-) -> None:
+    outer,
+):
     vector = torch.ones(1, device="sim:0")
     dry = dry_run(NAME, lambda model: forward(model) + vector, 2)
     assert "belong to different simulated machines" in str(dry.error)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from spread_of_either_class import *  # noqa: F403
 
 from racing import asynchronous
-from racing.machine import RacingMachine
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[RacingMachine]:
+def machine():
     with asynchronous(4) as machine:
         yield machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,17 +14,16 @@ import torch
 from racing import RaceError, asynchronous
 from tl_devicefix.demo import selfcheck
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.simulation import Machine
 
 
 @pytest.fixture
-def machine() -> Iterator[Machine]:
+def machine():
     with asynchronous(2) as machine:
         yield machine
 
 
 @pytest.fixture
-def sim(machine: Machine) -> Any:
+def sim(machine):
     """The module of the device, as torch gives it: `sim.Stream("sim:0")`."""
     return torch.get_device_module("sim")
 
@@ -33,7 +32,7 @@ def sim(machine: Machine) -> Any:
 # Behind the host
 
 
-def test_the_host_goes_on_and_waits_for_values(sim: Any) -> None:
+def test_the_host_goes_on_and_waits_for_values(sim):
     x = torch.ones(3, 4, device="sim:0")
 
     y = (x @ x.T).softmax(-1)[:, :2]
@@ -45,14 +44,14 @@ def test_the_host_goes_on_and_waits_for_values(sim: Any) -> None:
 
 
 @pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.rand_like])
-def test_devices_do_not_wait_for_each_other(sim: Any, like: Any) -> None:
+def test_devices_do_not_wait_for_each_other(sim, like):
     x = torch.ones(3, device="sim:0")
     assert (torch.ones(3, device="sim:1") + 1).tolist() == [2, 2, 2]
     assert like(x, device="sim:1").cpu().shape == x.shape  # whose values are not read
     assert not sim.current_stream("sim:0").query()
 
 
-def test_a_copy_between_devices_waits_for_its_source(sim: Any) -> None:
+def test_a_copy_between_devices_waits_for_its_source(sim):
     x = torch.ones(3, device="sim:0")
     y = (x * 2).to("sim:1") + 1
     assert not sim.current_stream("sim:1").query()
@@ -62,7 +61,7 @@ def test_a_copy_between_devices_waits_for_its_source(sim: Any) -> None:
 @pytest.mark.parametrize(
     "operation", [lambda x: x[x > 1], torch.nonzero, lambda x: torch.equal(x, x.clone())]
 )
-def test_what_depends_on_values_waits_for_them(sim: Any, operation: Any) -> None:
+def test_what_depends_on_values_waits_for_them(sim, operation):
     x = torch.arange(4, device="sim:0")
     operation(x)
     assert sim.current_stream("sim:0").query()
@@ -72,7 +71,7 @@ def test_what_depends_on_values_waits_for_them(sim: Any, operation: Any) -> None
 # Streams and events
 
 
-def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim: Any) -> None:
+def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim):
     x = torch.ones(3, device="sim:0").mul_(2)
     named = (
         r"aten\.add\.Tensor on stream \d+ of sim:0 \(.*test_detector\.py:\d+\) reads memory "
@@ -82,7 +81,7 @@ def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim: Any
         x + 1
 
 
-def test_a_write_that_nothing_orders_after_a_read_is_refused(sim: Any) -> None:
+def test_a_write_that_nothing_orders_after_a_read_is_refused(sim):
     x = torch.ones(3, device="sim:0")
     side = sim.Stream("sim:0")
     sim.synchronize("sim:0")
@@ -91,7 +90,7 @@ def test_a_write_that_nothing_orders_after_a_read_is_refused(sim: Any) -> None:
         x.mul_(2)
 
 
-def test_an_event_orders_what_was_before_it_only(sim: Any) -> None:
+def test_an_event_orders_what_was_before_it_only(sim):
     side = sim.Stream("sim:0")
     x, y = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:0")
     x.mul_(2)
@@ -107,7 +106,7 @@ def test_an_event_orders_what_was_before_it_only(sim: Any) -> None:
     assert event.query()
 
 
-def test_a_race_in_a_backward_is_raised(sim: Any) -> None:
+def test_a_race_in_a_backward_is_raised(sim):
     x = torch.ones(3, device="sim:0", requires_grad=True)
     y = (x * x).sum()
     with sim.stream(sim.Stream("sim:0")), pytest.raises(RaceError, match="nothing orders it"):
@@ -126,12 +125,12 @@ def test_a_race_in_a_backward_is_raised(sim: Any) -> None:
         lambda: torch.ones(3, device="sim:0").new_empty(5),
     ],
 )
-def test_memory_without_values_is_poisoned(machine: Machine, make: Any) -> None:
+def test_memory_without_values_is_poisoned(machine, make):
     assert make().isnan().all()
     assert (torch.empty(3, dtype=torch.int64, device="sim:0").cpu() == -1).all()
 
 
-def test_memory_that_is_freed_while_another_stream_uses_it_is_found(sim: Any) -> None:
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found(sim):
     side = sim.Stream("sim:0")
     x = torch.ones(3, device="sim:0")
     side.wait_stream(sim.current_stream("sim:0"))
@@ -145,7 +144,7 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found(sim: Any) ->
 
 
 @pytest.mark.parametrize("keep", ["record_stream", "wait_stream"])
-def test_a_stream_may_wait_for_another_and_use_its_memory(sim: Any, keep: str) -> None:
+def test_a_stream_may_wait_for_another_and_use_its_memory(sim, keep):
     side = sim.Stream("sim:0")
     x = torch.ones(1000, device="sim:0")
     side.wait_stream(sim.current_stream("sim:0"))
@@ -163,7 +162,7 @@ def test_a_stream_may_wait_for_another_and_use_its_memory(sim: Any, keep: str) -
         assert (y == 2).all()
 
 
-def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving() -> None:
+def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving():
     entered = asynchronous(1)
     entered.__enter__()
     sim = torch.get_device_module("sim")
@@ -176,7 +175,7 @@ def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving() ->
         entered.__exit__(None, None, None)
 
 
-def test_tensors_that_are_freed_after_leaving_are_let_go_of() -> None:
+def test_tensors_that_are_freed_after_leaving_are_let_go_of():
     with asynchronous(1) as machine:
         kept = torch.ones(3, device="sim:0")
     assert machine.memory_allocated(0) == 12
@@ -191,7 +190,7 @@ def test_tensors_that_are_freed_after_leaving_are_let_go_of() -> None:
 # The host's memory
 
 
-def test_memory_that_is_not_pinned_may_be_changed_at_once(machine: Machine) -> None:
+def test_memory_that_is_not_pinned_may_be_changed_at_once(machine):
     host, copied = torch.ones(100), torch.empty(100, device="sim:0")
     copied.copy_(host, non_blocking=True)
     host.zero_()
@@ -199,7 +198,7 @@ def test_memory_that_is_not_pinned_may_be_changed_at_once(machine: Machine) -> N
     assert (copied == 1).all()
 
 
-def test_pinned_memory_that_is_changed_too_early_names_both_operations(sim: Any) -> None:
+def test_pinned_memory_that_is_changed_too_early_names_both_operations(sim):
     host = torch.ones(100).pin_memory()
     assert host.is_pinned()
     copied = torch.empty(100, device="sim:0").copy_(host, non_blocking=True) * 2
@@ -214,7 +213,7 @@ def test_pinned_memory_that_is_changed_too_early_names_both_operations(sim: Any)
     host.mul_(2)
 
 
-def test_a_copy_whose_source_changed_meanwhile_may_be_dropped_but_not_read(sim: Any) -> None:
+def test_a_copy_whose_source_changed_meanwhile_may_be_dropped_but_not_read(sim):
     host = torch.ones(100).pin_memory()
     copied, dropped = (
         torch.empty(100, device="sim:0").copy_(host, non_blocking=True) for _ in range(2)
@@ -226,7 +225,7 @@ def test_a_copy_whose_source_changed_meanwhile_may_be_dropped_but_not_read(sim: 
     assert (copied.copy_(host) == 2).all()
 
 
-def test_values_come_to_pinned_memory_when_the_host_waits(sim: Any) -> None:
+def test_values_come_to_pinned_memory_when_the_host_waits(sim):
     x = torch.ones(100, device="sim:0")
     host = x.to("cpu", non_blocking=True)
     x.zero_()
@@ -247,7 +246,7 @@ def elsewhere(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result()
 
 
-def test_streams_that_threads_are_within_are_their_own(sim: Any) -> None:
+def test_streams_that_threads_are_within_are_their_own(sim):
     side = sim.Stream("sim:1")
     with sim.stream(side):
         assert sim.current_device() == 1
@@ -257,7 +256,7 @@ def test_streams_that_threads_are_within_are_their_own(sim: Any) -> None:
     assert sim.current_device() == 0
 
 
-def test_workers_use_the_caller_s_streams(machine: Machine, sim: Any) -> None:
+def test_workers_use_the_caller_s_streams(machine, sim):
     streams = [sim.Stream(device) for device in machine.devices]
     used: list[Any] = []
     for stream in streams:
@@ -270,9 +269,7 @@ def test_workers_use_the_caller_s_streams(machine: Machine, sim: Any) -> None:
     assert set(used) == set(streams)
 
 
-def test_the_selfcheck_looks_whether_gradients_keep_their_memory(
-    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_selfcheck_looks_whether_gradients_keep_their_memory(machine, capsys, monkeypatch):
     for name in ("_check_copy", "_check_parity"):
         monkeypatch.setattr(selfcheck, name, lambda *_: True)
     monkeypatch.setattr(selfcheck, "_BUSY", (2, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +13,13 @@ from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
 
-from racing.machine import RacingMachine
 from tl_devicefix.offload.copying import Sent
 
 DEVICE = "sim:0"
 
 
 @pytest.fixture
-def spread() -> str:
+def spread():
     """What `model` is loaded with."""
     return "all of one device"
 
@@ -44,9 +43,7 @@ RUNS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.cover
 @pytest.mark.parametrize("change", [zero_weights, zero_data])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_weight_may_be_changed_once_a_run_has_returned(
-    run: str, load: Any, change: Callable[[Any], None], reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_weight_may_be_changed_once_a_run_has_returned(run, load, change, reference, tokens):
     model, residual = load("llama", "all of one device"), reference(tokens, stop_at_layer=1)
 
     with torch.no_grad():
@@ -56,9 +53,7 @@ def test_a_weight_may_be_changed_once_a_run_has_returned(
     assert_agrees(arrived, RUNS[run](reference, residual), home_of(model))
 
 
-def test_a_weight_may_be_changed_once_a_backward_has_returned(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_a_weight_may_be_changed_once_a_backward_has_returned(load, reference, tokens):
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
     gradients = []
     for variant in (model, reference):
@@ -72,10 +67,10 @@ def test_a_weight_may_be_changed_once_a_backward_has_returned(
 
 
 def test_copies_that_are_not_needed_arrive_before_their_memory_is_someone_else_s(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
-    def of(model: Any) -> Callable[..., torch.Tensor]:
-        def add_another(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    model, reference, tokens
+):
+    def of(model):
+        def add_another(activation, hook):
             if torch.is_grad_enabled():  # not in the run that it starts itself
                 with torch.no_grad():
                     return activation + model(tokens, stop_at_layer=1)
@@ -93,15 +88,15 @@ def test_copies_that_are_not_needed_arrive_before_their_memory_is_someone_else_s
 
 
 def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_s(
-    load: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+    load, reference, tokens
+):
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
 
     results = []
     for variant in (model, reference):
 
         @torch.no_grad()
-        def halve_next(activation: torch.Tensor, hook: Any, variant: Any = variant) -> None:
+        def halve_next(activation, hook, variant=variant):
             variant.blocks[3].mlp.W_out.mul_(0.5)
 
         hooks = [("blocks.2.hook_resid_pre", halve_next)]
@@ -112,11 +107,11 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
 
 
 def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(
-    machine: RacingMachine,
-) -> None:
+    machine,
+):
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
 
-    def queueing() -> Iterator[torch.Tensor]:
+    def queueing():
         for weight in weights:
             temporary = torch.ones(64, device=DEVICE) * 2  # as another thread may do meanwhile
             del temporary
@@ -128,9 +123,7 @@ def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(
     assert_agrees([copy + 1 for copy in sent.copied], [weight + 1 for weight in weights])
 
 
-def test_weights_are_copied_on_a_stream_of_their_own(
-    model: Any, machine: RacingMachine, tokens: torch.Tensor
-) -> None:
+def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
     at_home = tokens.to(DEVICE)
     machine.executor.launcher.copies.clear()
 
@@ -143,18 +136,16 @@ def test_weights_are_copied_on_a_stream_of_their_own(
     assert 0 not in streams
 
 
-def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(model, reference, tokens):
     sim = torch.get_device_module("sim")
     sim.synchronize(DEVICE)
     results: list[Any] = [None] * 4
     within = threading.Barrier(len(results), timeout=60)
 
-    def meet(activation: torch.Tensor, hook: Any) -> None:
+    def meet(activation, hook):
         within.wait()  # so that all of them run block 0 with the same weights
 
-    def run(index: int) -> None:
+    def run(index):
         with torch.no_grad(), sim.stream(sim.Stream(DEVICE)):
             logits = model(tokens.roll(index, 1).to(DEVICE))
             results[index] = logits.cpu()
@@ -172,11 +163,11 @@ def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(
 
 
 def test_a_block_that_a_hook_runs_on_a_stream_of_its_own_shares_no_mask_with_the_forward(
-    model: Any, reference: Any, tokens: torch.Tensor
-) -> None:
+    model, reference, tokens
+):
     sim = torch.get_device_module("sim")
 
-    def run_the_next(activation: torch.Tensor, hook: Any) -> None:
+    def run_the_next(activation, hook):
         side = sim.Stream(DEVICE)
         side.wait_stream(sim.current_stream(DEVICE))
         activation.record_stream(side)

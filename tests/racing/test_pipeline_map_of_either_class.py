@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal
 from runs_of_users import (
-    Run,
     a_number_that_is_waited_for,
     generated,
     gradients_of_weights,
@@ -16,7 +13,6 @@ from runs_of_users import (
     steered_at_a_block_elsewhere,
 )
 
-from racing.machine import RacingMachine
 from tl_devicefix import pipeline_map
 
 
@@ -24,9 +20,7 @@ from tl_devicefix import pipeline_map
     ("run", "dtype"),
     [(a_number_that_is_waited_for, torch.bfloat16), (some_of_the_cache, torch.float32)],
 )
-def test_on_devices_that_run_behind_the_host(
-    machine: Any, folded: Any, tokens: torch.Tensor, dtype: torch.dtype, run: Run
-) -> None:
+def test_on_devices_that_run_behind_the_host(machine, folded, tokens, dtype, run):
     with torch.no_grad():
         model = folded("gpt2", 2).to(dtype)
         batches = [tokens.roll(shift, 1) for shift in range(3)]
@@ -34,17 +28,13 @@ def test_on_devices_that_run_behind_the_host(
         assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
 
 
-def test_runs_there_give_what_a_cpu_gives(
-    machine: Any, folded: Any, folded_on_one: Any, tokens: torch.Tensor
-) -> None:
+def test_runs_there_give_what_a_cpu_gives(machine, folded, folded_on_one, tokens):
     model, reference = folded("llama", 4), folded_on_one("llama")
     for run in (generated, gradients_of_weights, steered_at_a_block_elsewhere):
         assert_agrees(run(model, tokens), run(reference, tokens))
 
 
-def test_the_residual_stream_goes_on_streams_of_its_run(
-    machine: RacingMachine, folded: Any, tokens: torch.Tensor
-) -> None:
+def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens):
     """On the devices' default streams, a device would wait for a run that comes later."""
     with torch.no_grad():
         model = folded("gpt2", 2)
@@ -58,7 +48,7 @@ def test_the_residual_stream_goes_on_streams_of_its_run(
     assert streams.count(0) <= len(of_host)
 
 
-def test_the_callers_current_device_is_a_runs(machine: RacingMachine, folded: Any) -> None:
+def test_the_callers_current_device_is_a_runs(machine, folded):
     model, module = folded("gpt2", 2), torch.get_device_module("sim")
     module.set_device(2)
     try:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tl_devicefix.simulation import Machine, simulate
+from tl_devicefix.simulation import simulate
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ FACTORIES = {
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_factories_put_tensors_on_the_device(machine: Machine, make: Any) -> None:
+def test_factories_put_tensors_on_the_device(machine, make):
     assert make(torch.device("sim:2")).device == make("sim:2").device == torch.device("sim:2")
     assert make("sim").device == torch.device("sim:0")
     with pytest.raises(RuntimeError, match=r"device sim:4 does not exist: there are 4"):
@@ -230,9 +230,7 @@ MIXES = {
 
 @pytest.mark.parametrize("operation", MIXES.values(), ids=MIXES)
 @pytest.mark.parametrize("other", ["sim:2", "cpu"])
-def test_mixed_devices_raise_the_error_of_torch(
-    machine: Machine, operation: Any, other: str
-) -> None:
+def test_mixed_devices_raise_the_error_of_torch(machine, operation, other):
     x, y = torch.ones(2, 2, device="sim:1"), torch.ones(2, 2, device=other)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as info:
         operation(x, y)
@@ -240,7 +238,7 @@ def test_mixed_devices_raise_the_error_of_torch(
     assert {"sim:1", other} == set(named.split(" and "))
 
 
-def test_cpu_scalars_mix_elementwise_only(machine: Machine) -> None:
+def test_cpu_scalars_mix_elementwise_only(machine):
     x, scalar = torch.ones(2, 2, device="sim:1"), torch.tensor(2.0)
     assert (scalar * x).device == x.masked_fill(x > 0, scalar).device == x.device
     for mix, other in (
@@ -252,8 +250,8 @@ def test_cpu_scalars_mix_elementwise_only(machine: Machine) -> None:
             mix()
 
 
-def test_random_numbers_are_those_of_the_cpu(machine: Machine) -> None:
-    def draw(device: str) -> list[torch.Tensor]:
+def test_random_numbers_are_those_of_the_cpu(machine):
+    def draw(device):
         torch.manual_seed(0)
         probabilities = torch.rand(5, device=device)
         drawn = torch.multinomial(probabilities, 3), F.dropout(probabilities, 0.5)
@@ -285,9 +283,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_numbers_and_gradients_are_exactly_those_of_the_cpu(
-    machine: Machine, operation: Any, autocast: bool
-) -> None:
+def test_numbers_and_gradients_are_exactly_those_of_the_cpu(machine, operation, autocast):
     cpu = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     x = cpu.detach().to("sim:1").requires_grad_()
     with (
@@ -313,7 +309,7 @@ def test_numbers_and_gradients_are_exactly_those_of_the_cpu(
         ((2, ["1GiB"]), "memory must have one size for each of 2 devices, but has 1"),
     ],
 )
-def test_senseless_sizes_are_refused(arguments: Any, message: str) -> None:
+def test_senseless_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message), simulate(*arguments):
         pass
 
@@ -377,13 +373,13 @@ def without_room(x: torch.Tensor) -> None:
         (without_room, torch.OutOfMemoryError, "Tried to allocate"),
     ],
 )
-def test_a_backward_that_fails_raises(differentiate: Any, error: Any, message: str) -> None:
+def test_a_backward_that_fails_raises(differentiate, error, message):
     with simulate(2, memory="10MiB"), pytest.raises(error, match=message):
         differentiate(torch.ones(3, device="sim:0", requires_grad=True))
 
 
-def test_a_hook_may_handle_an_error_of_its_own(machine: Machine) -> None:
-    def recover(gradient: torch.Tensor) -> None:
+def test_a_hook_may_handle_an_error_of_its_own(machine):
+    def recover(gradient):
         with pytest.raises(RuntimeError, match="same device"):
             gradient + torch.ones(3, device="sim:1")
 

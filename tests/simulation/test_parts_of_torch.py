@@ -6,7 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from safetensors import safe_open
 import tl_devicefix
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.simulation.backend import DeviceModule
-from tl_devicefix.simulation.machine import Machine
 
 ROOT = Path(tl_devicefix.__file__).parents[1]
 
 
 @pytest.fixture
-def machine() -> Iterator[Machine]:
+def machine():
     with tl_devicefix.simulate(2) as machine:
         yield machine
 
@@ -45,7 +44,7 @@ MADE_OF_SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 @pytest.mark.parametrize("made", MADE_OF_SCALARS)
 @pytest.mark.parametrize("values", [True, False])
-def test_data_may_have_scalars_of_devices_in_it(made: str, values: bool) -> None:
+def test_data_may_have_scalars_of_devices_in_it(made, values):
     with tl_devicefix.simulate(2, values=values):
         x, y = (torch.arange(3.0).to(f"sim:{index}") * 2 for index in range(2))
 
@@ -56,7 +55,7 @@ def test_data_may_have_scalars_of_devices_in_it(made: str, values: bool) -> None
         assert tensor.numel() == 2
 
 
-def test_sparse_tensors_compute_and_move(machine: Machine) -> None:
+def test_sparse_tensors_compute_and_move(machine):
     sparse = dense().to("sim:1").to_sparse()
 
     assert machine.memory_allocated("sim:1") == 3 * 4 + 6 * 8
@@ -71,7 +70,7 @@ def test_sparse_tensors_compute_and_move(machine: Machine) -> None:
     assert [transfer.bytes for transfer in machine.transfers] == [60, 60, 24, 24]
 
 
-def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine: Machine) -> None:
+def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine):
     generator = torch.Generator("sim:1").manual_seed(3)
     assert generator.device == torch.device("sim:1")
     assert torch.Generator("sim").device == torch.device("sim:0")
@@ -82,7 +81,7 @@ def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine: Machine) -> No
 
 
 @pytest.mark.parametrize("values", [True, False])
-def test_safetensors_reads_a_file_to_a_device(values: bool, tmp_path: Path) -> None:
+def test_safetensors_reads_a_file_to_a_device(values, tmp_path):
     file = tmp_path / "x.safetensors"
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
     safetensors.torch.save_file(tensors, file)
@@ -102,8 +101,8 @@ def test_safetensors_reads_a_file_to_a_device(values: bool, tmp_path: Path) -> N
     assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
 
 
-def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    def note(_unit: int) -> None:
+def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch):
+    def note(_unit):
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
 
     seen: list[Any] = []
@@ -150,7 +149,7 @@ if child:
 """
 
 
-def test_an_interrupt_waits_for_a_backward_and_a_script_may_end_within_simulate() -> None:
+def test_an_interrupt_waits_for_a_backward_and_a_script_may_end_within_simulate():
     """Torch alone would end the process at either."""
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -166,11 +165,11 @@ def test_an_interrupt_waits_for_a_backward_and_a_script_may_end_within_simulate(
 
 
 @pytest.mark.parametrize("call", ["backward", "grad"])
-def test_a_backward_may_be_called_in_any_thread(machine: Machine, call: str) -> None:
+def test_a_backward_may_be_called_in_any_thread(machine, call):
     weight = torch.full((3,), 5.0, device="sim:1", requires_grad=True)
     other = torch.full((3,), 7.0, device="sim:0", requires_grad=True)
 
-    def differentiate() -> list[Any]:
+    def differentiate():
         loss = ((weight * 2).to(other.device) * other).sum()
         if call == "grad":
             return list(torch.autograd.grad(loss, [weight, other]))

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from tl_devicefix.simulation import Machine, executor, simulate
+from tl_devicefix.simulation import executor, simulate
 
 
 @pytest.fixture
-def machine() -> Iterator[Machine]:
+def machine():
     with simulate(2, "1TiB", values=False) as machine:
         yield machine
 
 
-def test_tensors_of_any_size_take_no_memory_of_the_host(machine: Machine) -> None:
+def test_tensors_of_any_size_take_no_memory_of_the_host(machine):
     before = psutil.Process().memory_info().rss
 
     big = torch.zeros(200_000, 400_000, device="sim:1")
@@ -29,7 +29,7 @@ def test_tensors_of_any_size_take_no_memory_of_the_host(machine: Machine) -> Non
     assert psutil.Process().memory_info().rss - before < 2**24
 
 
-def test_devices_and_shapes_are_checked(machine: Machine) -> None:
+def test_devices_and_shapes_are_checked(machine):
     one, other = torch.ones(2, 3, device="sim:0"), torch.ones(2, 3, device="sim:1")
     with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
         one + other
@@ -41,7 +41,7 @@ def test_devices_and_shapes_are_checked(machine: Machine) -> None:
         torch.unique(one)
 
 
-def test_numbers_that_are_read_are_0(machine: Machine) -> None:
+def test_numbers_that_are_read_are_0(machine):
     x = torch.randn(3, 4, device="sim:0")
     assert x.sum().item() == 0
     assert not (x > 0).all()
@@ -55,8 +55,8 @@ def test_numbers_that_are_read_are_0(machine: Machine) -> None:
 
 @pytest.mark.parametrize("lie", ["by heads", "by positions"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_takes_what_it_takes_with_values(lie: str, masked: bool) -> None:
-    def attend() -> tuple[list[tuple[int, ...]], int]:
+def test_attention_takes_what_it_takes_with_values(lie, masked):
+    def attend():
         """Strides of what it gives, and the most that it takes."""
         q = torch.zeros(1, 4, 256, 8, device="sim:0", requires_grad=True)
         k = torch.zeros(1, 2, 256, 8, device="sim:0")
@@ -74,7 +74,7 @@ def test_attention_takes_what_it_takes_with_values(lie: str, masked: bool) -> No
         assert attend() == expected
 
 
-def test_a_backward(machine: Machine) -> None:
+def test_a_backward(machine):
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()
     assert weight.grad is not None
@@ -98,7 +98,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.fixture
-def remembered(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+def remembered(monkeypatch):
     """Results of earlier calls: none yet."""
     fresh: dict[Any, Any] = {}
     monkeypatch.setattr(executor, "_results", fresh)
@@ -114,7 +114,7 @@ def geometry(result: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_first_and_the_second_call_give_what_a_cpu_gives(name: str, remembered: Any) -> None:
+def test_the_first_and_the_second_call_give_what_a_cpu_gives(name, remembered):
     operation = OPERATIONS[name]
     with simulate(1, values=False):
         x = torch.empty(2, 3, 4, device="sim:0")
@@ -123,7 +123,7 @@ def test_the_first_and_the_second_call_give_what_a_cpu_gives(name: str, remember
         assert remembered or name == "a part"
 
 
-def test_results_have_memory_of_their_own(remembered: Any) -> None:
+def test_results_have_memory_of_their_own(remembered):
     with simulate(1, values=False) as machine:
         x = torch.empty(256, device="sim:0")
         kept = [x + 1 for _ in range(3)]
@@ -131,9 +131,7 @@ def test_results_have_memory_of_their_own(remembered: Any) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
-def test_numbers_that_are_equal_are_of_their_own_types(
-    one: Any, other: Any, remembered: Any
-) -> None:
+def test_numbers_that_are_equal_are_of_their_own_types(one, other, remembered):
     expected = [(torch.ones(3, dtype=torch.bool) * number).dtype for number in (one, other)]
     with simulate(1, values=False):
         mask = torch.ones(3, dtype=torch.bool, device="sim:0")

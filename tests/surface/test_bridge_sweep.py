@@ -6,13 +6,12 @@ With a TransformerBridge.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4, REFUSED_OVER_HOSTS
 from public import RESULTS, public_names
 from registry import Run
@@ -47,34 +46,32 @@ PUBLIC = public_names(
 )
 
 
-def test_every_public_name_is_swept_or_left_out_with_a_reason() -> None:
+def test_every_public_name_is_swept_or_left_out_with_a_reason():
     assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
     assert CALLS.keys() & LEFT_OUT.keys() == set()
 
 
-def test_what_is_compared_exists() -> None:
+def test_what_is_compared_exists():
     """In some version; `NEW_IN_4` says which names TransformerLens 3.9.0 lacks."""
     missing = CALLS.keys() - set(PUBLIC)
     assert missing == (NEW_IN_4 if has_hooked_transformer() else set())
 
 
 @pytest.fixture(scope="module")
-def runs(
-    checkpoints: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Run]]:
+def runs(checkpoints, tokens, request):
     """`runs("gpt2", 4)`: a Bridge over devices of a machine that is open for the whole module.
 
     Without a number of devices, the unpatched one on the CPU, or over hosts (`--hosts`) this
     package's own. Booted once; calls change copies.
     """
 
-    def boot(kind: str, **options: Any) -> Any:
+    def boot(kind, **options):
         bridge = TransformerBridge.boot_transformers(str(checkpoints(kind.split()[0])), **options)
         if kind != AS_BOOTED:
             bridge.enable_compatibility_mode()
         return bridge
 
-    def get(kind: str, n_devices: int | None = None) -> Run:
+    def get(kind, n_devices=None):
         if n_devices is None:
             own = request.config.getoption("--hosts")
             with contextlib.nullcontext() if own else tl_devicefix.disabled():
@@ -88,7 +85,7 @@ def runs(
 
 
 @pytest.fixture(scope="module")
-def sweep(runs: Callable[..., Run], request: pytest.FixtureRequest) -> Sweep:
+def sweep(runs, request):
     return Sweep(CALLS, runs, request.config.getoption("--hosts"), REFUSED_OVER_HOSTS, unpatched)
 
 
@@ -136,7 +133,5 @@ EVERY_CALL = list(every_call())
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(("name", "case", "kind", "n_devices"), EVERY_CALL)
-def test_it_is_as_on_one_device(
-    name: str, case: str, kind: str, n_devices: int, runs: Any, sweep: Sweep
-) -> None:
+def test_it_is_as_on_one_device(name, case, kind, n_devices, runs, sweep):
     sweep.check(name, case, kind, runs(kind, n_devices))

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-import torch
 from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, REFUSED_OVER_HOSTS, WITHOUT_DEVICES
 from packaging.version import Version
 from public import RESULTS, public_names
@@ -24,12 +23,12 @@ PUBLIC = public_names(
 )
 
 
-def test_every_public_name_is_swept_or_left_out_with_a_reason() -> None:
+def test_every_public_name_is_swept_or_left_out_with_a_reason():
     assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
     assert CALLS.keys() & LEFT_OUT.keys() == set()
 
 
-def test_what_is_compared_exists() -> None:
+def test_what_is_compared_exists():
     """In some version; `NEW_IN_3` says which names TransformerLens 2.18.0 lacks."""
     missing = (CALLS.keys() | LEFT_OUT.keys()) - set(PUBLIC)
     assert missing & CALLS.keys() <= NEW_IN_3
@@ -38,16 +37,14 @@ def test_what_is_compared_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def sweep(
-    references: Any, from_pretrained: Any, tokens: torch.Tensor, request: pytest.FixtureRequest
-) -> Sweep:
+def sweep(references, from_pretrained, tokens, request):
     over_hosts = request.config.getoption("--hosts")  # with this package's own on one CPU
     load = cache(lambda kind: from_pretrained(kind, device="cpu")) if over_hosts else references
     return Sweep(CALLS, lambda kind: Run(load(kind), tokens), over_hosts, REFUSED_OVER_HOSTS)
 
 
 @pytest.fixture
-def run(kind: str, n_devices: int, models: Any, tokens: torch.Tensor) -> Run:
+def run(kind, n_devices, models, tokens):
     return Run(models(kind, n_devices), tokens)
 
 
@@ -77,7 +74,5 @@ def every_call() -> Iterator[Any]:
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
 @pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call()))
-def test_it_is_as_on_one_device(
-    name: str, case: str, kind: str, n_devices: int, run: Run, sweep: Sweep
-) -> None:
+def test_it_is_as_on_one_device(name, case, kind, n_devices, run, sweep):
     sweep.check(name, case, kind, run)

@@ -34,9 +34,7 @@ def devices_of(bridge: Any) -> dict[str, torch.device]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(
-    name: str, machine: Any, boot: Any
-) -> None:
+def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(name, machine, boot):
     bridge = boot(name, n_devices=4)
     where = devices_of(bridge)
 
@@ -61,13 +59,13 @@ def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(
     ids=str,
 )
 def test_devices_are_named_as_for_hooked_transformer(
-    options: dict[str, Any],
-    used: set[int],
-    machine: Any,
-    boot: Any,
-    references: Any,
-    tokens: torch.Tensor,
-) -> None:
+    options,
+    used,
+    machine,
+    boot,
+    references,
+    tokens,
+):
     bridge = boot("llama", **options)
 
     assert {device.index for device in devices_of(bridge).values()} == used
@@ -78,9 +76,7 @@ def test_devices_are_named_as_for_hooked_transformer(
 
 
 @pytest.mark.fails_unpatched
-def test_a_map_of_hugging_face_modules_is_honoured(
-    machine: Any, boot: Any, references: Any, tokens: torch.Tensor
-) -> None:
+def test_a_map_of_hugging_face_modules_is_honoured(machine, boot, references, tokens):
     """The unpatched release honours it too, and then fails to read its cache."""
     spread = balanced_map("llama", machine.devices)
     bridge = boot("llama", device_map=spread)
@@ -95,9 +91,7 @@ def test_a_map_of_hugging_face_modules_is_honoured(
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
 
 
-def test_a_map_of_hugging_face_modules_may_have_indices_but_none_within_another(
-    machine: Any, boot: Any
-) -> None:
+def test_a_map_of_hugging_face_modules_may_have_indices_but_none_within_another(machine, boot):
     spread = {name: torch.device(on) for name, on in balanced_map("llama", machine.devices).items()}
     indices = {name: device.index for name, device in spread.items()}
     modules = dict(boot("llama", device_map=indices).original_model.named_modules())
@@ -109,9 +103,7 @@ def test_a_map_of_hugging_face_modules_may_have_indices_but_none_within_another(
         boot("llama", device_map=outer)
 
 
-def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(
-    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for name, says in (
@@ -125,8 +117,8 @@ def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(
 
 
 def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
-    machine: Any, boot: Any, hf_models: Any, checkpoints: Any, references: Any, tokens: torch.Tensor
-) -> None:
+    machine, boot, hf_models, checkpoints, references, tokens
+):
     spread = balanced_map("llama", machine.devices)
     hf_model = accelerate.dispatch_model(copy.deepcopy(hf_models("llama")), spread)
     bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")), hf_model=hf_model)
@@ -154,9 +146,7 @@ def encoder_decoder(directory: Path, tokenizer: Any) -> Path:
 
 
 @pytest.mark.parametrize("n_devices", [1, 3])
-def test_encoder_and_decoder_are_spread_and_folded(
-    n_devices: int, machine: Any, tokenizer: Any, tokens: torch.Tensor, tmp_path: Path
-) -> None:
+def test_encoder_and_decoder_are_spread_and_folded(n_devices, machine, tokenizer, tokens, tmp_path):
     directory = str(encoder_decoder(tmp_path, tokenizer))
     decoder_tokens = torch.zeros(2, 3, dtype=torch.long)
     with tl_devicefix.disabled():
@@ -171,7 +161,7 @@ def test_encoder_and_decoder_are_spread_and_folded(
     assert_agrees(logits, reference(tokens, decoder_input_ids=decoder_tokens), home)
 
 
-def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine: Any, tmp_path: Path) -> None:
+def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine, tmp_path):
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
         image_size=8, patch_size=4, num_labels=3,
@@ -181,7 +171,7 @@ def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine: Any, tmp_pa
         TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
 
 
-def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None:
+def test_one_device_is_left_to_transformer_lens(machine, boot):
     for options in ({}, {"n_devices": 1}, {"device": "sim:2"}):
         bridge = boot("llama", **options)
         device = torch.device(options.get("device", "sim:0"))
@@ -204,18 +194,14 @@ def test_one_device_is_left_to_transformer_lens(machine: Any, boot: Any) -> None
     ],
     ids=str,
 )
-def test_arguments_that_are_refused_in_one_sentence(
-    options: dict[str, Any], error: type[Exception], says: str, machine: Any, boot: Any
-) -> None:
+def test_arguments_that_are_refused_in_one_sentence(options, error, says, machine, boot):
     with pytest.raises(error, match=says) as caught:
         boot("llama", **options)
     assert "\n" not in str(caught.value)
     assert sum(machine.memory_allocated(index) for index in range(4)) == 0
 
 
-def test_each_device_gets_masks_and_rotary_tables_once(
-    machine: Any, boot: Any, tokens: torch.Tensor
-) -> None:
+def test_each_device_gets_masks_and_rotary_tables_once(machine, boot, tokens):
     bridge = boot("llama", n_devices=3)
     at_home = tokens.to(machine.devices[0])
     with torch.no_grad():
@@ -229,8 +215,8 @@ def test_each_device_gets_masks_and_rotary_tables_once(
 
 
 def test_another_dtype_keeps_the_placement_at_half_the_weight_and_a_copy_has_it_too(
-    machine: Any, boot: Any, tokens: torch.Tensor
-) -> None:
+    machine, boot, tokens
+):
     bridge = boot("llama", n_devices=3)
     before = bridge.placement
 
@@ -248,9 +234,7 @@ def test_another_dtype_keeps_the_placement_at_half_the_weight_and_a_copy_has_it_
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "hidden_act"])
-def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
-    field: str, hf_models: Any, machine: Any, tmp_path: Path
-) -> None:
+def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(field, hf_models, machine, tmp_path):
     hf_models("llama").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, field: "x"}))
@@ -261,7 +245,7 @@ def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(
     assert str(caught.value).endswith("); correct it, or fetch it again")
 
 
-def test_transformer_lens_3_finds_a_view_s_attention_by_what_it_wraps(boot: Any) -> None:
+def test_transformer_lens_3_finds_a_view_s_attention_by_what_it_wraps(boot):
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         pytest.skip("TransformerLens 4 needs no registry")

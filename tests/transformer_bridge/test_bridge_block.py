@@ -49,12 +49,10 @@ def of_tokens(tokens: torch.Tensor, **options: Any) -> Run:
 
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "pythia", "bloom", "gemma-2", "gpt-oss"])
-def test_loss_and_gradients_are_the_bridge_s(
-    name: str, compatible: bool, boot: Any, tokens: torch.Tensor
-) -> None:
+def test_loss_and_gradients_are_the_bridge_s(name, compatible, boot, tokens):
     bridge = boot(name, device="cpu", compatible=compatible)
 
-    def run(bridge: Any) -> Any:
+    def run(bridge):
         bridge.zero_grad(set_to_none=True)
         loss = bridge(tokens, return_type="loss")
         loss.backward()
@@ -65,9 +63,7 @@ def test_loss_and_gradients_are_the_bridge_s(
 
 
 @pytest.mark.parametrize("name", ["pythia", "bloom"])
-def test_gradients_after_a_first_forward_in_inference_mode(
-    name: str, boot: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_after_a_first_forward_in_inference_mode(name, boot, tokens, monkeypatch):
     monkeypatch.setattr(unwrapping, "_orders", {})
     bridge = boot(name, device="cpu")
     with torch.inference_mode():
@@ -90,7 +86,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 @torch.no_grad()
-def test_hooks_that_come_and_go(boot: Any, tokens: torch.Tensor) -> None:
+def test_hooks_that_come_and_go(boot, tokens):
     bridge = boot("llama", device="cpu")
     before = bridge(tokens)
     for kind, add_hook in HOOKS.items():
@@ -110,12 +106,12 @@ def test_hooks_that_come_and_go(boot: Any, tokens: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def wrappers(monkeypatch):
     """Names of the Bridge's wrappers that run."""
     ran: list[str] = []
     call = torch.nn.Module.__call__
 
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self, *args, **kwargs):
         if isinstance(self, GeneralizedComponent):
             ran.append(self.name)
         return call(self, *args, **kwargs)
@@ -129,13 +125,11 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @torch.no_grad()
 @pytest.mark.parametrize("attends", ["eager", "sdpa"])
 @pytest.mark.parametrize("compatible", [False, True])
-def test_no_wrapper_runs_in_which_nobody_listens(
-    compatible: bool, attends: str, boot: Any, tokens: torch.Tensor, wrappers: list[str]
-) -> None:
+def test_no_wrapper_runs_in_which_nobody_listens(compatible, attends, boot, tokens, wrappers):
     bridge, implementations = boot("llama", device="cpu", compatible=compatible), []
     tl_devicefix.set_attn_implementation(bridge, attends)
 
-    def listen(residual: torch.Tensor, hook: Any) -> torch.Tensor:
+    def listen(residual, hook):
         implementations.append(why_installed(bridge.blocks[1]))
         return residual * 2
 
@@ -157,14 +151,14 @@ def test_no_wrapper_runs_in_which_nobody_listens(
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.cover(("name", "compatible"))
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_padding_and_masks(name: str, compatible: bool, boot: Any, tokens: torch.Tensor) -> None:
+def test_padding_and_masks(name, compatible, boot, tokens):
     """In compatibility mode, a query that sees no key gets nothing, and else a mean."""
     bridge = boot(name, device="cpu", compatible=compatible)
     n_tokens = tokens.shape[1]
     of_pairs = torch.ones(len(tokens), 1, n_tokens, n_tokens, dtype=torch.bool).tril()
     of_pairs[0, :, :, 0] = False
 
-    def run(bridge: Any) -> Any:
+    def run(bridge):
         return [
             bridge(tokens, attention_mask=mask)
             for mask in (padded(tokens), *([of_pairs] if name != "mistral" else []))
@@ -178,9 +172,7 @@ def test_padding_and_masks(name: str, compatible: bool, boot: Any, tokens: torch
 @pytest.mark.parametrize("listens", ["", "blocks.1.hook_out", "attn.hook_pattern"])
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
-def test_tokens_behind_a_kv_cache_are_as_without(
-    name: str, compatible: bool, listens: str, boot: Any, tokens: torch.Tensor
-) -> None:
+def test_tokens_behind_a_kv_cache_are_as_without(name, compatible, listens, boot, tokens):
     """transformers 5.24 gives it by another name than a Bridge of TransformerLens 4.3 reads."""
     bridge = boot(name, device="cpu", compatible=compatible)
     hooks = [(lambda point: bool(listens) and point.endswith(listens), lambda value, hook: None)]
@@ -194,10 +186,10 @@ def test_tokens_behind_a_kv_cache_are_as_without(
 
 
 @torch.no_grad()
-def test_parts_of_a_forward(boot: Any, tokens: torch.Tensor) -> None:
+def test_parts_of_a_forward(boot, tokens):
     bridge = boot("llama", device="cpu")
 
-    def run(bridge: Any) -> Any:
+    def run(bridge):
         residual = bridge(tokens, stop_at_layer=2)
         by_itself = bridge.blocks[1](residual)[0]
         recorded = bridge.original_model(tokens, output_hidden_states=True).hidden_states
@@ -206,10 +198,10 @@ def test_parts_of_a_forward(boot: Any, tokens: torch.Tensor) -> None:
     assert_as_unpatched(bridge, run)
 
 
-def test_dropout_in_training(boot: Any, tokens: torch.Tensor) -> None:
+def test_dropout_in_training(boot, tokens):
     bridge = boot("gpt2", device="cpu").train()
 
-    def run(bridge: Any) -> Any:
+    def run(bridge):
         torch.manual_seed(0)
         return bridge(tokens)
 
@@ -220,7 +212,7 @@ def test_dropout_in_training(boot: Any, tokens: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_a_bridge_around_a_model_that_attends_by_sdpa(boot: Any, tokens: torch.Tensor) -> None:
+def test_a_bridge_around_a_model_that_attends_by_sdpa(boot, tokens):
     bridge = boot("llama", device="cpu")
     bridge.original_model.config._attn_implementation = "sdpa"
 
@@ -229,13 +221,13 @@ def test_a_bridge_around_a_model_that_attends_by_sdpa(boot: Any, tokens: torch.T
 
 
 @torch.no_grad()
-def test_copies_and_views_have_layers_of_their_own(boot: Any, tokens: torch.Tensor) -> None:
+def test_copies_and_views_have_layers_of_their_own(boot, tokens):
     bridge = boot("gpt2", device="cpu")
     expected = bridge(tokens)
     copied = copy.deepcopy(bridge)
     copied.blocks[1].attn.q.weight.data *= 2
 
-    def run(view: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def run(view, tokens):
         assert ways(view) == [None] * N_LAYERS
         return view(tokens)
 
@@ -247,7 +239,7 @@ def test_copies_and_views_have_layers_of_their_own(boot: Any, tokens: torch.Tens
 
 
 @torch.no_grad()
-def test_a_bridge_with_hooks_that_hold_it_is_let_go(boot: Any, tokens: torch.Tensor) -> None:
+def test_a_bridge_with_hooks_that_hold_it_is_let_go(boot, tokens):
     bridge = boot("gpt2", device="cpu")
     bridge.blocks[0].attn.hook_z.add_hook(lambda z, hook: bridge and None, is_permanent=True)
     bridge(tokens)
@@ -261,9 +253,7 @@ def test_a_bridge_with_hooks_that_hold_it_is_let_go(boot: Any, tokens: torch.Ten
 
 @torch.no_grad()
 @pytest.mark.parametrize("max_memory", [None, {"cpu": 2**30, "sim:0": 30_000, "sim:1": 30_000}])
-def test_over_several_devices(
-    max_memory: Any, boot: Any, machine: Any, references: Any, tokens: torch.Tensor
-) -> None:
+def test_over_several_devices(max_memory, boot, machine, references, tokens):
     n_devices = len(machine.devices) if max_memory is None else None
     bridge = boot("gpt2", n_devices=n_devices, max_memory=max_memory)
 
@@ -274,8 +264,8 @@ def test_over_several_devices(
 
 
 def test_router_logits_that_a_config_asks_for_are_recorded_on_several_devices(
-    boot: Any, machine: Any, references: Any, tokens: torch.Tensor
-) -> None:
+    boot, machine, references, tokens
+):
     """transformers makes a loss of them, which a Bridge gives to nobody."""
     bridge = boot("mixtral", n_devices=len(machine.devices))
     bridge.original_model.config.output_router_logits = True
@@ -285,9 +275,7 @@ def test_router_logits_that_a_config_asks_for_are_recorded_on_several_devices(
 
 
 @pytest.mark.parametrize(("part", "setting"), [("ln2", "variance_epsilon"), ("attn", "scaling")])
-def test_settings_changed_on_several_devices_count(
-    part: str, setting: str, boot: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_settings_changed_on_several_devices_count(part, setting, boot, machine, tokens):
     bridge, alone = boot("llama", n_devices=len(machine.devices)), boot("llama", device="cpu")
     results = []
     with torch.no_grad():

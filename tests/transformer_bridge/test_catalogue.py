@@ -6,7 +6,6 @@ Over two devices, it gives them too.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import catalogue
 import pytest
@@ -34,7 +33,7 @@ NOT_COMPATIBLE = ("FalconH1ForCausalLM", "PhiForCausalLM", "VaultGemmaForCausalL
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("tokenizer")
     return make_tokenizer(directory)
 
@@ -42,7 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", catalogue.names())
-def test_an_architecture(name: str, compatible: bool, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_architecture(name, compatible, tokenizer, tmp_path):
     if compatible and name in NOT_COMPATIBLE:
         pytest.skip("TransformerLens does not process it")
     model, tokens = catalogue.make(name), torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]] * 2)
@@ -57,7 +56,7 @@ def test_an_architecture(name: str, compatible: bool, tokenizer: Any, tmp_path: 
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
 
-    def run() -> Any:
+    def run():
         first, cache = bridge(tokens, return_type="logits_and_cache", use_cache=True)
         later = bridge(tokens[:, :1], past_key_values=cache) if hasattr(cache, "update") else None
         return first, later, bridge(tokens), bridge(tokens, attention_mask=mask)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -30,14 +27,14 @@ def compatibility(compatible: bool) -> str:
 @pytest.mark.parametrize("n_devices", SPREADS)
 @pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
 def test_weights_and_everything_that_is_computed(
-    name: str,
-    n_devices: int,
-    compatible: bool,
-    machine: Any,
-    boot: Any,
-    references: Any,
-    tokens: torch.Tensor,
-) -> None:
+    name,
+    n_devices,
+    compatible,
+    machine,
+    boot,
+    references,
+    tokens,
+):
     reference = references(name, compatible=compatible)
     bridge = boot(name, compatible=compatible, n_devices=n_devices)
 
@@ -52,9 +49,7 @@ def test_weights_and_everything_that_is_computed(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_architectures_in_compatibility_mode(
-    name: str, machine: Any, boot: Any, references: Any, tokens: torch.Tensor
-) -> None:
+def test_other_architectures_in_compatibility_mode(name, machine, boot, references, tokens):
     try:
         reference = references(name, compatible=True)
     except (RuntimeError, ValueError, NotImplementedError) as error:

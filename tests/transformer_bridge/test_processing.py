@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +24,8 @@ SOON = 30.0  # seconds, within which threads that run at once have met
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
 def test_tied_weights_whose_final_norm_is_on_another_device_are_folded(
-    name: str, machine: Any, boot: Any, references: Any, tokens: torch.Tensor
-) -> None:
+    name, machine, boot, references, tokens
+):
     """The unpatched release raises there, and what it leaves computes other logits."""
     bridge = boot(name, device_map=balanced_map(name, machine.devices))
     home = machine.devices[0]
@@ -40,12 +38,12 @@ def test_tied_weights_whose_final_norm_is_on_another_device_are_folded(
 
 
 @pytest.fixture
-def while_processing(monkeypatch: pytest.MonkeyPatch) -> Any:
+def while_processing(monkeypatch):
     """`while_processing(meanwhile)`: have this called with the name of each unit."""
     process_unit = processing._process_unit
 
-    def have(meanwhile: Any) -> None:
-        def processing_unit(bridge: Any, unit: Any, *rest: Any) -> None:
+    def have(meanwhile):
+        def processing_unit(bridge, unit, *rest):
             meanwhile(unit.name)
             process_unit(bridge, unit, *rest)
 
@@ -55,21 +53,21 @@ def while_processing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 folds no offloaded block")
-def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot: Any) -> None:
+def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot):
     with asynchronous(2):
         bridge = boot("llama", device_map={"": 0, "blocks.2": "cpu"}, compatible=True)
         assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
 
 
 def test_all_devices_are_at_work_at_once_but_for_the_unembedding(
-    machine: Any, boot: Any, references: Any, while_processing: Any
-) -> None:
+    machine, boot, references, while_processing
+):
     bridge = boot("gpt2", n_devices=4)
     # One unit of each device.
     on = {c.device: c.name for c in bridge.placement.components if c.name.startswith("blocks.")}
     together, names = threading.Barrier(4), []
 
-    def wait_for_the_others(name: str) -> None:
+    def wait_for_the_others(name):
         names.append(name)
         if name in on.values():
             together.wait(SOON)
@@ -85,11 +83,11 @@ def test_all_devices_are_at_work_at_once_but_for_the_unembedding(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_after_an_error_half_way_the_bridge_is_refused(
-    error: type[BaseException], machine: Any, boot: Any, while_processing: Any, tokens: Any
-) -> None:
+    error, machine, boot, while_processing, tokens
+):
     bridge = boot("gpt2", n_devices=4)
 
-    def fail(name: str) -> None:
+    def fail(name):
         if name == "blocks.4":
             raise error("stop here")
 
@@ -106,7 +104,7 @@ def test_after_an_error_half_way_the_bridge_is_refused(
             use()
 
 
-def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine: Any, boot: Any) -> None:
+def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine, boot):
     bridge = boot("llama", n_devices=3)
     unembed = bridge.unembed.original_component.weight
     values = unembed.detach().clone()
@@ -117,9 +115,7 @@ def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine: Any, boot: 
     assert (unembed == values).all()
 
 
-def test_after_steps_that_are_refused_it_can_be_done_with_others(
-    machine: Any, boot: Any, references: Any
-) -> None:
+def test_after_steps_that_are_refused_it_can_be_done_with_others(machine, boot, references):
     bridge = boot("llama", n_devices=4)
     hooks = dict(bridge.hook_dict)
     names = [point.name for point in hooks.values()]
@@ -142,9 +138,7 @@ FALCON |= {"mamba_d_state": 4, "mamba_chunk_size": 4, "head_dim": 4, "attention_
 @pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4")
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("kind", "own"), [("PhiConfig", {}), ("FalconH1Config", FALCON)])
-def test_value_biases_that_several_heads_share_are_folded(
-    kind: str, own: dict[str, Any], tokenizer: Any, tmp_path: Path, tokens: torch.Tensor
-) -> None:
+def test_value_biases_that_several_heads_share_are_folded(kind, own, tokenizer, tmp_path, tokens):
     config = getattr(transformers, kind)(**GROUPED, **own)
     save_checkpoint(make_hf_model(config, torch.float64), tokenizer, tmp_path)
     options = {"device": "cpu", "dtype": torch.float64}
@@ -157,7 +151,7 @@ def test_value_biases_that_several_heads_share_are_folded(
     assert not any(block.attn.v.bias.any() for block in bridge.blocks)
 
 
-def test_a_device_without_room_is_named_with_what_was_being_processed(boot: Any) -> None:
+def test_a_device_without_room_is_named_with_what_was_being_processed(boot):
     with tl_devicefix.simulate(2, memory="1MiB") as machine:
         bridge = boot("llama", n_devices=2)
         room = machine.mem_get_info(1)[0]
@@ -184,9 +178,7 @@ GPT2 = transformers.GPT2Config(vocab_size=D_VOCAB, n_embd=64, n_layer=8, n_head=
     [(LLAMA, torch.float32), (GPT2, torch.bfloat16)],
     ids=["llama in float32", "gpt2 in bfloat16"],
 )
-def test_one_block_in_float32_beside_the_model(
-    config: Any, dtype: torch.dtype, machine: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_one_block_in_float32_beside_the_model(config, dtype, machine, tokenizer, tmp_path):
     save_checkpoint(make_hf_model(copy.deepcopy(config), dtype), tokenizer, tmp_path)
     bridge = TransformerBridge.boot_transformers(str(tmp_path), n_devices=4, dtype=dtype)
     indices = range(4)

@@ -40,17 +40,15 @@ def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", NAMES)
-def test_they_give_what_they_give_on_one_device(
-    name: str, boot: Any, references: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_they_give_what_they_give_on_one_device(name, boot, references, machine, tokens):
     assert_agrees(results(boot(name, n_devices=4), tokens), results(references(name), tokens))
 
 
-def test_with_a_state_it_generates_as_without(boot: Any, tokens: torch.Tensor) -> None:
+def test_with_a_state_it_generates_as_without(boot, tokens):
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
     bridge = boot("mamba", device="cpu")
 
-    def generate(use_past_kv_cache: bool) -> Any:
+    def generate(use_past_kv_cache):
         return bridge.generate(
             tokens, max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False,
             use_past_kv_cache=use_past_kv_cache,
@@ -61,9 +59,7 @@ def test_with_a_state_it_generates_as_without(boot: Any, tokens: torch.Tensor) -
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", NAMES)
-def test_each_block_s_state_is_on_its_device(
-    name: str, boot: Any, machine: Any, tokens: torch.Tensor
-) -> None:
+def test_each_block_s_state_is_on_its_device(name, boot, machine, tokens):
     bridge = boot(name, n_devices=4)
     takes = inspect.signature(bridge.original_model.forward).parameters
     cache: Any = DynamicCache(config=bridge.original_model.config)
@@ -81,7 +77,7 @@ def test_each_block_s_state_is_on_its_device(
     assert all(original == planned for original, planned in result), result
 
 
-def test_the_state_that_generation_takes_does_not_grow(hf_models: Any) -> None:
+def test_the_state_that_generation_takes_does_not_grow(hf_models):
     few, many = (
         tl_devicefix.estimate(
             hf_models("mamba").config, 4, batch_size=2, seq_len=9, max_new_tokens=new

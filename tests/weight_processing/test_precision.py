@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING
 from hf_models import GROUPED, make_hf_model, save_checkpoint
-from hub_cache import HubCache
 from transformer_lens import HookedTransformer
 from transformers import GemmaConfig
 
@@ -20,12 +15,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def load(hf_models: Any, from_pretrained: Any) -> Callable[..., HookedTransformer]:
+def load(hf_models, from_pretrained):
     """`load("gpt2", torch.bfloat16, n_devices=3)`, stored in bfloat16 too, or in `stored`."""
 
-    def load(
-        name: str, dtype: torch.dtype, stored: torch.dtype | None = None, **options: Any
-    ) -> HookedTransformer:
+    def load(name, dtype, stored=None, **options):
         dtypes = (stored or dtype, *([dtype] if stored else []))
         return from_pretrained(name, hf_models(name, *dtypes), dtype=dtype, **options)
 
@@ -85,9 +78,7 @@ def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> N
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
-def test_every_folded_weight_is_the_exact_one_rounded_once(
-    name: str, dtype: torch.dtype, load: Any, machine: Any
-) -> None:
+def test_every_folded_weight_is_the_exact_one_rounded_once(name, dtype, load, machine):
     exact = load(name, torch.float64, dtype, device="cpu")
 
     model = load(name, dtype, n_devices=3)
@@ -99,8 +90,8 @@ def test_every_folded_weight_is_the_exact_one_rounded_once(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
 def test_without_processing_weights_stored_in_the_dtype_are_not_rounded_at_all(
-    name: str, dtype: torch.dtype, load: Any, machine: Any
-) -> None:
+    name, dtype, load, machine
+):
     exact = load(name, torch.float64, dtype, device="cpu", **NO_PROCESSING)
 
     model = load(name, dtype, n_devices=3, **NO_PROCESSING)
@@ -115,14 +106,14 @@ def test_without_processing_weights_stored_in_the_dtype_are_not_rounded_at_all(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
-    name: str,
-    dtype: torch.dtype,
-    load: Any,
-    hub: HubCache,
-    hf_models: Any,
-    tokenizer: Any,
-    machine: Any,
-) -> None:
+    name,
+    dtype,
+    load,
+    hub,
+    hf_models,
+    tokenizer,
+    machine,
+):
     """TransformerLens lets transformers round it first, and rounds the folded weights again."""
     exact = load(name, torch.float64, torch.float32, device="cpu")
     official_name = ALL_ARCHITECTURES[name].official_name
@@ -133,9 +124,7 @@ def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
     assert_rounded_once(model, exact)
 
 
-def test_a_gemma_s_embedding_is_scaled_in_the_dtype_asked_for(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_gemma_s_embedding_is_scaled_in_the_dtype_asked_for(tokenizer, tmp_path):
     config = GemmaConfig(**{**GROUPED, "hidden_size": 24}, head_dim=8)  # no square, as 16 is
     hf_model = make_hf_model(config, torch.bfloat16)
     save_checkpoint(hf_model, tokenizer, tmp_path)
@@ -167,9 +156,7 @@ AXES = {"gpt2": IN_GPT2, "qwen2": IN_ROTARY, "gemma-2": IN_ROTARY}
 @pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("name", AXES)
-def test_weights_lie_as_they_are_stored(
-    name: str, options: dict[str, bool], form: str, load: Any, checkpoints: Any, machine: Any
-) -> None:
+def test_weights_lie_as_they_are_stored(name, options, form, load, checkpoints, machine):
     """TransformerLens shows most matrices transposed, and transposes them back to use them."""
     if form == "hf_model":
         model = load(name, torch.float32, n_devices=3, **options)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from hf_models import N_LAYERS
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.units import processing_units
-from tl_devicefix.weight_processing import Weights
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
@@ -25,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 EVERYTHING = 10**9
 
 
-def test_experts_are_centred_over_the_residual_stream() -> None:
+def test_experts_are_centred_over_the_residual_stream():
     block = {
         "mlp.experts.1.W_out.weight": torch.randn(4, 6),
         "mlp.experts.1.W_out.bias": torch.randn(4),
@@ -50,12 +47,10 @@ OTHERS = ("pythia", "olmo-2", "apertus", "gpt-oss", *TOYS)
 
 
 @pytest.fixture(scope="module")
-def load_in_slices(
-    hf_models: Any, from_pretrained: Any, unprocessed: Any
-) -> Callable[..., Weights]:
+def load_in_slices(hf_models, from_pretrained, unprocessed):
     """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once."""
 
-    def load(name: str, elements: int, **options: Any) -> Weights:
+    def load(name, elements, **options):
         with pytest.MonkeyPatch.context() as patch:
             for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
                 patch.setattr(slices_module, kind, elements)
@@ -83,9 +78,7 @@ def cases() -> list[tuple[str, int, dict[str, bool]]]:
 
 @pytest.mark.cover(("name", "options"))
 @pytest.mark.parametrize(("name", "elements", "options"), cases())
-def test_slices_of_any_size_give_what_the_whole_gives(
-    name: str, elements: int, options: dict[str, bool], load_in_slices: Any
-) -> None:
+def test_slices_of_any_size_give_what_the_whole_gives(name, elements, options, load_in_slices):
     uncut = load_in_slices(name, EVERYTHING, **options)
 
     in_slices = load_in_slices(name, elements, **options)
@@ -99,8 +92,8 @@ def test_slices_of_any_size_give_what_the_whole_gives(
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_without_steps_a_device_never_holds_more_than_its_share(
-    name: str, hf_models: Any, from_pretrained: Any, machine: Any
-) -> None:
+    name, hf_models, from_pretrained, machine
+):
     options = {"dtype": torch.bfloat16, "n_devices": 4, **NO_PROCESSING}
     model = from_pretrained(name, hf_models(name, torch.bfloat16), **options)
 
@@ -110,8 +103,8 @@ def test_without_steps_a_device_never_holds_more_than_its_share(
 
 @pytest.mark.parametrize("elements", [1, 200])
 def test_while_loading_a_device_holds_its_share_and_a_slice(
-    elements: int, from_pretrained: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    elements, from_pretrained, machine, monkeypatch
+):
     monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", elements)
     model = from_pretrained("gpt2", n_devices=4)
 

@@ -23,13 +23,11 @@ pytestmark = [
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_a_kv_cache_and_a_block_that_listens(
-    name: str, sdpa: Any, tokens: torch.Tensor, fused_blocks: list[int]
-) -> None:
+def test_a_kv_cache_and_a_block_that_listens(name, sdpa, tokens, fused_blocks):
     bridge = sdpa(name, compatible=False)
     options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
-    def run(bridge: Any) -> Any:
+    def run(bridge):
         hooks = [("blocks.1.attn.hook_z", lambda value, hook: value * 2)]
         with bridge.hooks(fwd_hooks=hooks):
             first, cache = bridge(tokens, return_type="logits_and_cache")
@@ -47,9 +45,7 @@ LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
 
 
-def test_booted_so_over_several_devices(
-    machine: Any, boot: Any, bridge_references: Any, fused_blocks: list[int]
-) -> None:
+def test_booted_so_over_several_devices(machine, boot, bridge_references, fused_blocks):
     bridge = boot("llama", n_devices=4, attn_implementation="sdpa")
 
     with ShapesMade() as made:
@@ -63,7 +59,7 @@ def test_booted_so_over_several_devices(
 @pytest.mark.cover
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "pythia"])
-def test_nothing_of_every_query_and_key_is_made(name: str, compatible: bool, sdpa: Any) -> None:
+def test_nothing_of_every_query_and_key_is_made(name, compatible, sdpa):
     bridge, run = sdpa(name, compatible=compatible), with_gradients(LONG)
 
     with ShapesMade() as made:
@@ -79,11 +75,11 @@ def test_nothing_of_every_query_and_key_is_made(name: str, compatible: bool, sdp
     assert not made.of_pairs(29)
 
 
-def test_a_function_for_masks_of_a_user_s_own(sdpa: Any, tokens: torch.Tensor) -> None:
+def test_a_function_for_masks_of_a_user_s_own(sdpa, tokens):
     bridge = sdpa("llama", compatible=False)
     original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
-    def everything(**options: Any) -> torch.Tensor:
+    def everything(**options):
         return torch.zeros_like(original(**options))
 
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = everything
@@ -97,9 +93,7 @@ def test_a_function_for_masks_of_a_user_s_own(sdpa: Any, tokens: torch.Tensor) -
     assert not torch.allclose(actual, bridge(tokens))
 
 
-def test_disabled_leaves_the_masks_of_transformers_as_they_were(
-    sdpa: Any, tokens: torch.Tensor
-) -> None:
+def test_disabled_leaves_the_masks_of_transformers_as_they_were(sdpa, tokens):
     sdpa("llama", compatible=False)(tokens)
 
     with tl_devicefix.disabled():
