@@ -1,4 +1,4 @@
-"""With "sdpa", a KV cache grows in place, and reads as TransformerLens's own does."""
+"""A long KV cache grows in place, and reads as TransformerLens's own does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from attending import assert_either_way
 from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
@@ -52,6 +51,15 @@ def read(
     return logits, cache
 
 
+def assert_as_installed(model: Any, run: Callable[[Any], Any]) -> None:
+    """A run gives what the installed TransformerLens does, eager and with "sdpa"."""
+    with tl_devicefix.disabled():
+        expected = run(model)
+    for implementation in ("eager", "sdpa"):
+        with tl_devicefix.set_attn_implementation(model, implementation):
+            assert_agrees(run(model), expected)
+
+
 def assert_grows_as_installed(
     model: Any, text: torch.Tensor, mask: torch.Tensor, step: Step | None = None
 ) -> None:
@@ -62,7 +70,7 @@ def assert_grows_as_installed(
         contents = [(entry.past_keys, entry.past_values) for entry in cache.entries]
         return [logits, contents, cache.previous_attention_mask, getattr(cache, "cut", [])]
 
-    assert_either_way(model, run)
+    assert_as_installed(model, run)
 
 
 @pytest.mark.cover
@@ -75,7 +83,10 @@ def test_logits_and_what_is_in_the_cache(name, inference, mask, on_cpu, text):
         assert_grows_as_installed(model, text, MASKS[mask])
 
 
-def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(on_cpu, text, monkeypatch):
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
+    implementation, on_cpu, text, monkeypatch
+):
     model, places, rotated = on_cpu("llama"), set(), []
     attention = model.blocks[0].attn
     original = block._rotated
@@ -89,7 +100,7 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(on_cpu, te
         places.add(cache[0].past_keys.data_ptr())
 
     monkeypatch.setattr(block, "_rotated", rotate)
-    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, "sdpa"):
+    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, implementation):
         read(model, text, MASKS["all"], look)
 
     assert len(places) == 2  # empty, and with room for all
@@ -155,13 +166,14 @@ def test_a_hook_that_edits_rotated_keys(on_cpu, text):
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
             return read(model, text, MASKS["all"])[0]
 
-    assert_either_way(on_cpu("llama"), run)
+    assert_as_installed(on_cpu("llama"), run)
 
 
 @torch.no_grad()
-def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(on_cpu, text):
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(implementation, on_cpu, text):
     model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+    with tl_devicefix.set_attn_implementation(model, implementation):
         model(text[:, :6], past_kv_cache=cache)
         options = {"names_filter": "blocks.0.attn.hook_rot_k", "past_kv_cache": cache}
         _, kept = model.run_with_cache(text[:, 6:7], **options)
@@ -219,4 +231,4 @@ def test_with_gradients(on_cpu, text):
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
-    assert_either_way(on_cpu("llama"), run)
+    assert_as_installed(on_cpu("llama"), run)

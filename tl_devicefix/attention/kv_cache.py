@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
+from tl_devicefix.attention.sdpa import why_not_here
 from tl_devicefix.monkeypatch.patch import package_of
 
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
@@ -23,16 +24,19 @@ GROWS_FROM = 192
 """Keys that an entry has before it grows in place: to make it anew takes less time up to there."""
 
 
-def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
-    """Append to a block's entry of a KV cache; returns all keys and all values."""
+def append(entry: Any, new_keys: Heads, new_values: Heads, transposed: bool) -> tuple[Heads, Heads]:
+    """Append to a block's entry of a KV cache; returns all keys and all values.
+
+    With `transposed`, keys lie as [batch kv_head_index d_head pos], or by position as values do.
+    """
     is_short = entry.past_keys.shape[1] < GROWS_FROM
     if is_short or entry.frozen or not _fits(entry, new_keys, new_values):
         appended: tuple[Heads, Heads] = entry.append(new_keys, new_values)
         return appended
     grown = vars(entry).get(_GROWN)
     length = entry.past_keys.shape[1] + new_keys.shape[1]
-    if grown is None or not grown.is_of(entry) or length > grown.room:
-        grown = vars(entry)[_GROWN] = _Grown(entry, length)
+    if grown is None or not grown.is_of(entry, transposed) or length > grown.room:
+        grown = vars(entry)[_GROWN] = _Grown(entry, length, transposed)
     entry.past_keys, entry.past_values = grown.append(new_keys, new_values)
     return entry.past_keys, entry.past_values
 
@@ -43,14 +47,15 @@ def let_go(entry: Any) -> None:
 
 
 def rotated_keys(
-    entry: Any, keys: Heads, tables: tuple[Any, ...], rotate: Callable[[Heads, int], Heads]
+    entry: Any, keys: Heads, tables: tuple[Any, ...] | None, rotate: Callable[[Heads, int], Heads]
 ) -> Heads:
     """All keys, as `append` has returned them, rotated; none is rotated twice.
 
-    Equal `tables` are equal rotations. `rotate` takes keys, and the position of the first.
+    Equal `tables` are equal rotations; None equals none. `rotate` takes keys, and the position of
+    the first.
     """
     grown = vars(entry).get(_GROWN)
-    if grown is None or grown.keys is not keys:
+    if grown is None or grown.keys is not keys or tables is None:
         return rotate(keys, 0)
     rotated: Heads = grown.rotated(tables, rotate)
     return rotated
@@ -59,6 +64,8 @@ def rotated_keys(
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
     """Whether new keys can be written in place; a graph still needs the old tensors."""
     if torch.is_grad_enabled() or package_of(type(entry).append) != "transformer_lens":
+        return False
+    if why_not_here() is not None:
         return False
     return all(
         past.dim() == 4
@@ -71,20 +78,21 @@ def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
 class _Grown:
     """Tensors with room, of which an entry's keys and values are the beginning."""
 
-    def __init__(self, entry: Any, length: int) -> None:
+    def __init__(self, entry: Any, length: int, transposed: bool) -> None:
         self.room = length + max(length // 4, _LEAST_ROOM)
-        self._all_keys, self._all_values = (
-            _with_room(past, self.room) for past in (entry.past_keys, entry.past_values)
-        )
+        self._transposed = transposed
+        self._all_keys = _with_room(entry.past_keys, self.room, transposed)
+        self._all_values = _with_room(entry.past_values, self.room)
         self._rotated: torch.Tensor | None = None
         self._tables: tuple[Any, ...] = ()
         self._n_rotated = 0
         self.keys, self.values = entry.past_keys, entry.past_values
         self._versions = self._now()
 
-    def is_of(self, entry: Any) -> bool:
-        """Whether an entry's tensors are the ones that were put there last."""
-        return entry.past_keys is self.keys and entry.past_values is self.values
+    def is_of(self, entry: Any, transposed: bool) -> bool:
+        """Whether an entry's tensors are the ones that were put there last, and lie so."""
+        is_same = entry.past_keys is self.keys and entry.past_values is self.values
+        return is_same and self._transposed is transposed
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append both; returns all of both."""
@@ -105,7 +113,7 @@ class _Grown:
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
         new = rotate(self.keys[:, start:], start)
         if self._rotated is None:
-            self._rotated = _room(new, self.room)
+            self._rotated = _room(new, self.room, self._transposed)
         self._rotated.data[:, start:end] = new
         self._tables, self._n_rotated = tables, end
         self._versions = self._now()
@@ -119,12 +127,15 @@ class _Grown:
         return type(None), ()  # a copy of an entry, or one that was saved, begins anew
 
 
-def _with_room(start: torch.Tensor, room: int) -> torch.Tensor:
-    tensor = _room(start, room)
+def _with_room(start: Heads, room: int, transposed: bool = False) -> Heads:
+    tensor = _room(start, room, transposed)
     tensor[:, : start.shape[1]] = start
     return tensor
 
 
-def _room(like: torch.Tensor, room: int) -> torch.Tensor:
+def _room(like: Heads, room: int, transposed: bool) -> Heads:
+    batch, _, heads, d_head = like.shape
     with torch.inference_mode(False):  # or its changes would not be counted
-        return like.new_empty((like.shape[0], room, *like.shape[2:]))
+        if transposed:
+            return like.new_empty((batch, heads, d_head, room)).permute(0, 3, 1, 2)
+        return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)

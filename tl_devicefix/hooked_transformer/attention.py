@@ -69,13 +69,14 @@ def run_attention(
     offset = 0
     if entry is not None:
         offset = entry.past_keys.size(1)
-        k, v = kv_cache.append(entry, k, v) if by_sdpa else entry.append(k, v)
+        # As TransformerLens's matmul reads keys: for a batch, from a transposed copy.
+        k, v = kv_cache.append(entry, k, v, transposed=not by_sdpa and q.size(0) > 1)
     tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
     if cfg.positional_embedding_type == "rotary":
         q = _rotated(attn, q, offset, attention_mask, tables.of_queries)
         if is_hooked:
             q = call_hook_point(modules, "hook_rot_q", q)
-        if by_sdpa and entry is not None:
+        if entry is not None and not torch.is_grad_enabled():
 
             def rotate(some: Heads, start: int) -> Heads:
                 of_some = tuple(table[:, start:] for table in tables.of_keys)
@@ -120,9 +121,8 @@ def _mixed(
     if IS_2 and cfg.dtype not in PRECISE:
         q, k = q.to(torch.float32), k.to(torch.float32)
     grouped = type(attn) is GroupedQueryAttention and not cfg.ungroup_grouped_query_attention
-    if grouped:
-        k = _for_each_query_head(k, attn.repeat_kv_heads)
-    scores = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1)
+    repeats = attn.repeat_kv_heads if grouped else 1
+    scores = _by_group(q.permute(0, 2, 1, 3), k.permute(0, 2, 3, 1), repeats)
     scores = scores / attn.attn_scale
     cap = cfg.attn_scores_soft_cap
     if cap is not None and cap > 0:
@@ -149,16 +149,31 @@ def _mixed(
     if is_hooked:
         pattern = call_hook_point(modules, "hook_pattern", pattern)
     pattern = pattern.to(v.device, cfg.dtype if IS_2 else v.dtype)
-    if grouped:
-        v = _for_each_query_head(v, attn.repeat_kv_heads)
-    return (pattern @ v.permute(0, 2, 1, 3)).permute(0, 2, 1, 3)
+    return _by_group(pattern, v.permute(0, 2, 1, 3), repeats).permute(0, 2, 1, 3)
 
 
-def _for_each_query_head(x: Heads, repeats: int) -> Heads:
-    """Keys or values of groups, for each of their query heads."""
+def _by_group(
+    heads: Float[torch.Tensor, "batch head_index x y"],
+    shared: Float[torch.Tensor, "batch kv_head_index y z"],
+    repeats: int,
+) -> Float[torch.Tensor, "batch head_index x z"]:
+    """`heads @ shared`, where so many heads share keys or values: with the bits of repeated ones.
+
+    Keys or values of a batch are copied as a matmul of repeated ones does, but once for all heads
+    that share them, and not at all if they lie so already, as in a KV cache that has grown.
+    """
     if torch.is_grad_enabled():  # another operation would add gradients in another order
-        return torch.repeat_interleave(x, dim=2, repeats=repeats)
-    return torch.cat((x,) * repeats, 3).view(*x.shape[:2], -1, x.shape[3])
+        if repeats > 1:
+            shared = torch.repeat_interleave(shared, dim=1, repeats=repeats)
+        return heads @ shared
+    of_batch, of_head, _, of_last = shared.stride()
+    lie_so = of_batch == shared.shape[1] * of_head and of_last == 1
+    if shared.shape[0] > 1 and not lie_so:
+        shared = shared.contiguous()
+    if repeats == 1:
+        return heads @ shared
+    by_place = heads.unflatten(1, (-1, repeats)).unbind(2)
+    return torch.stack([some @ shared for some in by_place], 2).flatten(1, 2)
 
 
 def _mixed_by_sdpa(attn: Any, q: Heads, k: Heads, v: Heads, seen: sdpa.Seen | None) -> Heads:
@@ -223,7 +238,7 @@ class Tables(NamedTuple):
     of_keys: tuple[torch.Tensor, ...]
     seen: Any
     """Which keys each query sees, [batch or 1, 1, query_pos, key_pos]; None for all."""
-    names: tuple[Any, ...]
+    names: tuple[Any, ...] | None
     """Equal for two forwards in which the same keys are known to have the same positions."""
 
 
@@ -243,8 +258,9 @@ def _tables(
         seen, pads = None, padding
         of_queries: tuple[torch.Tensor, ...] = ()
         of_keys = of_queries
-        names: tuple[Any, ...] = ()
-        if by_sdpa and pads is not None:
+        names: tuple[Any, ...] | None = None
+        grows = not has_gradients and offset >= kv_cache.GROWS_FROM
+        if pads is not None and (by_sdpa or grows):
             pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
         if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen
@@ -255,7 +271,8 @@ def _tables(
         if cos is not None and not has_gradients:
             of_queries = _positions(attn, offset, offset + n, pads)
             of_keys = _positions(attn, 0, offset + n, pads) if offset else of_queries
-            names = state_of(cos), state_of(sin), object() if pads is not None else None
+            if pads is None:
+                names = state_of(cos), state_of(sin)
         return Tables(of_queries, of_keys, seen, names)
 
     return made_once((padding, cos, sin, mask), what, device, make_tables)
