@@ -55,7 +55,7 @@ def set_attn_implementation(
     memory grows with the tokens, and not with their square. If you hook `hook_attn_scores` or
     `hook_pattern` of a block, also by `run_with_cache`, that block is eager in this forward, with
     the installed TransformerLens's bits. So is a block that SDPA cannot express. All other hooks
-    run as before. A KV cache grows in place.
+    run as before.
 
         tl_devicefix.set_attn_implementation(model, "sdpa")            # from now on
         with tl_devicefix.set_attn_implementation(model, "sdpa"): ...  # for a while

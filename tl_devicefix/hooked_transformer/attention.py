@@ -122,7 +122,7 @@ def _mixed(
         q, k = q.to(torch.float32), k.to(torch.float32)
     grouped = type(attn) is GroupedQueryAttention and not cfg.ungroup_grouped_query_attention
     repeats = attn.repeat_kv_heads if grouped else 1
-    scores = _by_group(q.permute(0, 2, 1, 3), k.permute(0, 2, 3, 1), repeats)
+    scores = _matmul(q.permute(0, 2, 1, 3), k, (0, 2, 3, 1), repeats)
     scores = scores / attn.attn_scale
     cap = cfg.attn_scores_soft_cap
     if cap is not None and cap > 0:
@@ -149,29 +149,28 @@ def _mixed(
     if is_hooked:
         pattern = call_hook_point(modules, "hook_pattern", pattern)
     pattern = pattern.to(v.device, cfg.dtype if IS_2 else v.dtype)
-    return _by_group(pattern, v.permute(0, 2, 1, 3), repeats).permute(0, 2, 1, 3)
+    return _matmul(pattern, v, (0, 2, 1, 3), repeats).permute(0, 2, 1, 3)
 
 
-def _by_group(
+def _matmul(
     heads: Float[torch.Tensor, "batch head_index x y"],
-    shared: Float[torch.Tensor, "batch kv_head_index y z"],
+    shared: Heads,
+    order: tuple[int, int, int, int],
     repeats: int,
 ) -> Float[torch.Tensor, "batch head_index x z"]:
-    """`heads @ shared`, where so many heads share keys or values: with the bits of repeated ones.
+    """`heads @ shared.permute(order)`, where so many heads share keys or values.
 
-    Keys or values of a batch are copied as a matmul of repeated ones does, but once for all heads
-    that share them, and not at all if they lie so already, as in a KV cache that has grown.
+    Those of a KV cache that has grown are read where they are: with a matmul for each head of a
+    group, as one for the whole group would round otherwise. Others are repeated.
     """
-    if torch.is_grad_enabled():  # another operation would add gradients in another order
-        if repeats > 1:
-            shared = torch.repeat_interleave(shared, dim=1, repeats=repeats)
-        return heads @ shared
-    of_batch, of_head, _, of_last = shared.stride()
-    lie_so = of_batch == shared.shape[1] * of_head and of_last == 1
-    if shared.shape[0] > 1 and not lie_so:
-        shared = shared.contiguous()
     if repeats == 1:
-        return heads @ shared
+        return heads @ shared.permute(order)
+    if torch.is_grad_enabled():  # another operation would add gradients in another order
+        return heads @ torch.repeat_interleave(shared, dim=2, repeats=repeats).permute(order)
+    if shared.stride(0) != shared.shape[2] * shared.stride(2):  # it does not lie head by head
+        repeated = torch.cat((shared,) * repeats, 3)
+        return heads @ repeated.view(*shared.shape[:2], -1, shared.shape[3]).permute(order)
+    shared = shared.permute(order)
     by_place = heads.unflatten(1, (-1, repeats)).unbind(2)
     return torch.stack([some @ shared for some in by_place], 2).flatten(1, 2)
 
