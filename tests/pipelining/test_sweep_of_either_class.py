@@ -298,18 +298,6 @@ def test_what_makes_no_sense_is_refused(cls, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-@pytest.mark.parametrize("by", ["context", "variable"])
-def test_it_can_be_turned_off(by, model, tokens, monkeypatch):
-    if by == "variable":
-        monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
-    with (
-        tl_devicefix.sequential() if by == "context" else contextlib.nullcontext(),
-        blocks_run(model) as count,
-    ):
-        list(tl_devicefix.sweep(model, tokens, [at(4), at(4)]))
-    assert count.blocks == 2 * N_LAYERS
-
-
 # --------------------------------------------------------------------------------------------
 # `transformer_lens.patching` by way of `sweep`: the same results, of fewer blocks. Each of its
 # functions is called in tests/surface.

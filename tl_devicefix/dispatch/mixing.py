@@ -7,7 +7,6 @@ and what it changed there is written back.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,9 +49,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_AUTOGRAD:
-            return self._run_backward(func, types, args, kwargs)
-        if not on_several_devices(args, kwargs) or _thread.trying:
+        if func in _OF_AUTOGRAD or not on_several_devices(args, kwargs) or _thread.trying:
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         devices = self.devices() & {tensor.device for tensor in tensors}
@@ -108,36 +105,6 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             originals[id(copy)] = original
         return originals.get(id(result), result)
 
-    def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function of autograd; the gradients passed to it go to their outputs' devices.
-
-        What it runs in this thread mixes too: a block's recomputation, a `Function.backward`.
-        """
-        kwargs = dict(kwargs)
-        name = _OF_AUTOGRAD[func]
-        kwargs[name] = self._at_outputs(args[0], kwargs.get(name))
-        if redispatch is None:
-            return func(*args, **kwargs)
-        with self:
-            return redispatch(func, types, args, kwargs)
-
-    def _at_outputs(self, outputs: Any, gradients: Any) -> Any:
-        """Gradients, each on the device of its output."""
-        if isinstance(gradients, tuple | list):
-            several = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            if len(gradients) != len(several):
-                return gradients  # which torch refuses
-            return tuple(map(self._at_outputs, several, gradients))
-        if isinstance(outputs, tuple | list) and len(outputs) == 1:
-            outputs = outputs[0]
-        if not isinstance(outputs, torch.Tensor) or not isinstance(gradients, torch.Tensor):
-            return gradients
-        if gradients.device == outputs.device:
-            return gradients
-        if not {gradients.device, outputs.device} <= self.devices():
-            return gradients
-        return gradients.to(outputs.device)
-
 
 class _Thread(threading.local):
     trying = False
@@ -146,18 +113,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-_OF_AUTOGRAD = {
-    torch.Tensor.backward: "gradient",
-    torch.autograd.backward: "grad_tensors",
-    torch.autograd.grad: "grad_outputs",
-}
-"""They take tensors of several devices, and copies of these would not be in the graph.
-
-With what they call the gradients of their outputs.
-"""
-
-# Calls a function within a mode that it has just left; not every supported torch has it.
-redispatch = getattr(torch.overrides, "redispatch_function", None)
+_OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""They take tensors of several devices, and copies of these would not be in the graph."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -271,13 +228,11 @@ class mix_devices(JoinedAt):
 
     It acts on the devices of loaded models (the CPU if blocks are offloaded), and on that of
     `gather_on`, which is then home. Tensors of other devices, such as the CPU, are not copied, so
-    torch raises as usual. A gradient given to `backward` or `torch.autograd.grad` goes to its
-    output's device.
+    torch raises as usual.
 
-    It acts in this thread only: enter it in each thread that mixes. On CUDA, autograd runs hooks in
-    threads of its own. Hooks registered by `Tensor.register_hook` within the block mix there too,
-    those of modules (`register_full_backward_hook`) do not. It does not reach code that torch
-    compiles. Within the block, torch calls Python at each of its functions, which takes time.
+    It acts in this thread only: enter it in each thread that mixes, and in hooks of gradients,
+    which autograd runs in threads of its own on CUDA. It does not reach code that torch compiles.
+    Within the block, torch calls Python at each of its functions, which takes time.
 
     >>> with mix_devices():  # doctest: +SKIP
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
@@ -285,14 +240,6 @@ class mix_devices(JoinedAt):
 
     def __init__(self) -> None:
         super().__init__(HOST, frozenset())  # it says which ones each time that it is asked
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _REGISTERING:
-            tensor, hook = args
-            return func(tensor, _in_any_thread(hook))
-        return super().__torch_function__(func, types, args, kwargs)
 
     def devices(self) -> frozenset[torch.device]:
         """The devices in use; none in code that torch compiles."""
@@ -306,19 +253,3 @@ class mix_devices(JoinedAt):
         if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device
         return home
-
-
-_REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
-
-
-def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Let a user's gradient hook mix devices in whichever thread it runs."""
-
-    @functools.wraps(hook, updated=())
-    def mixing(gradient: torch.Tensor) -> Any:
-        with JoinedAt(gradient.device, devices_in_use()):
-            result = hook(gradient)
-        is_elsewhere = isinstance(result, torch.Tensor) and result.device in devices_in_use()
-        return result.to(gradient.device) if is_elsewhere else result
-
-    return mixing

@@ -19,7 +19,7 @@ from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import is_model
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.pipelining.sweep import Hooks, is_sequential, sweep
+from tl_devicefix.pipelining.sweep import Hooks, sweep
 
 
 @patches(
@@ -33,7 +33,7 @@ def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     asked = SimpleNamespace(**call.arguments)
-    if is_sequential() or not is_model(asked.model):
+    if not is_model(asked.model):
         return original(*args, **kwargs)
     # TransformerLens 2.16 counts as many heads of keys and values as of queries.
     knows_groups = "n_key_value_heads" in original.__code__.co_names

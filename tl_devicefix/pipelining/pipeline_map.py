@@ -227,7 +227,7 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
         restore(view)
 
 
-ONE_AT_A_TIME = "run one at a time (max_in_flight=1; for sweeps tl_devicefix.sequential())"
+ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"
 
 
 _WRAPPED = "_original_component."

@@ -5,11 +5,8 @@ A run starts at the first block that it may change, from the residual stream of 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -29,32 +26,9 @@ from tl_devicefix.pipelining.pipeline_map import (
     pipeline_map,
     refuse_arguments,
 )
-from tl_devicefix.placement.in_use import setting
 
 Hooks = Sequence[tuple[Any, Any]]
 """(name of a hook point, or a function of names, and the hook), as `run_with_hooks` takes them."""
-
-_is_sequential: ContextVar[bool] = ContextVar("sequential", default=False)
-
-
-@contextlib.contextmanager
-def sequential() -> Iterator[None]:
-    """Run sweeps as plain loops within a `with` block: one run at a time, from the first block on.
-
-    `transformer_lens.patching` then runs TransformerLens's own loops. The environment variable
-    `TL_DEVICEFIX_SEQUENTIAL=1` does it everywhere.
-
-    Yields:
-        Nothing.
-    """
-    with setting(_is_sequential, True):
-        yield
-
-
-def is_sequential() -> bool:
-    """Whether sweeps run as plain loops."""
-    return _is_sequential.get() or os.environ.get("TL_DEVICEFIX_SEQUENTIAL", "0") not in ("", "0")
-
 
 def sweep(
     model: Any, tokens: Any, runs: Iterable[Hooks], *, progress: bool = False, **arguments: Any
@@ -106,8 +80,6 @@ def sweep(
         raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
-    if is_sequential():
-        return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
 
     first_block = _FirstBlock(model, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
