@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.dispatch.hooking import HookAcrossDevices
+from tl_devicefix.dispatch.mixing import HookAcrossDevices
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 from tl_devicefix.offload.visiting import OffloadedForward
 
