@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from typing import Any
 
@@ -44,21 +43,6 @@ def test_it_is_on_within_the_with_also_if_it_is_entered_again(model):
     with pytest.raises(ZeroDivisionError), mixing:
         raise ZeroDivisionError
     assert not mixes(model)
-
-
-def test_it_holds_in_the_thread_that_entered_it_only(model):
-    def of_thread():
-        seen.append(mixes(model))
-        with tl_devicefix.mix_devices():
-            seen.append(mixes(model))
-
-    seen: list[bool] = []
-    with tl_devicefix.mix_devices():
-        thread = threading.Thread(target=of_thread)
-        thread.start()
-        thread.join()
-        assert mixes(model)
-    assert seen == [False, True]
 
 
 # --------------------------------------------------------------------------------------------

@@ -152,12 +152,8 @@ def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, also of a sparse one, for which torch does not report them."""
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.values().nbytes
+    """Bytes of a tensor; of a sparse one, for which torch does not tell them, if it were dense."""
+    return tensor.numel() * tensor.element_size()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
@@ -48,9 +47,9 @@ def sweep(
 
     The results are the same, bit for bit, and come sooner. Each run starts at the first block
     that its hooks change, from the residual stream of the unpatched run. On several devices,
-    several runs are under way. A sweep over all layers runs half of the blocks. A run starts no
-    later than at a block that has other hooks (permanent or not, PyTorch's too), or a module that
-    is not TransformerLens's, such as an SAE. It starts at the first block
+    several runs are under way. A sweep over all layers in turn runs half of the blocks. A run
+    starts no later than at a block that has other hooks (permanent or not, PyTorch's too), or a
+    module that is not TransformerLens's, such as an SAE. It starts at the first block
 
     - if there is one on the embedding;
     - if autograd is on and a parameter of a skipped block needs a gradient (so use
@@ -90,17 +89,16 @@ def sweep(
 
     first_block = _FirstBlock(model, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
-    # The view is restored after a run: TransformerLens need not go through all hook points for it.
-    options = {**arguments, "reset_hooks_end": False} if first_block.is_known else arguments
 
-    def starts() -> Iterator[_Start]:
+    def starts() -> Iterator[tuple[Hooks, int, Any]]:
         for run in runs:
             first = first_block.of(run)
-            yield _Start(run, first, streams.before(first) if first else None)
+            yield run, first, streams.before(first) if first else None
 
-    def run_from(view: Any, start: _Start) -> Any:
-        with skipping(getattr(view, "blocks", ()), start.first, start.residual_stream):
-            return view.run_with_hooks(tokens, fwd_hooks=start.hooks, **options)
+    def run_from(view: Any, start: tuple[Hooks, int, Any]) -> Any:
+        hooks, first, residual_stream = start
+        with skipping(getattr(view, "blocks", ()), first, residual_stream):
+            return view.run_with_hooks(tokens, fwd_hooks=hooks, **arguments)
 
     return pipeline_map(model, run_from, starts())
 
@@ -126,14 +124,6 @@ def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]
         yield hooks
 
 
-class _Start(NamedTuple):
-    """Where a run starts: its first block, from the output of the block before."""
-
-    hooks: Hooks
-    first: int
-    residual_stream: Any
-
-
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 """Arguments of a forward on which the residual stream depends."""
 _KNOWN = {
@@ -153,19 +143,15 @@ class _FirstBlock:
 
     Those below it have no hook, of the run or of anyone else, hold nothing that might differ from
     one run to the next, and nobody may want a gradient that goes through them. In doubt, it is 0.
-
-    Attributes:
-        is_known: whether the model runs its blocks as TransformerLens has it.
     """
 
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
         self._model = model
         self._inputs = (tokens, *arguments.values())
         self._adapter = adapter_of(model)
-        self.is_known = _is_known(model, self._adapter)
         self._n_steady: dict[bool, int] = {}
         self._last = 0
-        if set(arguments) <= _KNOWN and self.is_known:
+        if set(arguments) <= _KNOWN and _is_known(model, self._adapter):
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
 
     def of(self, hooks: Hooks) -> int:
@@ -267,16 +253,16 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
 class _ResidualStreams:
     """What the blocks of a model return in the unpatched run, computed when it is asked for.
 
-    It goes on from streams that it has: runs in the order of their layers compute each block once.
-    It keeps the last one and every k-th, k being the square root of the number of blocks: in any
-    other order, a run computes fewer than k blocks anew. Each lies on the device of the block that
-    takes it. Nobody may have a hook on the blocks that are asked for, or before them.
+    It goes on from the last one: runs in the order of their layers compute each block once. Each
+    lies on the device of the block that takes it. Nobody may have a hook on the blocks that are
+    asked for, or before them.
     """
 
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
-        self._kept: dict[int, Any] = {}
+        self._layer = 0
+        self._last: Any = None  # what the block before it returns
         self._weights: Weights | None = None
 
     def before(self, layer: int) -> Any:
@@ -288,20 +274,15 @@ class _ResidualStreams:
                 f"{name} was changed between two runs of a sweep, which share what the blocks "
                 f"before their hooks return: change a copy of it in a hook, or {ONE_AT_A_TIME}"
             )
-        every = math.isqrt(len(self._model.blocks))
-        start = max((kept for kept in self._kept if kept <= layer), default=0)
-        for stop in range(start + 1, layer + 1):
-            if stop == layer or stop % every == 0:
-                self._kept[stop] = self._go_on(start, stop)
-                start = stop
-        for kept in list(self._kept):
-            if kept != layer and kept % every:
-                del self._kept[kept]
-        return self._kept[layer]
+        if layer < self._layer:
+            self._layer, self._last = 0, None
+        if layer > self._layer:
+            self._layer, self._last = layer, self._go_on(layer)
+        return self._last
 
-    def _go_on(self, start: int, stop: int) -> Any:
+    def _go_on(self, stop: int) -> Any:
         blocks = self._model.blocks
-        with skipping(blocks, start, self._kept.get(start)):
+        with skipping(blocks, self._layer, self._last):
             output = output_of(
                 blocks[stop - 1], lambda: self._model.forward(self._tokens, **self._inputs)
             )
