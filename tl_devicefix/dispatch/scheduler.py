@@ -165,19 +165,12 @@ class Run:
         finally:
             self._sent = None
             self.rest()
-            self._receive(device, sent)  # after an error too: someone may have kept what arrives
+            if sent:  # also after an error, as someone may have kept what arrives
+                self._streams[device].synchronize()
+                computing = torch.get_device_module(device.type).current_stream(device)
+                while sent:  # by no names, which would hold tensors until it is this run's turn
+                    sent.pop()[1].record_stream(computing)
         self._take(device, weights)
-
-    def _receive(self, device: torch.device, sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Have what is computed on a device from now on use what was sent there."""
-        if sent:
-            computing = torch.get_device_module(device.type).current_stream(device)
-            arrived = self._streams[device].record_event()
-            arrived.synchronize()
-            computing.wait_event(arrived)
-            for _, copy in sent:
-                copy.record_stream(computing)
-            sent.clear()
 
     def _take(self, device: torch.device, weights: object | None = None) -> None:
         self.at = None  # if it fails

@@ -138,8 +138,13 @@ class OffloadedForward(AroundForward):
         of_block = (
             _sending_ahead([self]) if of_forward is None else contextlib.nullcontext(of_forward)
         )
-        with of_block as schedule, self._received(schedule), keeping_on_host(self._visitors):
-            return self.run(*args, **kwargs)
+        with of_block as schedule:
+            self._receive(schedule)
+            try:
+                with keeping_on_host(self._visitors):
+                    return self.run(*args, **kwargs)
+            finally:
+                self._leave()
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
@@ -160,14 +165,7 @@ class OffloadedForward(AroundForward):
                 if host is not None and host.device == HOST:
                     yield module, name, host
 
-    @contextlib.contextmanager
-    def _received(self, schedule: Schedule) -> Iterator[None]:
-        # In functions of their own, as names in this frame would hold weights that have left.
-        self._receive(schedule)
-        try:
-            yield
-        finally:
-            self._leave()
+    # In functions of their own, as names in the caller's frame would hold weights that have left.
 
     def _receive(self, schedule: Schedule) -> None:
         with _exchanging:
