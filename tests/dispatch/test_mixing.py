@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -43,6 +44,24 @@ def test_it_is_on_within_the_with_also_if_it_is_entered_again(model):
     with pytest.raises(ZeroDivisionError), mixing:
         raise ZeroDivisionError
     assert not mixes(model)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
+    def hook(gradient):
+        seen.append((gradient * at_home).device)
+
+    seen: list[torch.device] = []
+    at_home = torch.ones(2, device="sim:0")
+    weight = torch.nn.Parameter(torch.ones(2, device="sim:2"))
+    with tl_devicefix.mix_devices():
+        getattr(weight, register)(hook)
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    (registered,) = hooks.values()
+    thread = threading.Thread(target=registered, args=(weight.detach(),))
+    thread.start()  # as autograd runs it for a CUDA device
+    thread.join()
+    assert seen == [weight.device]
 
 
 # --------------------------------------------------------------------------------------------

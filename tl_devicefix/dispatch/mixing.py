@@ -231,9 +231,10 @@ class mix_devices(JoinedAt):
     `gather_on`, which is then home. Tensors of other devices, such as the CPU, are not copied, so
     torch raises as usual.
 
-    It acts in this thread only: enter it in each thread that mixes, and in hooks of gradients,
-    which autograd runs in threads of its own on CUDA. It does not reach code that torch compiles.
-    Within the block, torch calls Python at each of its functions, which takes time.
+    It acts in this thread only: enter it in each thread that mixes. On CUDA, autograd runs hooks in
+    threads of its own. Hooks registered by `Tensor.register_hook` within the block mix there too,
+    those of modules (`register_full_backward_hook`) do not. It does not reach code that torch
+    compiles. Within the block, torch calls Python at each of its functions, which takes time.
 
     >>> with mix_devices():  # doctest: +SKIP
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
@@ -241,6 +242,14 @@ class mix_devices(JoinedAt):
 
     def __init__(self) -> None:
         super().__init__(HOST, frozenset())  # it says which ones each time that it is asked
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _REGISTERING:
+            tensor, hook = args
+            return func(tensor, _in_any_thread(hook))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def devices(self) -> frozenset[torch.device]:
         """The devices in use; none in code that torch compiles."""
@@ -254,6 +263,22 @@ class mix_devices(JoinedAt):
         if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device
         return home
+
+
+_REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Let a user's gradient hook mix devices in whichever thread it runs."""
+
+    @functools.wraps(hook, updated=())
+    def mixing(gradient: torch.Tensor) -> Any:
+        with JoinedAt(gradient.device, devices_in_use()):
+            result = hook(gradient)
+        is_elsewhere = isinstance(result, torch.Tensor) and result.device in devices_in_use()
+        return result.to(gradient.device) if is_elsewhere else result
+
+    return mixing
 
 
 # --------------------------------------------------------------------------------------------
