@@ -269,7 +269,7 @@ _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Let a user's gradient hook mix devices in whichever thread it runs."""
+    """Let a gradient hook, such as circuit-tracer's, mix devices in whichever thread it runs."""
 
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> Any:
