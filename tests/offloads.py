@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 HOST = torch.device("cpu")
@@ -17,9 +16,6 @@ OFFLOADED = {
     },
     "all but one of two devices": {"": 0, "blocks": "cpu", "blocks.2": 1},
 }  # fmt: skip
-
-some_offload = pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
-every_kind = pytest.mark.parametrize("kind", ["llama", "gpt2"])
 
 
 def assert_at_rest(model: Any) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tl_devicefix.multihost.init_hosts import init_hosts
     from tl_devicefix.patches import disable, disabled, enable, enabled, report
     from tl_devicefix.pipelining.pipeline_map import pipeline_map
-    from tl_devicefix.pipelining.sweep import sequential, sweep
+    from tl_devicefix.pipelining.sweep import sweep
     from tl_devicefix.placement.in_use import gather_on
     from tl_devicefix.placement.placement import Placement
     from tl_devicefix.planning.dry_run import DryRun, dry_run
@@ -51,7 +51,6 @@ __all__ = [
     "plan",
     "report",
     "save_activations",
-    "sequential",
     "set_attn_implementation",
     "simulate",
     "sweep",
@@ -67,7 +66,6 @@ _LAZY = {
     "pipeline_map": "tl_devicefix.pipelining.pipeline_map",
     "init_hosts": "tl_devicefix.multihost.init_hosts",
     "mix_devices": "tl_devicefix.dispatch.mixing",
-    "sequential": "tl_devicefix.pipelining.sweep",
     "load_activations": "tl_devicefix.activation_store.reader",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.planning.plan",

@@ -40,7 +40,7 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Imported here, as they import what only a TransformerLens that is known has.
-    for module in ("dispatch.hooking", "gathering.caches", "pipelining.patching_loops"):
+    for module in ("dispatch.mixing", "gathering.caches", "pipelining.sweep"):
         importlib.import_module(f"tl_devicefix.{module}")
     from tl_devicefix.adapters import adapters
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from kinds import home_of
-from offloads import HOST, offloaded_blocks, some_offload, weights_of
+from offloads import HOST, offloaded_blocks, weights_of
 
 from tl_devicefix.placement.fitting import working_room
 
@@ -45,7 +45,7 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, ma
     assert sent["resid_post"] == sent["resid_pre"]
 
 
-@some_offload
+@pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
 def test_two_visiting_blocks_at_a_time_are_on_a_device(model, tokens, machine):
     one_token = tokens[:1, :1].to(home_of(model))  # whose activations are less than any block
     placement = model.placement

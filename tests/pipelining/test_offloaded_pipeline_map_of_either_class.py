@@ -10,10 +10,8 @@ import torch
 from comparison import assert_bit_equal
 from either_class import BRIDGE
 from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
-from racing import asynchronous
 from runs_of_users import LAST, generated, gradients_of_weights, logits
 
-import tl_devicefix
 from tl_devicefix import pipeline_map
 
 ON_ONE = {"": 0, "blocks": "cpu"}
@@ -24,16 +22,6 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no oth
 def offloaded(from_checkpoint):
     """`offloaded(ON_ONE)`: a new model, over the devices of the machine that is open."""
     return lambda device_map: from_checkpoint("llama", device_map=device_map)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["", "behind the host"])
-def either_machine(request):
-    """Devices that compute when they are told to, or later."""
-    with (asynchronous if request.param else tl_devicefix.simulate)(2) as machine:
-        yield machine
-
-
-NOT_BEHIND = pytest.mark.parametrize("either_machine", [False], indirect=True, ids=[""])
 
 
 @pytest.fixture
@@ -84,9 +72,7 @@ OF_HOOKED = (blocks_in_another_order,)
         *((parts_of_the_model, ON_ONE), (blocks_in_another_order, ON_ONE)),
     ],
 )
-def test_results_are_those_of_a_loop_bit_for_bit(
-    either_machine, offloaded, batches, cls, device_map, run
-):
+def test_results_are_those_of_a_loop_bit_for_bit(machine, offloaded, batches, cls, device_map, run):
     if cls == BRIDGE and run in OF_HOOKED:
         pytest.skip("a Bridge's blocks want what the model hands them")
     model = offloaded(device_map)
@@ -97,31 +83,29 @@ def test_results_are_those_of_a_loop_bit_for_bit(
     assert_at_rest(model)
 
 
-@NOT_BEHIND
-def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(either_machine, offloaded, batches):
+def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(machine, offloaded, batches):
     model = offloaded(ON_ONE)
-    either_machine.reset_transfers()
+    machine.reset_transfers()
 
     with torch.no_grad():
         assert sum(1 for _ in pipeline_map(model, logits, batches, 3)) == 9
 
-    sent = [t.bytes for t in either_machine.transfers if t.source == HOST and t.target != HOST]
+    sent = [t.bytes for t in machine.transfers if t.source == HOST and t.target != HOST]
     weights = sum(offloaded_bytes(model))
     # Mostly once for three runs, but a run that the machine has kept waiting has its own copy.
     assert weights <= sum(sent) < len(batches) * weights
 
 
-@NOT_BEHIND
-def test_two_blocks_at_a_time_are_on_a_device(either_machine, offloaded, tokens):
+def test_two_blocks_at_a_time_are_on_a_device(machine, offloaded, tokens):
     model = offloaded(ON_TWO)
     one_token = tokens[:1, :1].to(model.cfg.device)  # whose activations are less than any block
     block, placement = max(offloaded_bytes(model)), model.placement
     runs_on = [component.device for component in placement.components if component.offloaded]
-    devices = either_machine.devices
+    devices = machine.devices
     gc.collect()
-    before = {device: either_machine.memory_allocated(device) for device in devices}
+    before = {device: machine.memory_allocated(device) for device in devices}
     for device in devices:
-        either_machine.reset_peak_memory_stats(device)
+        machine.reset_peak_memory_stats(device)
 
     with torch.no_grad():
         assert sum(1 for _ in pipeline_map(model, logits, [one_token] * 9, 3)) == 9
@@ -129,23 +113,20 @@ def test_two_blocks_at_a_time_are_on_a_device(either_machine, offloaded, tokens)
 
     for device, held in before.items():
         visiting = min(2, runs_on.count(device)) * block
-        taken = either_machine.max_memory_allocated(device) - held
+        taken = machine.max_memory_allocated(device) - held
         assert visiting <= taken < visiting + block * 3 / 4, (device, placement)
-        assert either_machine.memory_allocated(device) == held
+        assert machine.memory_allocated(device) == held
 
 
 class Failed(Exception):
     pass
 
 
-@NOT_BEHIND
-def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
-    either_machine, offloaded, batches
-):
+def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(machine, offloaded, batches):
     model = offloaded(ON_TWO)
     model(batches[0])
     gc.collect()
-    before = [either_machine.memory_allocated(device) for device in either_machine.devices]
+    before = [machine.memory_allocated(device) for device in machine.devices]
 
     def run(view, item):
         number, batch = item
@@ -165,5 +146,5 @@ def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(
     gc.collect()
 
     assert_at_rest(model)
-    assert list(map(either_machine.memory_allocated, either_machine.devices)) == before
+    assert list(map(machine.memory_allocated, machine.devices)) == before
     assert_bit_equal(list(pipeline_map(model, logits, batches[:2], 2)), [*map(model, batches[:2])])

@@ -92,27 +92,6 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(model, batche
     assert next(pipeline_map(model, run, [0, 1], max_in_flight=2))
 
 
-def test_hooks_of_the_model_are_there_and_a_run_may_change_them_for_itself(model, batches):
-    def run(view, batch):
-        with_it, point = view(batch), view.hook_dict[LAST]
-        view.reset_hooks()
-        without = view(batch)
-        before = len(point.fwd_hooks), dict(point.ctx)
-        point.add_hook(lambda activation, hook: activation * 0)
-        point.ctx["mine"] = batch
-        return with_it, without, before
-
-    without = [model(batch) for batch in batches]
-    model.hook_dict[LAST].add_hook(lambda activation, hook: activation * 2)
-    expected = [(model(batch), plain, (0, {})) for batch, plain in zip(batches, without)]
-
-    assert_bit_equal(list(pipeline_map(model, run, batches, 3)), expected)
-
-    model.reset_hooks()
-    assert_nothing_is_left(model)
-    assert not model.hook_dict[LAST].ctx
-
-
 def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model.generate(
         batch[:1].to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False

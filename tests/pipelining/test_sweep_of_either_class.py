@@ -138,18 +138,10 @@ def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, over_devices
     assert {str(item.target) for item in machine.transfers} <= {"sim:0", "sim:3"}
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending", "in turns"])
-def test_in_any_order_few_blocks_are_run_twice(order, model, tokens):
-    layers = {
-        "ascending": [0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
-        "descending": [4, 4, 3, 3, 2, 2, 1, 1, 0, 0],
-        "in turns": [0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
-    }[order]
+def test_in_the_order_of_layers_each_block_is_run_once_for_all(model, tokens):
     with blocks_run(model) as count:
-        list(tl_devicefix.sweep(model, tokens, map(at, layers)))
-    needed = sum(N_LAYERS - layer for layer in layers)
-    of_the_unpatched_run = {"ascending": 4, "descending": 6, "in turns": 6}[order]
-    assert count.blocks == needed + of_the_unpatched_run
+        list(tl_devicefix.sweep(model, tokens, map(at, [0, 0, 1, 1, 2, 4, 4])))
+    assert count.blocks == 2 * 5 + 2 * 4 + 3 + 2 * 1 + 4  # 4 of the unpatched run
 
 
 class Probe(nn.Module):
@@ -298,18 +290,6 @@ def test_what_makes_no_sense_is_refused(cls, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-@pytest.mark.parametrize("by", ["context", "variable"])
-def test_it_can_be_turned_off(by, model, tokens, monkeypatch):
-    if by == "variable":
-        monkeypatch.setenv("TL_DEVICEFIX_SEQUENTIAL", "1")
-    with (
-        tl_devicefix.sequential() if by == "context" else contextlib.nullcontext(),
-        blocks_run(model) as count,
-    ):
-        list(tl_devicefix.sweep(model, tokens, [at(4), at(4)]))
-    assert count.blocks == 2 * N_LAYERS
-
-
 # --------------------------------------------------------------------------------------------
 # `transformer_lens.patching` by way of `sweep`: the same results, of fewer blocks. Each of its
 # functions is called in tests/surface.
@@ -391,32 +371,6 @@ def test_a_metric_may_run_and_hook_the_model(model, few):
 
     arguments = "get_act_patch_resid_pre", model, few, to_unpatched
     assert torch.equal(patch(*arguments), unpatched(*arguments))
-
-
-def test_a_metric_with_a_state_sees_the_runs_in_order(model, few):
-    seen: list[float] = []
-
-    def stateful(logits):
-        seen.append(metric(logits).item())
-        return torch.tensor(float(len(seen)))
-
-    numbers = patch("get_act_patch_resid_pre", model, few, metric=stateful)
-    assert numbers.flatten().tolist() == list(range(1, 1 + 2 * N_LAYERS))
-    assert seen == unpatched("get_act_patch_resid_pre", model, few).flatten().tolist()
-
-
-def test_an_error_in_a_metric_is_raised_and_leaves_no_hook(model, few):
-    calls: list[int] = []
-
-    def fail_third(logits):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("in the metric")
-        return metric(logits)
-
-    with pytest.raises(ValueError, match="in the metric"):
-        patch("get_act_patch_resid_pre", model, few, metric=fail_third)
-    assert traces(model) == []
 
 
 def test_a_model_of_neither_class_is_left_to_transformer_lens(model, few):

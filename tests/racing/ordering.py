@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-import tl_devicefix.simulation
 from tl_devicefix.simulation.backward import raise_or_keep
 
 StreamKey = tuple[int, int]
@@ -27,12 +25,6 @@ StreamKey = tuple[int, int]
 Clock = dict[StreamKey, int]
 
 HOST: StreamKey = (-1, 0)
-_NOT_THE_USERS = tuple(
-    str(Path(file).parent)
-    for file in (torch.__file__, __file__, tl_devicefix.simulation.__file__)
-    if file is not None
-)
-"""Folders whose lines tell a user nothing, but for this one's tests."""
 
 
 class RaceError(Exception):
@@ -56,17 +48,11 @@ class Operation(NamedTuple):
 
 
 def line() -> str:
-    """The line that the user's program is at."""
+    """The line that the test is at."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and (
-        frame.f_code.co_name == "__torch_function__" or not _is_users(frame.f_code.co_filename)
-    ):
+    while frame.f_back is not None and not Path(frame.f_code.co_filename).name.startswith("test_"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_users(file: str) -> bool:
-    return Path(file).name.startswith("test_") or not file.startswith(_NOT_THE_USERS)
 
 
 class Access(NamedTuple):

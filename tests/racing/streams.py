@@ -29,14 +29,9 @@ def _launcher() -> Launcher:
 
 
 class Stream:
-    """A stream of a device: what is given to it runs in order.
+    """A stream of a device, by default of the current one: what is given to it runs in order."""
 
-    Args:
-        device: of which device; the current one by default.
-        priority: says nothing here.
-    """
-
-    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: Any = None) -> None:
+    def __init__(self, device: Any = None, *, stream_id: Any = None) -> None:
         self.device = torch.device(DEVICE_TYPE, active_machine().index_of(device))
         self.stream_id: int = next(_numbers) if stream_id is None else stream_id
 
@@ -52,9 +47,9 @@ class Stream:
         """Have what is given to this stream from now on wait for an event."""
         event.wait(self)
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self) -> Event:
         """Return an event that is there when what was given to this stream has run."""
-        event = Event() if event is None else event
+        event = Event()
         event.record(self)
         return event
 
@@ -72,20 +67,11 @@ class Stream:
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __repr__(self) -> str:
-        return f"Stream({self.stream_id} of {self.device})"
-
 
 class Event:
-    """A point in a stream, that other streams and the host can wait for.
+    """A point in a stream, that other streams and the host can wait for."""
 
-    Args:
-        enable_timing: says nothing here.
-        blocking: says nothing here.
-    """
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self._recorded: Clock | None = None
+    _recorded: Clock | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         """Be where a stream is now, the current one by default."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -173,17 +172,6 @@ def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving():
     del x
     with pytest.raises(RaceError, match="freed"):
         entered.__exit__(None, None, None)
-
-
-def test_tensors_that_are_freed_after_leaving_are_let_go_of():
-    with asynchronous(1) as machine:
-        kept = torch.ones(3, device="sim:0")
-    assert machine.memory_allocated(0) == 12
-    assert kept.cpu().tolist() == [1, 1, 1]
-    del kept
-    gc.collect()
-    assert machine.memory_allocated(0) == 0
-    assert not torch.ones(3).is_pinned()
 
 
 # --------------------------------------------------------------------------------------------

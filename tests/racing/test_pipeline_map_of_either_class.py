@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from comparison import assert_agrees, assert_bit_equal
+from comparison import assert_bit_equal
 from runs_of_users import (
     a_number_that_is_waited_for,
-    generated,
     gradients_of_weights,
     some_of_the_cache,
     steered_at_a_block_elsewhere,
@@ -15,23 +14,31 @@ from runs_of_users import (
 
 from tl_devicefix import pipeline_map
 
+ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
+
 
 @pytest.mark.parametrize(
-    ("run", "dtype"),
-    [(a_number_that_is_waited_for, torch.bfloat16), (some_of_the_cache, torch.float32)],
+    ("where", "runs"),
+    [
+        (2, (a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_elsewhere)),
+        (ON_TWO, (gradients_of_weights, some_of_the_cache)),
+    ],
+    ids=["over devices", "offloaded"],
 )
-def test_on_devices_that_run_behind_the_host(machine, folded, tokens, dtype, run):
-    with torch.no_grad():
-        model = folded("gpt2", 2).to(dtype)
-        batches = [tokens.roll(shift, 1) for shift in range(3)]
-        expected = [run(model, batch) for batch in batches]
-        assert_bit_equal(list(pipeline_map(model, run, batches)), expected)
+def test_results_are_those_of_a_loop_bit_for_bit(
+    where, runs, machine, folded, from_checkpoint, tokens
+):
+    if where == 2:
+        model = folded("gpt2", where).to(torch.bfloat16)
+    else:
+        model = from_checkpoint("llama", device_map=where)
+    batches = [tokens.roll(shift, 1) for shift in range(2)]
 
+    def all_of_them(model, batch):
+        return [run(model, batch) for run in runs]
 
-def test_runs_there_give_what_a_cpu_gives(machine, folded, folded_on_one, tokens):
-    model, reference = folded("llama", 4), folded_on_one("llama")
-    for run in (generated, gradients_of_weights, steered_at_a_block_elsewhere):
-        assert_agrees(run(model, tokens), run(reference, tokens))
+    expected = [all_of_them(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, all_of_them, batches, 2)), expected)
 
 
 def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens):

@@ -61,8 +61,9 @@ class CarryTo:
     """Forward pre-hook: bring to a component's device what it takes.
 
     The residual stream, a block's own KV cache, and what all blocks take: masks, rotary tables.
-    These are copied once in a forward for each device, not for each block. It holds a device and no
-    module, so that a copied or pickled model keeps working.
+    These are copied once in a forward for each device, not for each block. To a block of another
+    host goes nothing but the turn of a run in flight. It holds a device and no module, so that a
+    copied or pickled model keeps working.
     """
 
     device: torch.device
@@ -73,6 +74,9 @@ class CarryTo:
         """Return the arguments, on the device."""
         if _Skipped.of(module) is not None:  # nothing needs to be brought to it
             return args, kwargs
+        if is_elsewhere(self.device):
+            with going_to(self.device, module):
+                return args, kwargs
         if args:  # what other hosts compute is awaited in their turn, not in that of this device
             args = (plain(args[0]), *args[1:])
         with going_to(self.device, module):
@@ -104,18 +108,6 @@ class CarryTo:
         return made_once((tensor,), what, self.device, lambda: move(tensor, self.device))
 
 
-@dataclass(frozen=True)
-class TakeTurn:
-    """Forward pre-hook of a block of another host: a run in flight goes there."""
-
-    device: torch.device
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Wait for the turn there."""
-        with going_to(self.device, module):
-            pass
-
-
 _STREAM = ("hidden_states", "residual")
 """Names of the residual stream, which each block has another of."""
 
@@ -136,12 +128,9 @@ def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) 
     """Have what components take come to them; outputs come home of those that `brings_home`."""
     handles = []
     for component, module in placement.modules_of(model):
-        if is_elsewhere(component.device):
-            handles.append(module.register_forward_pre_hook(TakeTurn(component.device)))
-            continue
         carry_to = CarryTo(component.device)
         handles.append(module.register_forward_pre_hook(carry_to, with_kwargs=True))
-        if brings_home(component.name):
+        if brings_home(component.name) and not is_elsewhere(component.device):
             handles.append(module.register_forward_hook(BringHome(placement.home)))
     return handles
 

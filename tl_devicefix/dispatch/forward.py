@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
-from tl_devicefix.dispatch.hooking import allow_mixing_in_hooks, forbid_mixing_in_hooks
+from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in_hooks
 from tl_devicefix.dispatch.scheduler import current_run, going_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
 from tl_devicefix.offload.visiting import keep_resident, offload_blocks, sending_ahead

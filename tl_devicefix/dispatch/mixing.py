@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.in_use import device_of_result, devices_in_use
+from tl_devicefix.dispatch.scheduler import refuse_in_run
+from tl_devicefix.monkeypatch.patch import package_of, patches
+from tl_devicefix.placement.devices import HOST, printed
+from tl_devicefix.placement.in_use import chosen_device, device_of_result, devices_in_use
+from tl_devicefix.placement.placement import Placement
 
 
 class OutsideBlocks:
@@ -50,9 +54,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_AUTOGRAD:
-            return self._run_backward(func, types, args, kwargs)
-        if not on_several_devices(args, kwargs) or _thread.trying:
+        if func in _OF_AUTOGRAD or not on_several_devices(args, kwargs) or _thread.trying:
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         devices = self.devices() & {tensor.device for tensor in tensors}
@@ -108,36 +110,6 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             originals[id(copy)] = original
         return originals.get(id(result), result)
 
-    def _run_backward(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function of autograd; the gradients passed to it go to their outputs' devices.
-
-        What it runs in this thread mixes too: a block's recomputation, a `Function.backward`.
-        """
-        kwargs = dict(kwargs)
-        name = _OF_AUTOGRAD[func]
-        kwargs[name] = self._at_outputs(args[0], kwargs.get(name))
-        if redispatch is None:
-            return func(*args, **kwargs)
-        with self:
-            return redispatch(func, types, args, kwargs)
-
-    def _at_outputs(self, outputs: Any, gradients: Any) -> Any:
-        """Gradients, each on the device of its output."""
-        if isinstance(gradients, tuple | list):
-            several = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            if len(gradients) != len(several):
-                return gradients  # which torch refuses
-            return tuple(map(self._at_outputs, several, gradients))
-        if isinstance(outputs, tuple | list) and len(outputs) == 1:
-            outputs = outputs[0]
-        if not isinstance(outputs, torch.Tensor) or not isinstance(gradients, torch.Tensor):
-            return gradients
-        if gradients.device == outputs.device:
-            return gradients
-        if not {gradients.device, outputs.device} <= self.devices():
-            return gradients
-        return gradients.to(outputs.device)
-
 
 class _Thread(threading.local):
     trying = False
@@ -146,18 +118,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-_OF_AUTOGRAD = {
-    torch.Tensor.backward: "gradient",
-    torch.autograd.backward: "grad_tensors",
-    torch.autograd.grad: "grad_outputs",
-}
-"""They take tensors of several devices, and copies of these would not be in the graph.
-
-With what they call the gradients of their outputs.
-"""
-
-# Calls a function within a mode that it has just left; not every supported torch has it.
-redispatch = getattr(torch.overrides, "redispatch_function", None)
+_OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+"""They take tensors of several devices, and copies of these would not be in the graph."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -190,12 +152,8 @@ def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, also of a sparse one, for which torch does not report them."""
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.values().nbytes
+    """Bytes of a tensor; of a sparse one, for which torch does not tell them, if it were dense."""
+    return tensor.numel() * tensor.element_size()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -271,8 +229,7 @@ class mix_devices(JoinedAt):
 
     It acts on the devices of loaded models (the CPU if blocks are offloaded), and on that of
     `gather_on`, which is then home. Tensors of other devices, such as the CPU, are not copied, so
-    torch raises as usual. A gradient given to `backward` or `torch.autograd.grad` goes to its
-    output's device.
+    torch raises as usual.
 
     It acts in this thread only: enter it in each thread that mixes. On CUDA, autograd runs hooks in
     threads of its own. Hooks registered by `Tensor.register_hook` within the block mix there too,
@@ -312,7 +269,7 @@ _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Let a user's gradient hook mix devices in whichever thread it runs."""
+    """Let a gradient hook, such as circuit-tracer's, mix devices in whichever thread it runs."""
 
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> Any:
@@ -322,3 +279,117 @@ def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tenso
         return result.to(gradient.device) if is_elsewhere else result
 
     return mixing
+
+
+# --------------------------------------------------------------------------------------------
+# In hooks. One sees the activation on its block's device. Written for one device, it adds a
+# steering vector or patches in a cached activation, which are at home: while it runs, these come to
+# the activation's device. What it returns goes on from there too.
+
+
+_DEVICES = "_tl_devicefix_devices"
+
+
+def allow_mixing_in_hooks(model: Any, placement: Placement) -> None:
+    """Let the hooks of a model that is on several devices use tensors from all of them."""
+    for module in model.modules():
+        if isinstance(module, HookPoint):
+            module.__dict__[_DEVICES] = frozenset(placement.memories)
+
+
+def forbid_mixing_in_hooks(model: Any) -> None:
+    """Undo `allow_mixing_in_hooks`."""
+    for module in model.modules():
+        module.__dict__.pop(_DEVICES, None)
+
+
+@patches(
+    "HookPoint",
+    takes="self hook dir is_permanent",
+    why="a hook may use tensors of all the model's devices",
+)
+def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookPoint.add_hook`; on a model on several devices, the hook may mix them.
+
+    Raises:
+        RuntimeError: in a run that was given a view of the hook point's model.
+    """
+    refuse_in_run(self)
+    if _is_caching(hook):  # which uses its activation alone
+        n_before = len(self._forward_hooks)
+        added = original(self, hook, *args, **kwargs)
+        if len(self._forward_hooks) > n_before:
+            setattr(self._forward_hooks[max(self._forward_hooks)], _ONLY_LOOKS, True)
+        return added
+    across = HookAcrossDevices(hook)
+    added = original(self, across, *args, **kwargs)
+    for handles in (self.fwd_hooks, self.bwd_hooks):
+        for handle in handles:
+            if getattr(handle, "user_hook", None) is across:
+                handle.user_hook = hook
+    return added
+
+
+_ONLY_LOOKS = "_tl_devicefix_only_looks"
+
+
+def only_looks(hook: Any) -> bool:
+    """Whether a hook of torch's keeps an activation, detached, and does nothing else."""
+    return hasattr(hook, _ONLY_LOOKS)
+
+
+def _is_caching(hook: Any) -> bool:
+    """Whether it is TransformerLens's own, which `run_with_cache` adds."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    name = getattr(function, "__qualname__", "").rpartition(".")[2]
+    return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
+
+
+class HookAcrossDevices:
+    """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices."""
+
+    def __init__(self, hook: Any) -> None:
+        self.__wrapped__ = hook  # as `functools.wraps` names it
+
+    def __repr__(self) -> str:
+        # As in TransformerLens: a partial's repr shows its arguments, which may be whole caches.
+        if isinstance(self.__wrapped__, functools.partial):
+            return f"partial({self.__wrapped__.func!r},...)"
+        return repr(self.__wrapped__)
+
+    def __call__(self, activation: Any, *, hook: Any) -> Any:
+        """Call the hook."""
+        point = vars(hook).get("_target", hook)  # of a Bridge's hook point by another name
+        devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
+        # A Bridge's hook points may hand out tuples, or None.
+        device = getattr(activation, "device", None)
+        chosen = chosen_device(device)
+        if chosen is not None and device is not None:
+            devices |= {device, chosen}
+        if not devices or device is None:
+            return self.__wrapped__(activation, hook=hook)
+        try:
+            with JoinedAt(device, devices):
+                result = self.__wrapped__(activation, hook=hook)
+        except RuntimeError as error:
+            if "same device" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
+                f"so bring other tensors there with .to(activation.device) ({error})"
+            ) from error
+        return _at(result, device, devices, hook.name)
+
+
+def _at(result: Any, device: torch.device, devices: frozenset[torch.device], name: str) -> Any:
+    """What a hook returned, on its activation's device."""
+    if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
+        return (_at(result[0], device, devices, name),)
+    if not isinstance(result, torch.Tensor) or result.device == device:
+        return result
+    if result.device not in devices:
+        raise RuntimeError(
+            f"the hook on {name} returned a tensor on {printed(result.device)}, but its activation "
+            f"is on {printed(device)}: return it with .to(activation.device)"
+        )
+    return result.to(device)

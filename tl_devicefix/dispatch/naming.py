@@ -1,24 +1,17 @@
-"""What users know things by: a tensor's expression in code, a module's name, a line of theirs."""
+"""What users know things by: a tensor's expression in code, a module's name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from keyword import iskeyword
-from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from tl_devicefix.attention.implementation import by_shortest_name
-from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 WRAPPED = "_original_component"
 """A Bridge's component holds the Hugging Face module that it wraps by this name."""
-
-_NOT_THE_USERS = {
-    *("tl_devicefix", *LIBRARIES),
-    *("einops", "fancy_einsum", "jaxtyping", "contextlib", "functools"),
-}
 
 
 def expression(path: str) -> str:
@@ -72,19 +65,3 @@ def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
     of_component = path.removesuffix(f".{WRAPPED}")
     short = of_component.replace(f".{WRAPPED}", "")
     return path if short != of_component and short in modules else short
-
-
-def stacklevel_of_user(frame: FrameType) -> int:
-    """The `stacklevel` that has a warning from this frame point at that line."""
-    return len(_frames_to_user(frame)) or 1
-
-
-def _frames_to_user(frame: FrameType | None) -> list[FrameType]:
-    """The frames from this one out to the user's innermost; none if no frame is the user's."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS:
-            return frames
-        frame = frame.f_back
-    return []

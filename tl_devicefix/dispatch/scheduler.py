@@ -24,7 +24,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.copying import module_with_streams
-from tl_devicefix.offload.visiting import NOT_THERE, Visits, sharing_visits, visiting_weights
+from tl_devicefix.offload.visiting import Visits, sharing_visits, visiting_weights
 from tl_devicefix.placement.in_use import setting
 
 
@@ -53,7 +52,7 @@ class Turns:
         self.visits = Visits()
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
-        self._asking: dict[torch.device, list[_Asking]] = defaultdict(list)
+        self._asking: dict[torch.device, list[tuple[Run, object | None]]] = defaultdict(list)
         self._awaited = -1
         self._is_over = False
 
@@ -74,43 +73,30 @@ class Turns:
         if self._is_over:
             raise Abandoned
 
-    def take(
-        self, run: Run, device: torch.device, weights: object | None = None, arriving: Any = None
-    ) -> None:
+    def take(self, run: Run, device: torch.device, weights: object | None = None) -> None:
         """Wait until it is a run's turn on a device. Who has the turn offers it to others.
 
-        `weights` stands for those of the offloaded block that it comes to, and `arriving` is the
-        event of what it takes along having arrived there.
+        `weights` stands for those of the offloaded block that it comes to.
         """
-        asking = _Asking(run, weights, arriving is None)
+        asking = run, weights
         with self._changed:
             self._asking[device].append(asking)
             self._free(device, run)
-        try:
-            if arriving is not None:
-                arriving.synchronize()
-            with self._changed:
-                asking.is_here = True
-                self._grant(device)
+            try:
                 while self._holders.get(device) is not run:
                     self.check()
                     self._changed.wait()
                 self.check()
-        except BaseException:
-            with self._changed:
+            except BaseException:
                 if asking in self._asking[device]:
                     self._asking[device].remove(asking)
                 self._free(device, run)
-            raise
+                raise
 
     def give_back(self, run: Run, device: torch.device) -> None:
         """Let the next run have a device."""
         with self._changed:
             self._free(device, run)
-
-    def has(self, run: Run, device: torch.device) -> bool:
-        """Whether it is a run's turn on a device."""
-        return self._holders.get(device) is run
 
     def _free(self, device: torch.device, run: Run) -> None:
         if self._holders.get(device) is run:
@@ -120,18 +106,13 @@ class Turns:
     def _grant(self, device: torch.device) -> None:
         """Give a free device's turn to the first that asks for it."""
         asking = self._asking[device]
-        present = [request for request in asking if request.is_here]
-        if device in self._holders or not present:
+        if device in self._holders or not asking:
             return
-
-        def rank(request: _Asking) -> tuple[int, int]:
-            return self.visits.rank(device, request.weights), request.run.number
-
-        first = min(present, key=rank)
-        if rank(first)[0] == NOT_THERE > min(map(rank, asking))[0]:
-            return  # before the block leaves, it serves the run that is about to be here
+        first = min(
+            asking, key=lambda request: (self.visits.rank(device, request[1]), request[0].number)
+        )
         asking.remove(first)
-        self._holders[device] = first.run
+        self._holders[device] = first[0]
         self._changed.notify_all()
 
     def wait_until_wanted(self, number: int) -> None:
@@ -140,16 +121,6 @@ class Turns:
             while self._awaited < number:
                 self.check()
                 self._changed.wait()
-
-
-@dataclass(eq=False)
-class _Asking:
-    """A run that wants a device's turn."""
-
-    run: Run
-    weights: object | None
-    is_here: bool
-    """Whether all tensors that the run takes along are on the device."""
 
 
 class Streams(dict[torch.device, Any]):
@@ -191,32 +162,19 @@ class Run:
         self._sent = sent
         try:
             yield
-        except BaseException:
-            self._receive(device, sent)  # someone may have kept what arrives
-            raise
         finally:
             self._sent = None
             self.rest()
-        arrived = self._streams[device].record_event() if sent else None
-        self._take(device, weights, arrived)
-        self._receive(device, sent)
+            if sent:  # also after an error, as someone may have kept what arrives
+                self._streams[device].synchronize()
+                computing = torch.get_device_module(device.type).current_stream(device)
+                while sent:  # by no names, which would hold tensors until it is this run's turn
+                    sent.pop()[1].record_stream(computing)
+        self._take(device, weights)
 
-    def _receive(self, device: torch.device, sent: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Have what is computed on a device from now on use what was sent there."""
-        if sent:
-            computing = torch.get_device_module(device.type).current_stream(device)
-            arrived = self._streams[device].record_event()
-            arrived.synchronize()
-            computing.wait_event(arrived)
-            for _, copy in sent:
-                copy.record_stream(computing)
-            sent.clear()
-
-    def _take(
-        self, device: torch.device, weights: object | None = None, arriving: Any = None
-    ) -> None:
+    def _take(self, device: torch.device, weights: object | None = None) -> None:
         self.at = None  # if it fails
-        self.turns.take(self, device, weights, arriving)
+        self.turns.take(self, device, weights)
         self.at = device
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,8 +8,6 @@ several devices share: what goes in joins the weights, and what comes out is car
 
 from __future__ import annotations
 
-import sys
-import threading
 import warnings
 import weakref
 from collections import defaultdict
@@ -23,7 +21,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
-from tl_devicefix.dispatch.naming import expression, joined, listed, stacklevel_of_user
+from tl_devicefix.dispatch.naming import expression, joined, listed
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.visiting import AroundForward, pin
 from tl_devicefix.placement.fitting import move_parameter
@@ -136,7 +134,6 @@ class Watch:
 
     def __init__(self, is_own: IsOwn | None) -> None:
         self._is_own = is_own
-        self._lock = threading.Lock()
         self._warned_of: set[str] = set()
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: Any = None
@@ -161,7 +158,7 @@ class Watch:
 
     def bring_in(self, model: Any, placement: Placement) -> None:
         """Bring all that is elsewhere to its component, and warn of it once."""
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._attach(model, placement)
             shared = _shared(model, placement)
             copies: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -288,7 +285,7 @@ def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
             f"{_named(left)}; if they need not be shared, put a copy into each component"
         )
     if sentences:
-        warnings.warn("; ".join(sentences), stacklevel=stacklevel_of_user(sys._getframe()))
+        warnings.warn("; ".join(sentences), stacklevel=2)
 
 
 def _named(tensors: list[PlacedTensor]) -> str:

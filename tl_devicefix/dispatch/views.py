@@ -24,9 +24,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.dispatch.hooking import HookAcrossDevices
+from tl_devicefix.dispatch.mixing import HookAcrossDevices
 from tl_devicefix.monkeypatch.patch import LIBRARIES
-from tl_devicefix.offload.visiting import OffloadedForward
 
 _AS_MADE = "_tl_devicefix_as_made"
 LOOK = "_tl_devicefix_look"
@@ -93,7 +92,6 @@ _PLAIN = frozenset(
     )
 )
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
-_CALLABLES = frozenset((types.FunctionType, types.MethodType, functools.partial))
 
 _LIBRARIES = (*LIBRARIES, "sae_lens")
 _WITH_STATE = (
@@ -129,28 +127,19 @@ class ViewBuilder:
         self.containers: list[Any] = []
         """Dicts, lists and sets of their own."""
         self._counterparts: dict[int, Any] = {}
-        # What is still to be filled: modules before callables, which exchange known modules only.
-        self._holders: list[tuple[type, dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []
-        self._callables: list[tuple[dict[str, Any], str, Any]] = []
+        self._of_model: set[int] = set()  # each module's id
+        self._to_fill: list[tuple[type, dict[str, Any]]] = []
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
-        self._visits: list[tuple[OffloadedForward, OffloadedForward]] = []
 
     def of(self, model: nn.Module) -> Any:
         """The counterpart of a model, complete."""
+        hf_model = getattr(model, "original_model", model)  # of a Bridge
+        self._of_model = {id(module) for module in (*model.modules(), *hf_model.modules())}
         counterpart = self(model)
-        while self._holders or self._callables or self._contents:
-            if self._holders:
-                self._fill(*self._holders.pop())
-            elif self._callables:
-                attributes, name, value = self._callables.pop()
-                attributes[name] = self(value)
-            else:
-                self._fill_container(*self._contents.pop())
+        while self._to_fill:
+            self._fill(*self._to_fill.pop())
         for handle, its_counterpart in self._handles:
             its_counterpart.__setstate__(self._state(handle))
-        for visits, in_view in self._visits:
-            visits.leave_to(in_view)
         return counterpart
 
     def counterpart_of(self, value: Any) -> Any:
@@ -177,7 +166,7 @@ class ViewBuilder:
         attributes = dict(vars(value))
         attributes.pop(LOOK, None)  # the view's modules are looked at for themselves
         object.__setattr__(counterpart, "__dict__", attributes)
-        self._holders.append((kind, attributes))
+        self._to_fill.append((kind, attributes))
         self.holders.append(counterpart)
         return counterpart
 
@@ -189,10 +178,6 @@ class ViewBuilder:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
                 attributes[name] = self._own(value)
-                if name == "_modules" and value:
-                    self._fill_container(*self._contents.pop())
-            elif its_kind in _CALLABLES:
-                self._callables.append((attributes, name, value))
             elif kind in _OF_USERS or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -205,11 +190,8 @@ class ViewBuilder:
             counterpart = self._counterparts[id(value)] = type(value)()
             self.containers.append(counterpart)
             if value:
-                self._contents.append((value, counterpart))
+                refill(counterpart, list(map(self, contents_of(value))))
         return counterpart
-
-    def _fill_container(self, value: Any, counterpart: Any) -> None:
-        refill(counterpart, list(map(self, contents_of(value))))
 
     def _container(self, value: Any) -> Any:
         """A container that leads to what has a counterpart, of its own; any other is shared."""
@@ -219,9 +201,7 @@ class ViewBuilder:
         if all(map(is_, parts, counterparts)):
             return value
         if isinstance(value, tuple):
-            counterpart = (
-                value._make(counterparts) if hasattr(value, "_make") else type(value)(counterparts)
-            )
+            counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
             counterpart = copy.copy(value)
             refill(counterpart, counterparts)
@@ -231,11 +211,9 @@ class ViewBuilder:
 
     def _in_function(self, value: Any) -> Any:
         """What a function of a view has in place of a value of its closure or arguments."""
-        if isinstance(value, (dict, list, tuple, set)):
+        is_of_user = isinstance(value, nn.Module) and id(value) not in self._of_model
+        if is_of_user or isinstance(value, (dict, list, tuple, set)):
             return value
-        kind = type(value)
-        if issubclass(kind, nn.Module):
-            return self.counterpart_of(value)
         return self(value)
 
     def _function(self, value: Any) -> Any:
@@ -251,10 +229,8 @@ class ViewBuilder:
             value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
         )
         counterpart.__kwdefaults__ = value.__kwdefaults__
-        counterpart.__annotations__ = value.__annotations__
-        counterpart.__qualname__, counterpart.__doc__ = value.__qualname__, value.__doc__
-        counterpart.__module__ = value.__module__
-        vars(counterpart).update(attributes)
+        functools.update_wrapper(counterpart, value)
+        counterpart.__dict__ = attributes  # so it does not lead to the function that it is made of
         self._counterparts[id(value)] = counterpart
         return counterpart
 
@@ -268,12 +244,8 @@ class ViewBuilder:
         return cell if counterpart is value else types.CellType(counterpart)
 
     def _method(self, value: Any) -> Any:
-        owner = value.__self__
-        is_users = isinstance(owner, nn.Module) and not _is_of(type(owner), _LIBRARIES)
-        its_counterpart = self.counterpart_of(owner) if is_users else self(owner)
-        return (
-            value if its_counterpart is owner else types.MethodType(value.__func__, its_counterpart)
-        )
+        owner = self._in_function(value.__self__)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
 
     def _partial(self, value: Any) -> Any:
         parts = [value.func, *value.args, *value.keywords.values()]
@@ -301,12 +273,6 @@ class ViewBuilder:
     def _proxy(self, value: Any) -> Any:
         referent = value.__repr__.__self__  # a proxy hands this on to what it stands for
         return weakref.proxy(self(referent)) if isinstance(referent, nn.Module) else value
-
-    def _visit(self, value: OffloadedForward) -> OffloadedForward:
-        counterpart: OffloadedForward = self._holder(value)
-        self.holders.pop()  # at rest it is always the same
-        self._visits.append((value, counterpart))
-        return counterpart
 
 
 @functools.lru_cache(maxsize=4096)
@@ -351,7 +317,6 @@ _RULES: dict[type, Callable[[ViewBuilder, Any], Any]] = {
     RemovableHandle: ViewBuilder._handle,
     weakref.ProxyType: ViewBuilder._proxy,
     weakref.CallableProxyType: ViewBuilder._proxy,
-    OffloadedForward: ViewBuilder._visit,
 }
 
 

@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
-from tl_devicefix.dispatch.hooking import only_looks
-from tl_devicefix.dispatch.mixing import OutsideBlocks
+from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.dispatch.stand_ins import (
     RECORDING,
     definitions_of,

@@ -50,7 +50,6 @@ class Sent:
         # The stream on which memory is taken, and for which it is free again when it is let go.
         self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None
-        self._waiting: list[Any] = []  # the streams that wait for it
         self._hosts: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
         try:
@@ -116,9 +115,8 @@ class Sent:
         self._have_wait(self._taken_on)
 
     def _have_wait(self, stream: Any) -> None:
-        if self._done is not None and stream not in self._waiting:
+        if self._done is not None:
             stream.wait_event(self._done)
-            self._waiting.append(stream)
 
 
 def values_of(tensor: torch.Tensor) -> tuple[int, int | None]:

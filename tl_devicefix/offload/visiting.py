@@ -36,9 +36,6 @@ from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import setting
 from tl_devicefix.placement.placement import VISITING, Placement
 
-AT_HAND, THERE, NOT_THERE = range(3)
-"""What a run needs next on a device: what was used last or nothing, what visits, another block."""
-
 Kind = TypeVar("Kind", bound="AroundForward")
 
 # Held while weights are sent or dropped, and while a block's parameters are exchanged.
@@ -136,13 +133,18 @@ class OffloadedForward(AroundForward):
         self._schedule: Schedule | None = None  # for which they came
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward."""
-        with (
-            _schedule_of(self) as schedule,
-            self._received(schedule),
-            keeping_on_host(self._visitors),
-        ):
-            return self.run(*args, **kwargs)
+        """Run the block's own forward; called by itself, it has a schedule of its own."""
+        of_forward = _schedule.get()
+        of_block = (
+            _sending_ahead([self]) if of_forward is None else contextlib.nullcontext(of_forward)
+        )
+        with of_block as schedule:
+            self._receive(schedule)
+            try:
+                with keeping_on_host(self._visitors):
+                    return self.run(*args, **kwargs)
+            finally:
+                self._leave()
 
     def send(self) -> Sent:
         """Send the block's weights on their way, as they are now."""
@@ -154,14 +156,6 @@ class OffloadedForward(AroundForward):
         with _exchanging:
             return sent.is_current([host for *_, host in self._on_host()])
 
-    def leave_to(self, view: OffloadedForward) -> None:
-        """Have the forward of a view's block begin at rest, though this one may be running."""
-        with _exchanging:
-            modules = dict(zip(self.module.modules(), view.module.modules()))
-            for module, name, host in self._on_host():
-                modules[module]._parameters[name] = host  # type: ignore[assignment]
-            view._runs, view._visitors, view._sent, view._schedule = 0, [], None, None
-
     def _on_host(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Each parameter that lives on the host, also while the block runs for someone else."""
         visited = {id(visitor.weight): visitor.host for visitor in self._visitors}
@@ -171,14 +165,7 @@ class OffloadedForward(AroundForward):
                 if host is not None and host.device == HOST:
                     yield module, name, host
 
-    @contextlib.contextmanager
-    def _received(self, schedule: Schedule) -> Iterator[None]:
-        # In functions of their own, as names in this frame would hold weights that have left.
-        self._receive(schedule)
-        try:
-            yield
-        finally:
-            self._leave()
+    # In functions of their own, as names in the caller's frame would hold weights that have left.
 
     def _receive(self, schedule: Schedule) -> None:
         with _exchanging:
@@ -218,12 +205,14 @@ class Visits:
         self.schedules: list[Schedule] = []  # those of older runs first, mostly
 
     def rank(self, device: torch.device, weights: object | None) -> int:
-        """How soon a run should get a device, which needs these weights there, or none."""
+        """How soon a run gets a device: 0 if it needs the block used last, or none; 1 if another
+        that visits; 2 if one that does not.
+        """
         if weights is None:
-            return AT_HAND
+            return 0
         if weights not in self._visiting.get(device, ()):
-            return NOT_THERE
-        return AT_HAND if self._last.get(device) is weights else THERE
+            return 2
+        return 0 if self._last.get(device) is weights else 1
 
     def begin(self, schedule: Schedule) -> None:
         """Add a forward's schedule, whose blocks are needed from now on."""
@@ -372,25 +361,12 @@ def visiting_weights(block: nn.Module) -> object | None:
     return None if visits is None else visits.weights
 
 
-@contextlib.contextmanager
 def sending_ahead(
     model: Any, start_at_layer: int | None, stop_at_layer: int | None
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[Schedule]:
     """Within it, a forward runs these blocks; the offloaded ones are sent ahead."""
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
-    with _sending_ahead(filter(None, map(OffloadedForward.of, blocks))):
-        yield
-
-
-@contextlib.contextmanager
-def _schedule_of(block: OffloadedForward) -> Iterator[Schedule]:
-    """The schedule of this thread's forward; a block called by itself gets one of its own."""
-    schedule = _schedule.get()
-    if schedule is not None:
-        yield schedule
-    else:
-        with _sending_ahead([block]) as of_block:
-            yield of_block
+    return _sending_ahead(filter(None, map(OffloadedForward.of, blocks)))
 
 
 @contextlib.contextmanager

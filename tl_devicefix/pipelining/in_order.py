@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tl_devicefix.dispatch.mixing import OutsideBlocks, redispatch
+from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.scheduler import Run, current_run
 
 _ALWAYS = {
@@ -64,6 +64,10 @@ def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(next((kwargs[name] for name in names if name in kwargs), default))
 
 
+# Calls a function within a mode that it has just left; not every supported torch has it.
+_redispatch = getattr(torch.overrides, "redispatch_function", None)
+
+
 class InOrder(OutsideBlocks, TorchFunctionMode):
     """Within it, a pipelined run waits for the earlier ones before an operation on shared state.
 
@@ -85,9 +89,9 @@ class InOrder(OutsideBlocks, TorchFunctionMode):
         if _is_in_order(func, args, kwargs):
             self._run.wait_for_earlier()
         if func is torch.autograd.grad:  # whose hooks may draw
-            if redispatch is not None:
+            if _redispatch is not None:
                 with InOrder(self._run, ends=False):
-                    return redispatch(func, types, args, kwargs)
+                    return _redispatch(func, types, args, kwargs)
             self._run.wait_for_earlier()
         return func(*args, **kwargs)
 

@@ -16,6 +16,7 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.adapters import adapter_of
+from tl_devicefix.dispatch.naming import WRAPPED
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, with_view_of
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import refuse_unknown
@@ -95,14 +96,13 @@ def pipeline_map(
     run = with_view_of(model, run)
     max_in_flight = n_in_flight(model, max_in_flight)
     hint = length_hint(items, -1)
-    count = None if hint < 0 else hint
+    total = None if hint < 0 else hint
     bar = functools.partial(
-        hf_logging.tqdm, total=count, desc="Pipelined runs", disable=not progress
+        hf_logging.tqdm, total=total, desc="Pipelined runs", disable=not progress
     )
     if max_in_flight == 1:
         return _in_a_loop(model, make_view, run, items, bar)
-    n_views = max_in_flight if count is None else min(max_in_flight, count)
-    return _pipelined(model, make_view, run, items, max_in_flight, n_views, bar)
+    return _pipelined(model, make_view, run, items, max_in_flight, bar)
 
 
 def refuse_arguments(
@@ -155,7 +155,6 @@ def _pipelined(
     run: Callable[[Any, Any], Result],
     items: Iterable[Any],
     max_in_flight: int,
-    n_views: int,
     make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
     """The schedule: start as many runs as may be under way, and one more for each result."""
@@ -181,8 +180,7 @@ def _pipelined(
         within.enter_context(seeding_in_order({device.type for device in devices}))
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         within.callback(turns.end)  # before the threads are waited for
-        # Made before the first run begins, so that runs have visits of offloaded blocks in common.
-        views = [(make_view(), Streams()) for _ in range(n_views)]
+        views: list[tuple[Any, Streams]] = []  # of runs that have ended
         weights, hooks = Weights(model), _Hooks(model)
         bar = within.enter_context(make_bar())
         runs, starts = deque[Future[Result]](), _starting(start, items)
@@ -227,11 +225,7 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
         restore(view)
 
 
-ONE_AT_A_TIME = "run one at a time (max_in_flight=1; for sweeps tl_devicefix.sequential())"
-
-
-_WRAPPED = "_original_component."
-"""In the names of a Bridge's parameters, before what a wrapper stands for."""
+ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"
 
 
 class Weights:
@@ -243,7 +237,7 @@ class Weights:
     def __init__(self, model: Any) -> None:
         self._states = [
             (
-                f"{path}.{name}".replace(_WRAPPED, ""),
+                f"{path}.{name}".replace(f"{WRAPPED}.", ""),
                 module._parameters,
                 name,
                 weight,

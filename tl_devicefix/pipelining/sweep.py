@@ -1,4 +1,4 @@
-"""Runs of one model on the same tokens, each with hooks of its own.
+"""Runs of one model on the same tokens, each with hooks of its own; `transformer_lens.patching`.
 
 A run starts at the first block that it may change, from the residual stream of the unpatched run.
 """
@@ -6,54 +6,34 @@ A run starts at the first block that it may change, from the residual stream of 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.patching import utils
 
-from tl_devicefix.adapters import Adapter, adapter_of
+from tl_devicefix.adapters import Adapter, adapter_of, is_model
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
 from tl_devicefix.misspelt import which_hook_point
-from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of, patches
 from tl_devicefix.pipelining.pipeline_map import (
     ONE_AT_A_TIME,
     Weights,
     pipeline_map,
     refuse_arguments,
 )
-from tl_devicefix.placement.in_use import setting
 
 Hooks = Sequence[tuple[Any, Any]]
 """(name of a hook point, or a function of names, and the hook), as `run_with_hooks` takes them."""
-
-_is_sequential: ContextVar[bool] = ContextVar("sequential", default=False)
-
-
-@contextlib.contextmanager
-def sequential() -> Iterator[None]:
-    """Run sweeps as plain loops within a `with` block: one run at a time, from the first block on.
-
-    `transformer_lens.patching` then runs TransformerLens's own loops. The environment variable
-    `TL_DEVICEFIX_SEQUENTIAL=1` does it everywhere.
-
-    Yields:
-        Nothing.
-    """
-    with setting(_is_sequential, True):
-        yield
-
-
-def is_sequential() -> bool:
-    """Whether sweeps run as plain loops."""
-    return _is_sequential.get() or os.environ.get("TL_DEVICEFIX_SEQUENTIAL", "0") not in ("", "0")
 
 
 def sweep(
@@ -67,9 +47,9 @@ def sweep(
 
     The results are the same, bit for bit, and come sooner. Each run starts at the first block
     that its hooks change, from the residual stream of the unpatched run. On several devices,
-    several runs are under way. A sweep over all layers runs half of the blocks. A run starts no
-    later than at a block that has other hooks (permanent or not, PyTorch's too), or a module that
-    is not TransformerLens's, such as an SAE. It starts at the first block
+    several runs are under way. A sweep over all layers in turn runs half of the blocks. A run
+    starts no later than at a block that has other hooks (permanent or not, PyTorch's too), or a
+    module that is not TransformerLens's, such as an SAE. It starts at the first block
 
     - if there is one on the embedding;
     - if autograd is on and a parameter of a skipped block needs a gradient (so use
@@ -106,22 +86,19 @@ def sweep(
         raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
-    if is_sequential():
-        return (model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs)
 
     first_block = _FirstBlock(model, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
-    # The view is restored after a run: TransformerLens need not go through all hook points for it.
-    options = {**arguments, "reset_hooks_end": False} if first_block.is_known else arguments
 
-    def starts() -> Iterator[_Start]:
+    def starts() -> Iterator[tuple[Hooks, int, Any]]:
         for run in runs:
             first = first_block.of(run)
-            yield _Start(run, first, streams.before(first) if first else None)
+            yield run, first, streams.before(first) if first else None
 
-    def run_from(view: Any, start: _Start) -> Any:
-        with skipping(getattr(view, "blocks", ()), start.first, start.residual_stream):
-            return view.run_with_hooks(tokens, fwd_hooks=start.hooks, **options)
+    def run_from(view: Any, start: tuple[Hooks, int, Any]) -> Any:
+        hooks, first, residual_stream = start
+        with skipping(getattr(view, "blocks", ()), first, residual_stream):
+            return view.run_with_hooks(tokens, fwd_hooks=hooks, **arguments)
 
     return pipeline_map(model, run_from, starts())
 
@@ -147,14 +124,6 @@ def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]
         yield hooks
 
 
-class _Start(NamedTuple):
-    """Where a run starts: its first block, from the output of the block before."""
-
-    hooks: Hooks
-    first: int
-    residual_stream: Any
-
-
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 """Arguments of a forward on which the residual stream depends."""
 _KNOWN = {
@@ -174,19 +143,15 @@ class _FirstBlock:
 
     Those below it have no hook, of the run or of anyone else, hold nothing that might differ from
     one run to the next, and nobody may want a gradient that goes through them. In doubt, it is 0.
-
-    Attributes:
-        is_known: whether the model runs its blocks as TransformerLens has it.
     """
 
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
         self._model = model
         self._inputs = (tokens, *arguments.values())
         self._adapter = adapter_of(model)
-        self.is_known = _is_known(model, self._adapter)
         self._n_steady: dict[bool, int] = {}
         self._last = 0
-        if set(arguments) <= _KNOWN and self.is_known:
+        if set(arguments) <= _KNOWN and _is_known(model, self._adapter):
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
 
     def of(self, hooks: Hooks) -> int:
@@ -288,16 +253,16 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
 class _ResidualStreams:
     """What the blocks of a model return in the unpatched run, computed when it is asked for.
 
-    It goes on from streams that it has: runs in the order of their layers compute each block once.
-    It keeps the last one and every k-th, k being the square root of the number of blocks: in any
-    other order, a run computes fewer than k blocks anew. Each lies on the device of the block that
-    takes it. Nobody may have a hook on the blocks that are asked for, or before them.
+    It goes on from the last one: runs in the order of their layers compute each block once. Each
+    lies on the device of the block that takes it. Nobody may have a hook on the blocks that are
+    asked for, or before them.
     """
 
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
-        self._kept: dict[int, Any] = {}
+        self._layer = 0
+        self._last: Any = None  # what the block before it returns
         self._weights: Weights | None = None
 
     def before(self, layer: int) -> Any:
@@ -309,20 +274,15 @@ class _ResidualStreams:
                 f"{name} was changed between two runs of a sweep, which share what the blocks "
                 f"before their hooks return: change a copy of it in a hook, or {ONE_AT_A_TIME}"
             )
-        every = math.isqrt(len(self._model.blocks))
-        start = max((kept for kept in self._kept if kept <= layer), default=0)
-        for stop in range(start + 1, layer + 1):
-            if stop == layer or stop % every == 0:
-                self._kept[stop] = self._go_on(start, stop)
-                start = stop
-        for kept in list(self._kept):
-            if kept != layer and kept % every:
-                del self._kept[kept]
-        return self._kept[layer]
+        if layer < self._layer:
+            self._layer, self._last = 0, None
+        if layer > self._layer:
+            self._layer, self._last = layer, self._go_on(layer)
+        return self._last
 
-    def _go_on(self, start: int, stop: int) -> Any:
+    def _go_on(self, stop: int) -> Any:
         blocks = self._model.blocks
-        with skipping(blocks, start, self._kept.get(start)):
+        with skipping(blocks, self._layer, self._last):
             output = output_of(
                 blocks[stop - 1], lambda: self._model.forward(self._tokens, **self._inputs)
             )
@@ -333,3 +293,86 @@ class _ResidualStreams:
         if isinstance(output, tuple):
             return type(output)((move(output[0], device), *output[1:]))
         return move(output, device)
+
+
+# --------------------------------------------------------------------------------------------
+# `transformer_lens.patching`: TransformerLens's own function runs, with its progress, metrics and
+# shapes; only the model that it is given is another, which hands out the sweep's results in turn.
+
+
+@patches(
+    None,
+    takes="model corrupted_tokens clean_cache patching_metric patch_setter activation_name "
+    "index_axis_names index_df",
+    why="each run starts at the block that it patches; several are under way on several devices",
+)
+def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    asked = SimpleNamespace(**call.arguments)
+    if not is_model(asked.model):
+        return original(*args, **kwargs)
+    # TransformerLens 2.16 counts as many heads of keys and values as of queries.
+    knows_groups = "n_key_value_heads" in original.__code__.co_names
+
+    def runs() -> Iterator[Hooks]:
+        if getattr(asked, "baseline", False):
+            yield []
+        for index in _indices(asked, knows_groups):
+            name = utils.get_act_name(asked.activation_name, layer=index[0])
+            yield [(name, _patching(asked.patch_setter, index, asked.clean_cache[name]))]
+
+    with contextlib.closing(_Swept(asked.model, asked.corrupted_tokens, runs())) as swept:
+        # `runs` alone reads the clean cache.
+        call.arguments |= {"model": swept, "clean_cache": defaultdict(lambda: None)}
+        return original(*call.args, **call.kwargs)
+
+
+def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
+    """The indices that TransformerLens patches, in its order: the layer, and where in it."""
+    if asked.index_df is not None:
+        for _, row in asked.index_df.iterrows():
+            yield row.to_list()
+        return
+    cfg, length = asked.model.cfg, asked.corrupted_tokens.shape[-1]
+    heads = cfg.n_heads
+    if knows_groups and asked.activation_name in ("k", "v"):
+        heads = cfg.n_key_value_heads or heads
+    sizes = {"layer": cfg.n_layers, "head": heads, "head_index": heads}
+    lengths = [sizes.get(axis, length) for axis in asked.index_axis_names or ()]
+    yield from map(list, itertools.product(*map(range, lengths)))
+
+
+def _patching(patch_setter: Callable[..., Any], index: list[Any], clean: Any) -> Any:
+    """The hook that TransformerLens makes for one index."""
+
+    def hook(activation: torch.Tensor, hook: Any) -> Any:
+        if activation.requires_grad:  # which TransformerLens 2 changes in place
+            activation = activation.clone()
+        return patch_setter(activation, index, clean)
+
+    return hook
+
+
+class _Swept:
+    """A model as TransformerLens's loop uses it, whose outputs are the next results of a sweep."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
+        self._model = model
+        self._results: Any = sweep(model, tokens, runs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # TransformerLens asks whether it is a module
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: Hooks) -> torch.Tensor:
+        """The logits of the next run, which has these hooks."""
+        return next(self._results)
+
+    def close(self) -> None:
+        """End the sweep."""
+        self._results.close()
