@@ -125,7 +125,7 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
 def attach(address: str, node: list[psutil.Process], timeout: float = 15.0) -> Any:
     """Join, and have the worker keep to its cores; returns the connection to it."""
     import tl_devicefix
-    from tl_devicefix.placement.hosts import joined
+    from tl_devicefix.placement.devices import joined
 
     start = time.perf_counter()
     tl_devicefix.init_hosts(address, timeout=timeout)
@@ -149,7 +149,7 @@ def show_call(connection: Any, repeats: int) -> None:
 
 def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> None:
     """Seconds from a fault until whoever waits is told."""
-    from tl_devicefix.placement.hosts import HostLost
+    from tl_devicefix.placement.devices import HostLost
 
     def told(what: str, fault: Callable[[], Any]) -> None:
         waiting = threading.Thread(target=ask)

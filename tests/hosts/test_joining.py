@@ -15,7 +15,7 @@ import torch
 import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
 from tl_devicefix.multihost.ray_connection import _converted, _Packed, own_versions
-from tl_devicefix.placement.hosts import joined
+from tl_devicefix.placement.devices import joined
 
 
 class _Described:

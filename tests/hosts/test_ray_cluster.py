@@ -19,7 +19,7 @@ from conftest import WITHIN
 
 import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
-from tl_devicefix.placement.hosts import Connection, HostLost, joined
+from tl_devicefix.placement.devices import Connection, HostLost, joined
 
 TIMEOUT = 20.0
 
@@ -27,7 +27,7 @@ TIMEOUT = 20.0
 DRIVER = """
 import sys
 import tl_devicefix
-from tl_devicefix.placement.hosts import joined
+from tl_devicefix.placement.devices import joined
 try:
     tl_devicefix.init_hosts(*sys.argv[1:])
     print(len(joined()), flush=True)

@@ -13,7 +13,7 @@ import torch
 from local_hosts import LocalConnection, hosts
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.placement.hosts import HostLost, joined
+from tl_devicefix.placement.devices import HostLost, joined
 
 Z = "blocks.2.attn.hook_z"
 PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}

@@ -17,7 +17,7 @@ from typing import Any
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.multihost.ray_connection import RayConnection, own_versions
-from tl_devicefix.placement.hosts import Host, HostLost, join
+from tl_devicefix.placement.devices import Host, HostLost, join
 from tl_devicefix.placement.in_use import held_by
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.hosts import HostLost
+from tl_devicefix.placement.devices import HostLost
 from tl_devicefix.tracebacks import note
 
 _PINGS = "pings"
@@ -97,7 +97,7 @@ def _converted(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 
 
 class RayConnection:
-    """How the driver asks the worker of a node; see `tl_devicefix.placement.hosts.Connection`.
+    """How the driver asks the worker of a node; see `tl_devicefix.placement.devices.Connection`.
 
     Args:
         name: the host's.

@@ -9,7 +9,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
@@ -51,11 +51,6 @@ class DeviceModule:
         if "mem" in name and hasattr(Machine, name):
             return getattr(active_machine(), name)
         raise AttributeError(f"simulated devices have no {name!r}")
-
-    def sites(self) -> tuple[Site, ...]:
-        """Return the host of each device; nothing if there is one host."""
-        machine = entered_machine()
-        return () if machine is None else machine.sites
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""

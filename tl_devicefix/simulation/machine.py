@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor, tensors_in
@@ -108,7 +108,6 @@ class Machine:
 
     Attributes:
         devices (list[torch.device]): the devices, in order.
-        sites (tuple[Site, ...]): the host of each device; empty if there is one host.
         transfers (Transfers): every copy between two simulated devices, or between the CPU and one
             of them, since the start or the last `reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
@@ -119,11 +118,8 @@ class Machine:
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
-    def __init__(
-        self, capacities: Sequence[int], executor: Executor, sites: Sequence[Site] = ()
-    ) -> None:
+    def __init__(self, capacities: Sequence[int], executor: Executor) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
-        self.sites = tuple(sites)
         self.executor = executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
@@ -194,10 +190,9 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            which = f"{device} ({self.sites[index].name})" if self.sites else f"Device {index}"
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. {which}"
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. Device {index}"
                     f" has a total capacity of {gib(self._capacities[index])} of which"
                     f" {gib(free)} is free."
                 )
