@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line, by default the process's own.
 
     Returns:
-        The exit status: 0 if all is well.
+        The exit status: 0 if all is well, 1 if not, and 2 if it was asked for what is not there.
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if run(chosen) else 1
     except expected as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2  # as of a misspelt option
 
 
 def _set_up() -> None:

@@ -122,6 +122,6 @@ def test_the_command_prints_the_table_and_whether_it_fits(capsys):
 
 def test_the_command_takes_a_longer_context_and_sdpa(capsys, checkpoints):
     longer = ["estimate", str(checkpoints("llama")), "--seq-len", "1100"]
-    assert main(longer) == 1
+    assert main(longer) == 2
     assert main([*longer, "--n-ctx", "2048", "--attn-implementation", "sdpa"]) == 0
     assert "1100 tokens, attn_implementation sdpa" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_learnt_positions_are_as_many_as_they_are(n_ctx, checkpoints):
         estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
 
 
+def test_quantised_weights_that_no_load_reads(checkpoints, tmp_path):
+    config = json.loads((checkpoints("llama") / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(ValueError, match="has GPTQ weights, which no load reads: give the orig"):
+        estimate(str(tmp_path))
+
+
 @pytest.mark.skipif(not has_hooked_transformer(), reason="arguments of HookedTransformer's")
 @pytest.mark.parametrize("call", [estimated, dry])
 def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call):
@@ -111,5 +120,5 @@ def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call):
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, message, capsys):
-    assert main(["estimate", *arguments.split()]) == 1
+    assert main(["estimate", *arguments.split()]) == 2
     assert message in capsys.readouterr().err

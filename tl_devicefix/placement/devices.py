@@ -43,6 +43,9 @@ class Connection(Protocol):
 
     name: str
 
+    def end(self) -> None:
+        """End the worker."""
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the worker, and wait for what it returns.
 

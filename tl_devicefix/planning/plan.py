@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from transformers import PretrainedConfig
 
 from tl_devicefix.adapters import Adapter, adapters
+from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting, tell_of_unused
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
@@ -62,6 +64,14 @@ def blueprint(
     The dtype is float32 by default, or that of a HookedTransformerConfig.
     """
     adapter = adapter_to_load(config_or_model_name, cls)
+    if isinstance(config_or_model_name, str) and is_checkpoint_directory(config_or_model_name):
+        config = PretrainedConfig.get_config_dict(config_or_model_name)[0]
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if method in ("gptq", "awq"):
+            raise ValueError(
+                f"{config_or_model_name!r} has {method.upper()} weights, which no load reads: give "
+                "the original model"
+            )
     model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
     n_ctx = options.get("n_ctx")
     if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,24 +70,14 @@ class Transfers(list[Transfer]):
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "device", "life", "machine")
-
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self.machine = machine
         self.device = device
-        # It may end in any thread, in the middle of anything, where a `__del__` in Python would
-        # swallow Ctrl-C: `Machine._settle` does the rest.
-        self.life = _Life(self, machine._freed.append)
-        self.life.index, self.life.nbytes = device.index, 0
+        self.nbytes = 0
 
-
-class _Life(weakref.ref["Allocation"]):
-    """How many bytes an allocation has, on which device; also when it is gone."""
-
-    __slots__ = ("index", "nbytes")
-
-    index: int
-    nbytes: int
+    def __del__(self) -> None:
+        # It may end in any thread, in the middle of anything: `Machine._settle` does the rest.
+        self.machine._freed.append((self.device.index, self.nbytes))
 
 
 class _Current(threading.local):
@@ -128,7 +117,7 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        self._freed: deque[_Life] = deque()
+        self._freed: deque[tuple[int, int]] = deque()
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -206,11 +195,11 @@ class Machine:
         # Views share the storage; torch keeps its object, and what is on it, as long as it is.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
-        growth = storage.nbytes() - allocation.life.nbytes
+        growth = storage.nbytes() - allocation.nbytes
         if growth:
             self.check_room(device, growth)
             self._add(device.index, growth)
-            allocation.life.nbytes += growth
+            allocation.nbytes += growth
         vars(storage)[_ALLOCATION] = allocation
         return allocation
 
@@ -238,8 +227,8 @@ class Machine:
         """Stop counting memory that has been freed."""
         with self._adding:
             while self._freed:
-                life = self._freed.popleft()
-                self._allocated[life.index] -= life.nbytes
+                index, nbytes = self._freed.popleft()
+                self._allocated[index] -= nbytes
 
 
 _active: Machine | None = None

@@ -80,7 +80,6 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
-        _replace(stack, torch, "Generator", backend.Generator)
         _open_safetensors(stack)
         # If it is left open until Python ends: later, the modules are gone that leaving needs.
         atexit.register(stack.close)
@@ -176,9 +175,7 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
     function = torch.autograd.function.BackwardCFunction
-    saved = torch.autograd.graph.saved_tensors_hooks
     _replace(stack, function, "apply", backward.applying(function.apply))
-    _replace(stack, saved, "__init__", backward.saving(saved.__init__))
 
 
 def _open_safetensors(stack: ExitStack) -> None:
