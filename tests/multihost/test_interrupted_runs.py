@@ -144,7 +144,7 @@ LOST_AT: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("method", LOST_AT)
 def test_a_lost_host_is_told_as_such(method, load, model, tokens, assert_right, monkeypatch):
-    lost, call = HostLost("node-b is lost", "node-b"), LocalConnection.call
+    lost, call = HostLost("node-b is lost"), LocalConnection.call
 
     def call_or_lose(self, called, *arguments):
         if called == method:

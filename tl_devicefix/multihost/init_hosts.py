@@ -271,8 +271,7 @@ class RayConnection:
 
     def _lost(self, why: str) -> HostLost:
         return HostLost(
-            f"{self.name} is lost: {why}; call tl_devicefix.init_hosts() and load the model again",
-            self.name,
+            f"{self.name} is lost: {why}; call tl_devicefix.init_hosts() and load the model again"
         )
 
     def end(self) -> None:

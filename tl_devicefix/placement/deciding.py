@@ -7,7 +7,7 @@ A pure function of sizes and devices, in accelerate's vocabulary: `device_map`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -151,12 +151,7 @@ def _devices_to_use(
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
     used = [printed(device) for device in devices]
-    tell_of_unused(set(map(printed, limits or ())) - set(used), used)
-
-
-def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
-    """Warn that `max_memory` names devices where nothing is placed, if it does."""
-    if unused:
+    if unused := set(map(printed, limits or ())) - set(used):
         _log.warning(
             "max_memory names %s, where nothing is placed: only %s may be used",
             ", ".join(sorted(unused)),

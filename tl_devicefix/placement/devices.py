@@ -18,15 +18,7 @@ DEVICE_TYPE = "sim"
 
 
 class HostLost(RuntimeError):
-    """A host is lost, with its blocks, which the message names.
-
-    Attributes:
-        host (str): its name.
-    """
-
-    def __init__(self, message: str, host: str) -> None:
-        super().__init__(message)
-        self.host = host
+    """A host, which the message names, is lost with its blocks."""
 
 
 class Connection(Protocol):
@@ -328,19 +320,13 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if start + count <= len(sites):
         return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > available:
-        names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
-        present = f"there are {max(available - start, 0)} ({names})"
-        or_simulate = (
-            f", or load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
-        )
+        present = f"there are {available} here"
         if sites and site_of(first, sites) is not None:
-            present = f"the hosts have {len(sites) - start} ({listed(sites[start:])})"
-            or_simulate = ""
-        elif first.type == "cpu":
-            present = "the CPU is one device"
+            present = f"the hosts have {len(sites)} ({listed(sites)})"
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {present}; lower n_devices{or_simulate}"
+            f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
+            f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

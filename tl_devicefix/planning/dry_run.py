@@ -154,8 +154,8 @@ def dry_run(
     check_options(dry_run, config_or_model_name, options, cls)
     check_attn_implementation(attn_implementation)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
-    sizes = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
-    request = described(n_devices, device_map, max_memory, sizes)
+    at_least = len(memory) if isinstance(memory, list | tuple) else 1
+    request = described(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
         planned = blueprint(config_or_model_name, dtype, options, cls)
         devices = request.spread, None, request.device_map, request.max_memory

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from tl_devicefix.adapters import Adapter, adapters
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown
-from tl_devicefix.placement.deciding import DeviceMap, decide_fitting, tell_of_unused
-from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
+from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
+from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.simulation.session import check_number
@@ -179,38 +179,24 @@ class Described(NamedTuple):
 
     n_devices: int
     """How many there must be."""
+    spread: int | None
+    """Over how many the blocks are spread; None if the other arguments say which are used."""
     device_map: Any
     max_memory: Any
-    memory: Any
     names_used: bool
     """Whether `max_memory` alone says which of them are used."""
 
-    @property
-    def spread(self) -> int | None:
-        """Over how many the blocks are spread; None if the other arguments say which are used."""
-        return None if self.names_used or self.device_map is not None else self.n_devices
-
 
 def described(
-    n_devices: int | None, device_map: Any, max_memory: Any, memory: Any = None
+    n_devices: int | None, device_map: Any, max_memory: Any, at_least: int = 1
 ) -> Described:
-    """Read a user's arguments about devices; log a warning of any that do not exist."""
-    device_map, max_memory, memory = map(by_index, (device_map, max_memory, memory))
-    named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
-    named += [key for sizes in (max_memory, memory) if isinstance(sizes, Mapping) for key in sizes]
-    least = 1 + max((index for index in named if type(index) is int), default=0)
-    count = least if n_devices is None else n_devices
-    check_number(count)
-    names_used = False
-    if isinstance(max_memory, Mapping):
-        numbers = [key for key in max_memory if type(key) is int]
-        names_used = bool(numbers) and n_devices is None
-        used = [*map(_called, range(count)), *(["cpu"] if "cpu" in max_memory else [])]
-        beyond = {index for index in numbers if index >= count}
-        tell_of_unused([*map(_called, beyond)], used)
-        max_memory = {key: size for key, size in max_memory.items() if key not in beyond}
-    return Described(count, device_map, max_memory, memory, names_used)
-
-
-def _called(index: int) -> str:
-    return f"{DEVICE_TYPE}:{index}"
+    """Read a user's arguments about devices, of which there are some number at least."""
+    device_map, max_memory = by_index(device_map), by_index(max_memory)
+    limited = list(max_memory) if isinstance(max_memory, Mapping) else []
+    placed = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    least = 1 + max((index for index in (*placed, *limited) if type(index) is int), default=0)
+    least = max(least, at_least)
+    check_number(least if n_devices is None else n_devices)
+    names_used = n_devices is None and any(type(key) is int for key in limited)
+    spread = None if names_used or device_map is not None else n_devices or least
+    return Described(max(least, n_devices or 1), spread, device_map, max_memory, names_used)

@@ -56,13 +56,9 @@ class Transfers(list[Transfer]):
             sorted(sums.items(), key=lambda item: [(d.type, d.index or 0) for d in item[0]])
         )
 
-    def together(self) -> Moved:
-        """The number of all transfers, and their bytes."""
-        return Moved(len(self), sum(transfer.bytes for transfer in self))
-
     def __repr__(self) -> str:
         rows = [(f"{one} -> {other}", sums) for (one, other), sums in self.by_pair().items()]
-        rows.append(("all", self.together()))
+        rows.append(("all", Moved(len(self), sum(transfer.bytes for transfer in self))))
         cells = [(name, str(sums.count), gib(sums.bytes)) for name, sums in rows]
         return format_table(cells, "<>>")
 
