@@ -1,6 +1,6 @@
-"""What it takes to dry_run a model over hosts that are not there: seconds, and memory.
+"""What it takes to dry_run a model over devices that are not there: seconds, and memory.
 
-    python benchmarks/dry_run.py [--model meta-llama/Llama-3.1-405B] [--n-devices 16] [--hosts 2]
+    python benchmarks/dry_run.py [--model meta-llama/Llama-3.1-405B] [--n-devices 16]
 
 Each job is run dry in a process of its own, whose imports count. Memory is the most of it that is
 not mapped from files, of which most is torch itself. Linux only.
@@ -78,24 +78,17 @@ class Memory:
             time.sleep(0.02)
 
 
-def dry_run(job: str, model: str, n_devices: int, hosts: int) -> None:
+def dry_run(job: str, model: str, n_devices: int) -> None:
     """Run one job dry in this process, and print what it took as JSON."""
     memory = Memory()
     import tl_devicefix
 
-    found = tl_devicefix.dry_run(
-        model, JOBS[job], n_devices, hosts=hosts, dtype="bfloat16", memory="160GiB"
-    )
+    found = tl_devicefix.dry_run(model, JOBS[job], n_devices, dtype="bfloat16", memory="160GiB")
     if not found.runs:
         raise RuntimeError(found.stopped_at) from found.error
     process = psutil.Process(os.getpid())
-    sent = {" -> ".join(pair): size for pair, size in found.between_hosts.items()}
     seconds = time.time() - process.create_time()
-    print(
-        json.dumps(
-            {"seconds": seconds, "cpu": time.process_time(), "memory": memory.most, "sent": sent}
-        )
-    )
+    print(json.dumps({"seconds": seconds, "cpu": time.process_time(), "memory": memory.most}))
 
 
 def main() -> None:
@@ -103,20 +96,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="meta-llama/Llama-3.1-405B")
     parser.add_argument("--n-devices", type=int, default=16)
-    parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.job:
-        dry_run(chosen.job, chosen.model, chosen.n_devices, chosen.hosts)
+        dry_run(chosen.job, chosen.model, chosen.n_devices)
         return
-    print(f"{'job':11}{'seconds':>9}{'CPU s':>9}{'memory':>11}   between hosts")
+    print(f"{'job':11}{'seconds':>9}{'CPU s':>9}{'memory':>11}")
     for job in JOBS:
         command = [sys.executable, __file__, *sys.argv[1:], "--job", job]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         took = json.loads(said.splitlines()[-1])
-        sent = ", ".join(f"{pair} {size / 2**20:.1f} MiB" for pair, size in took["sent"].items())
         megabytes = f"{took['memory'] / 1e6:.0f} MB"
-        print(f"{job:11}{took['seconds']:9.1f}{took['cpu']:9.1f}{megabytes:>11}   {sent}")
+        print(f"{job:11}{took['seconds']:9.1f}{took['cpu']:9.1f}{megabytes:>11}")
 
 
 if __name__ == "__main__":

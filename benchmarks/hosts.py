@@ -122,13 +122,13 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
     return worker
 
 
-def attach(address: str, node: list[psutil.Process], timeout: float = 15.0) -> Any:
+def attach(address: str, node: list[psutil.Process]) -> Any:
     """Join, and have the worker keep to its cores; returns the connection to it."""
     import tl_devicefix
-    from tl_devicefix.placement.hosts import joined
+    from tl_devicefix.placement.devices import joined
 
     start = time.perf_counter()
-    tl_devicefix.init_hosts(address, timeout=timeout)
+    tl_devicefix.init_hosts(address)
     print(f"joined in {time.perf_counter() - start:.1f} s")
     for thread in worker_among(node).threads():  # some of Ray's run the calls
         os.sched_setaffinity(thread.id, CORES[HALF:] or CORES)
@@ -149,7 +149,7 @@ def show_call(connection: Any, repeats: int) -> None:
 
 def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> None:
     """Seconds from a fault until whoever waits is told."""
-    from tl_devicefix.placement.hosts import HostLost
+    from tl_devicefix.placement.devices import HostLost
 
     def told(what: str, fault: Callable[[], Any]) -> None:
         waiting = threading.Thread(target=ask)
@@ -166,10 +166,6 @@ def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> No
 
     print(f"\n{'':<46}{'told, s':>10}")
     told("a killed worker", worker_among(node).kill)
-    connection = attach(address, node)
-    worker = worker_among(node)
-    told("a worker that stands still", worker.suspend)
-    worker.kill()
     connection = attach(address, node)
     told("a killed node", lambda: [process.kill() for process in family(node[0].pid)])
 

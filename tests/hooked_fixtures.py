@@ -17,7 +17,7 @@ from hf_models import randomize
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
-from tl_devicefix.placement.hosts import joined
+from tl_devicefix.placement.devices import joined
 
 _load_state_dict = torch.nn.Module.load_state_dict
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.hosts import Host, join, joined
+from tl_devicefix.placement.devices import Host, join, joined
 
 
 class LocalConnection:

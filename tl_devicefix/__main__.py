@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line, by default the process's own.
 
     Returns:
-        The exit status: 0 if all is well.
+        The exit status: 0 if all is well, 1 if not, and 2 if it was asked for what is not there.
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if run(chosen) else 1
     except expected as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2  # as of a misspelt option
 
 
 def _set_up() -> None:
@@ -119,12 +119,6 @@ def _add_estimate(commands: Any) -> None:
         type=int,
         help="how many devices; default: as many as --max-memory or --device-map names, else 1",
     )
-    estimate.add_argument(
-        "--hosts",
-        type=_hosts,
-        help="over how many hosts --n-devices are divided, or how many devices each has: 8,4; "
-        "default: one",
-    )
     estimate.add_argument("--dtype", default="float32", help="of the weights; default: %(default)s")
     estimate.add_argument(
         "--max-memory",
@@ -133,11 +127,6 @@ def _add_estimate(commands: Any) -> None:
         help="the most to use of each device: 80GiB, or 0=24GiB,1=80GiB, of which those are used "
         "that are named; with cpu=200GiB, blocks that do not fit are offloaded; "
         "default: %(default)s",
-    )
-    estimate.add_argument(
-        "--memory",
-        type=_memory,
-        help="what each device has, if that is more than what weights may take of it",
     )
     estimate.add_argument(
         "--device-map",
@@ -160,9 +149,6 @@ def _add_estimate(commands: Any) -> None:
         "--max-new-tokens", type=int, default=0, help="tokens to generate, with a KV cache"
     )
     estimate.add_argument("--gradients", action="store_true", help="take a backward from the loss")
-    estimate.add_argument(
-        "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"
-    )
     estimate.add_argument(
         "--attn-implementation",
         choices=("sdpa", "eager"),
@@ -190,17 +176,6 @@ def _add_activations(commands: Any) -> None:
 
 def _device(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
-
-
-def _hosts(text: str) -> int | list[int]:
-    """ "2", or "8,4" as a list."""
-    try:
-        counts = [int(count) for count in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: give a number of hosts, as 2, or how many devices each has, as 8,4"
-        ) from None
-    return counts if len(counts) > 1 else counts[0]
 
 
 def _memory(text: str) -> Any:

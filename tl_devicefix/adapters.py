@@ -44,7 +44,7 @@ class Adapter(Protocol):
     def read_blueprint(
         self, config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
     ) -> Any:
-        """The model that would be loaded: a `planning.blueprints.Blueprint`."""
+        """The model that would be loaded: a `planning.plan.Blueprint`."""
 
 
 @cache

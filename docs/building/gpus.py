@@ -28,11 +28,12 @@ def main() -> None:
     """Print the table."""
     print("| model | weights |", " | ".join(f"{memory} GiB" for memory in GPUS), "|")
     print("|" + "---|" * (2 + len(GPUS)))
-    for name in MODELS:
-        needed = [devices(name, memory) for memory in GPUS]
-        placement = tl_devicefix.plan(name, n_devices=1, hosts=1, dtype="bfloat16")
-        weights = f"{placement.bytes_on(0) / 2**30:.0f} GiB"
-        print(f"| {name} | {weights} |", " | ".join(map(str, needed)), "|")
+    with tl_devicefix.simulate(64, "1TiB", values=False):
+        for name in MODELS:
+            needed = [devices(name, memory) for memory in GPUS]
+            placement = tl_devicefix.plan(name, n_devices=1, dtype="bfloat16")
+            weights = f"{placement.bytes_on(0) / 2**30:.0f} GiB"
+            print(f"| {name} | {weights} |", " | ".join(map(str, needed)), "|")
 
 
 def devices(name: str, memory: int) -> int:
@@ -40,7 +41,7 @@ def devices(name: str, memory: int) -> int:
     for n in count(1):
         limits = dict.fromkeys(range(n), f"{FOR_WEIGHTS * memory}GiB")
         with contextlib.suppress(ValueError):  # that the weights do not fit
-            tl_devicefix.plan(name, n_devices=n, hosts=1, dtype="bfloat16", max_memory=limits)
+            tl_devicefix.plan(name, n_devices=n, dtype="bfloat16", max_memory=limits)
             return n
     raise AssertionError
 

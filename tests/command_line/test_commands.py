@@ -43,7 +43,7 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys):
 
 
 def test_the_demo_of_too_many_devices_is_refused(capsys):
-    assert main(["demo", "--n-devices", "100"]) == 1
+    assert main(["demo", "--n-devices", "100"]) == 2
     assert capsys.readouterr().err.endswith("n_devices must be from 1 to 64, but is 100\n")
 
 
@@ -127,7 +127,7 @@ def python(*arguments: str, cwd: Path, path: Path = ROOT) -> Any:
         (["estimate", "gpt2", "--n-device=4"], 2, "did you mean '--n-devices'?", []),
         (["estimate", "gpt2", "--models"], 2, "there is no argument '--models'\n", []),
         (["--version"], 0, version("tl_devicefix"), []),
-        (["activations", "info", "none"], 1, "no saved activations in none", ["torch"]),
+        (["activations", "info", "none"], 2, "no saved activations in none", ["torch"]),
     ],
 )
 def test_help_lists_and_mistakes_import_nothing_large(arguments, status, says, imports, tmp_path):

@@ -14,8 +14,8 @@ import torch
 
 import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
-from tl_devicefix.multihost.ray_connection import _converted, _Packed, own_versions
-from tl_devicefix.placement.hosts import joined
+from tl_devicefix.multihost.init_hosts import _packed, _unpacked, own_versions
+from tl_devicefix.placement.devices import joined
 
 
 class _Described:
@@ -51,9 +51,7 @@ def test_without_ray(monkeypatch):
     assert joined() == ()
 
 
-def test_a_timeout_that_a_busy_machine_would_miss_and_nobody_at_an_address():
-    with pytest.raises(ValueError, match="timeout must be 2 seconds or more, but is 1"):
-        tl_devicefix.init_hosts(timeout=1)
+def test_nobody_at_an_address():
     with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:1: start"):
         joining._check_that_it_answers("127.0.0.1:1")
 
@@ -78,10 +76,10 @@ TENSORS = [
 
 def test_tensors_arrive_as_they_left_and_can_be_written_to():
     buffers: list[pickle.PickleBuffer] = []
-    packed = _converted(({"x": [*TENSORS, 1]}, None), torch.Tensor, _Packed)
+    packed = _packed(({"x": [*TENSORS, 1]}, None))
     pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     read_only = [bytes(buffer) for buffer in buffers]  # as Ray's shared memory is
-    tree, none = _converted(pickle.loads(pickled, buffers=read_only), _Packed, _Packed.unpack)
+    tree, none = _unpacked(pickle.loads(pickled, buffers=read_only))
 
     *tensors, number = tree["x"]
     assert (list(tree), none, number, len(tensors)) == (["x"], None, 1, len(TENSORS))
@@ -112,7 +110,7 @@ def test_the_names_and_the_order_of_nodes(monkeypatch):
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
         return [name for name, _ in joining._other_nodes()]
 
-    assert named("a", "node-10", "node-9", "dead") == ["node-9", "node-10"]
+    assert named("a", "node-c", "node-b", "dead") == ["node-b", "node-c"]
     assert named("vm", "vm", "vm") == ["host1", "host2"]
     assert named("a", "b", gpus=(0, 0)) == ["b"]
     assert named("a", "c", "d", gpus=(8, 0, 8)) == ["d"]

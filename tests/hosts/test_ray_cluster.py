@@ -18,16 +18,15 @@ import torch
 from conftest import WITHIN
 
 import tl_devicefix
-from tl_devicefix.multihost import init_hosts as joining
-from tl_devicefix.placement.hosts import Connection, HostLost, joined
+from tl_devicefix.multihost.init_hosts import leave_hosts
+from tl_devicefix.placement.devices import Connection, HostLost, joined
 
-TIMEOUT = 20.0
-
+ray = pytest.importorskip("ray", reason="Ray is not installed")
 
 DRIVER = """
 import sys
 import tl_devicefix
-from tl_devicefix.placement.hosts import joined
+from tl_devicefix.placement.devices import joined
 try:
     tl_devicefix.init_hosts(*sys.argv[1:])
     print(len(joined()), flush=True)
@@ -57,11 +56,7 @@ def refused(cluster):
 def leaving():
     """Leave the cluster after these tests."""
     yield
-    if joining._cluster is not None:
-        joining._cluster.close()
-        joining._cluster = None
-    import ray
-
+    leave_hosts()
     ray.shutdown()
 
 
@@ -76,7 +71,7 @@ def both_nodes(cluster):
 @pytest.fixture
 def worker(cluster, both_nodes, leaving):
     """The connection to the other node's worker, which has been started anew if it was lost."""
-    tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
+    tl_devicefix.init_hosts(cluster.address)
     return joined()[0].connection
 
 
@@ -103,14 +98,11 @@ class Waiting:
         except HostLost as error:
             self.error = error
 
-    def told(self, why: str) -> float:
-        """Seconds until it is told that the host is lost."""
-        start = time.monotonic()
+    def told(self) -> None:
+        """Check that it is told that the host is lost."""
         self._asks.join(WITHIN)
         assert isinstance(self.error, HostLost)
-        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {re.escape(why)}", str(self.error))
-        assert self.error.host == "host1"
-        return time.monotonic() - start
+        assert str(self.error).startswith("host1 is lost: its process or its node ended; call tl_d")
 
 
 def load(checkpoints: Any, **elsewhere: str) -> Any:
@@ -142,9 +134,7 @@ def test_an_error_of_the_worker(worker):
     with pytest.raises(IndexError) as raised:
         worker.call("free_memory", 7)
 
-    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
-    assert "On host1:" in told
-    assert "in free_memory" in told
+    assert "in free_memory" in str(raised.value.__cause__)  # the worker's traceback
     assert worker.call("free_memory", 0) > 0
 
 
@@ -169,25 +159,11 @@ def test_a_killed_worker(worker, cluster, checkpoints):
 
     process.kill()
 
-    waiting.told("its process ended; call tl_devicefix.init_hosts()")
-    with pytest.raises(HostLost, match=r"which holds blocks\.2, is lost"):
+    waiting.told()
+    with pytest.raises(HostLost):
         model(torch.ones(1, 2, dtype=torch.long))
-    tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
+    tl_devicefix.init_hosts(cluster.address)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
-
-
-def test_a_worker_that_stands_still(worker, cluster):
-    waiting = Waiting(worker)
-    (process,) = cluster.other.workers()
-
-    process.suspend()
-    try:
-        took = waiting.told(f"it gave no sign of life for {TIMEOUT:g} s")
-    finally:
-        process.resume()
-
-    assert took < 3 * TIMEOUT
-    assert eventually(lambda: not process.is_running())
 
 
 def test_a_killed_node(worker, cluster):
@@ -195,14 +171,13 @@ def test_a_killed_node(worker, cluster):
 
     cluster.other.end()
 
-    waiting.told("its ")
-    tl_devicefix.init_hosts(cluster.address, timeout=TIMEOUT)
+    waiting.told()
+    assert eventually(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
+    tl_devicefix.init_hosts(cluster.address)
     assert joined() == ()
 
 
 def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
-    assert not joining._cluster.is_whole  # type: ignore[union-attr]
-
     with pytest.raises(
         RuntimeError, match=r"host1 has started no worker for 0\.01 s: `ray status`"
     ):
@@ -213,12 +188,10 @@ def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
 
 
 def test_a_shutdown_of_ray(worker):
-    import ray
-
     ray.shutdown()
 
-    assert eventually(lambda: joining._cluster is not None and joining._cluster.lost)
-    assert "ray.shutdown() was called" in str(joining._cluster.lost)  # type: ignore[union-attr]
+    with pytest.raises(HostLost, match=r"ray\.shutdown\(\) was called"):
+        worker.call("free_memory", 0)
     assert not ray.is_initialized()
 
 

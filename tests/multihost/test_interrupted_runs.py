@@ -13,7 +13,7 @@ import torch
 from local_hosts import LocalConnection, hosts
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.placement.hosts import HostLost, joined
+from tl_devicefix.placement.devices import HostLost, joined
 
 Z = "blocks.2.attn.hook_z"
 PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
@@ -144,7 +144,7 @@ LOST_AT: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("method", LOST_AT)
 def test_a_lost_host_is_told_as_such(method, load, model, tokens, assert_right, monkeypatch):
-    lost, call = HostLost("node-b is lost", "node-b"), LocalConnection.call
+    lost, call = HostLost("node-b is lost"), LocalConnection.call
 
     def call_or_lose(self, called, *arguments):
         if called == method:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,21 +29,15 @@ def weight(spread):
     return next(p for p in spread("llama").blocks[2].parameters() if type(p) is RemoteTensor)
 
 
-def divided(weight: torch.Tensor) -> None:
-    weight /= 2
-
-
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "asked for a gradient": lambda weight: weight.requires_grad_(),
     "set to require a gradient": lambda weight: setattr(weight, "requires_grad", True),
     "multiplied in place": lambda weight: weight.mul_(2),
-    "divided in place": divided,
     "given other data": lambda weight: setattr(weight, "data", torch.zeros(weight.shape)),
     "changed by its data": lambda weight: weight.data.zero_(),
     "changed in a row": lambda weight: weight.__setitem__(0, 0),
     "changed by a view": lambda weight: weight.transpose(0, -1).zero_(),
     "changed detached": lambda weight: weight.detach().zero_(),
-    "drawn anew": nn.init.zeros_,
     "changed with others": lambda weight: torch._foreach_mul_([weight], 2),
     "taken for the output": lambda weight: torch.mul(weight.clone(), 2, out=weight),
 }
@@ -124,26 +116,17 @@ def an_attribute(block: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(vars(block.ln1), "eps" if hasattr(block.ln1, "eps") else "name", 3.0)
 
 
-def a_private_attribute(block: Any, patch: pytest.MonkeyPatch) -> None:
-    names = ("_attention_dir_override", "_layer_idx", "attn_type")
-    name = next(name for name in names if name in vars(block.attn))
-    patch.setitem(vars(block.attn), name, "bidirectional")
-
-
 PUT_IN: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "a module": lambda block, patch: patch.setitem(block._modules, "mlp", nn.Identity()),
     "a module within one": lambda block, patch: patch.setitem(
         block.mlp._modules, "probe", nn.Linear(2, 2)
     ),
     "a forward": lambda block, patch: patch.setitem(vars(block.attn), "forward", lambda x: None),
-    "an object as forward": lambda block, patch: patch.setitem(vars(block.attn), "forward", Mock()),
-    "a method": lambda block, patch: patch.setitem(vars(block.attn), METHOD, lambda x: None),
-    "a new method": lambda block, patch: patch.setitem(vars(block.attn), "mine", lambda x: x),
+    "a method": lambda block, patch: patch.setitem(vars(block.attn), "mine", lambda x: x),
     "a parameter": a_parameter,
     "a buffer": a_buffer,
     "a class": a_class,
     "an attribute": an_attribute,
-    "a private attribute": a_private_attribute,
     "a hook of torch's": lambda block, patch: patch.setitem(
         block.mlp._forward_hooks, 1 << 40, lambda module, args, output: output * 0
     ),
@@ -156,15 +139,6 @@ PUT_IN: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
     "torch.nn.functional.silu": lambda block, patch: _replaced(patch, nn.functional, "silu"),
     "torch.Tensor.relu": lambda block, patch: _replaced(patch, torch.Tensor, "relu"),
 }
-SAYS = {
-    "a new method": "has a mine that was not loaded",
-    "an attribute": r"has a \w+ that was not loaded",
-    "a private attribute": r"has a \w+ that was not loaded",
-    "torch.relu": r"torch\.\S+ was replaced",
-    "torch.nn.functional.silu": r"functional\.\S+ was replaced",
-    "torch.Tensor.relu": r"Tensor\.\S+ was replaced",
-}
-"""What else is said of some."""
 
 
 @pytest.mark.parametrize("name", PUT_IN)
@@ -175,9 +149,9 @@ def test_what_is_put_in(name, spread, tokens):
 
         with pytest.MonkeyPatch.context() as patch:
             PUT_IN[name](model.blocks[2], patch)
-            with pytest.raises(RuntimeError, match="2 runs on node-b, where this has no ") as error:
+            no_effect = "2 runs on node-b, .* no effect: .*(not loaded|replaced|another|on its)"
+            with pytest.raises(RuntimeError, match=no_effect):
                 model(tokens)
-            assert re.search(SAYS.get(name, ""), str(error.value))
 
         assert torch.equal(model(tokens), expected)
 
@@ -283,8 +257,6 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (hooks_its_own_block, r"has put one on \S+ of the same block"),
     (differentiates_twice, "gradients of gradients"),
     (lambda model, tokens: model.half(), CONVERTED),
-    (lambda model, tokens: model.to(torch.float64), CONVERTED),
-    (lambda model, tokens: model._apply(lambda tensor: tensor.to("meta")), CONVERTED),
     (lambda model, tokens: model.to_empty(device="cpu"), CONVERTED),
 ]
 if has_hooked_transformer():

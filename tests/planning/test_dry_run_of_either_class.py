@@ -56,7 +56,6 @@ def test_a_70b_model_runs_and_caches():
     assert dry.result == ((1, 128, 32000), (80, 1, 128, 8192))
     assert sum(item.weights for item in dry.devices) == pytest.approx(2 * 68.98e9, rel=0.01)
     assert "it runs" in repr(dry)
-    assert dry.timeline[0].component == "embed"
 
 
 def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line():
@@ -104,7 +103,7 @@ def test_what_does_not_fit_at_all_is_refused_as_by_a_plan():
         dry_run(LLAMA_70B, forward, n_devices=4, memory="16GiB")
 
 
-def test_the_peak_is_where_it_was_and_the_timeline_says_when():
+def test_the_peak_is_where_it_was():
     def job(model):
         torch.set_grad_enabled(False)
         return model(torch.zeros(8, 256, dtype=torch.long))
@@ -114,10 +113,6 @@ def test_the_peak_is_where_it_was_and_the_timeline_says_when():
     assert torch.is_grad_enabled()  # as before
     assert dry.devices[0].module == "unembed"
     assert dry.devices[1].module.startswith("blocks.")
-    names = [moment.component for moment in dry.timeline]
-    blocks = [f"blocks.{index}" for index in range(12)]
-    assert names == ["embed", "pos_embed", *blocks, "ln_final", "unembed"]
-    assert all(len(moment.allocated) == 2 for moment in dry.timeline)
     assert "_original_component" not in repr(dry)
 
 

@@ -114,19 +114,6 @@ def test_gradients_take_those_of_the_weights_and_more():
     assert generating.peak > 2 * plain.weights
 
 
-@pytest.mark.parametrize("where", ["cpu", 1])
-def test_gathering_takes_the_largest_stack_there(where):
-    job: dict[str, Any] = {"batch_size": 16, "seq_len": 256}
-    peaks = {item.device: item.peak for item in estimate("gpt2", 2, **job).devices}
-
-    result = estimate("gpt2", 2, gather=where, **job)
-
-    more = {item.device: item.peak - peaks.get(item.device, 0) for item in result.devices}
-    assert {device: size for device, size in more.items() if size} == {
-        str(where): 12 * 768 * 3072 * 4
-    }
-
-
 def test_the_command_prints_the_table_and_whether_it_fits(capsys):
     status = main(["estimate", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
     assert status == 0
@@ -135,6 +122,6 @@ def test_the_command_prints_the_table_and_whether_it_fits(capsys):
 
 def test_the_command_takes_a_longer_context_and_sdpa(capsys, checkpoints):
     longer = ["estimate", str(checkpoints("llama")), "--seq-len", "1100"]
-    assert main(longer) == 1
+    assert main(longer) == 2
     assert main([*longer, "--n-ctx", "2048", "--attn-implementation", "sdpa"]) == 0
     assert "1100 tokens, attn_implementation sdpa" in capsys.readouterr().out

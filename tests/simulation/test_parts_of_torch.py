@@ -70,16 +70,6 @@ def test_sparse_tensors_compute_and_move(machine):
     assert [transfer.bytes for transfer in machine.transfers] == [60, 60, 24, 24]
 
 
-def test_a_generator_on_a_device_gives_the_cpu_s_numbers(machine):
-    generator = torch.Generator("sim:1").manual_seed(3)
-    assert generator.device == torch.device("sim:1")
-    assert torch.Generator("sim").device == torch.device("sim:0")
-    with pytest.raises(RuntimeError, match=r"device sim:7 does not exist: there are 2"):
-        torch.Generator("sim:7")
-    actual = torch.randn(4, device="sim:1", generator=generator)
-    assert torch.equal(actual.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))
-
-
 @pytest.mark.parametrize("values", [True, False])
 def test_safetensors_reads_a_file_to_a_device(values, tmp_path):
     file = tmp_path / "x.safetensors"

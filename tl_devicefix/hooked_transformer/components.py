@@ -62,8 +62,7 @@ def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
     module = empty_component(name, cfg)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
-    gives = (cfg.d_vocab_out if name == "unembed" else cfg.d_model) * cfg.dtype.itemsize
-    return ComponentSize(name, weights, buffers, gives=gives)
+    return ComponentSize(name, weights, buffers)
 
 
 def empty_component(name: str, cfg: Any) -> nn.Module:

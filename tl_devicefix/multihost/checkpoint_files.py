@@ -7,7 +7,6 @@ that distance.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -31,7 +30,7 @@ def files_of(name: str, hub: dict[str, Any]) -> Files:
     except ValueError:  # of a hub that cannot be reached, of which transformers tells
         return {}
     paths = [path for kind in _KINDS for path in sorted(folder.glob(kind))]
-    return {path.name: _file(str(path), _state(path)) for path in paths}
+    return {path.name: _file(path) for path in paths}
 
 
 def differences(files: Files, name: str, hub: dict[str, Any]) -> list[str]:
@@ -47,42 +46,27 @@ def differences(files: Files, name: str, hub: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def _state(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written again."""
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-@functools.lru_cache(4096)
-def _file(path: str, state: tuple[int, ...]) -> tuple[int, str]:
-    nbytes, *_ = state
-    checksum = hashlib.sha256()
-    with Path(path).open("rb") as file:
+def _file(path: Path) -> tuple[int, str]:
+    nbytes, checksum = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
         for start, end in _parts(path, nbytes):
-            if end - start <= _WHOLE:
-                samples = [(start, end - start)]
-            else:
-                distances = (*range(start, end - _SAMPLE, _DISTANCE), end - _SAMPLE)
-                samples = [(first, _SAMPLE) for first in distances]
-            for first, length in samples:
-                checksum.update(os.pread(file.fileno(), length, first))
+            distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
+            for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
+                checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()
 
 
-def _parts(path: str, nbytes: int) -> list[tuple[int, int]]:
-    """Beginnings and ends of a file's header and tensors, in bytes; else of all, and of its end.
+def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
+    """Beginnings and ends of a safetensors file's header and tensors, in bytes.
 
-    At its end, a `.bin`, which is a zip file, has checksums of all that is in it.
+    Of any other, of all, and of its end, where a `.bin`, which is a zip file, has checksums of all
+    that is in it.
     """
-    try:
-        with Path(path).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if length < nbytes else {}
-        spans = [header[name]["data_offsets"] for name in sorted(header.keys() - {"__metadata__"})]
-        parts = [(8 + length + int(first), 8 + length + int(end)) for first, end in spans]
-        if parts and all(0 <= first <= end <= nbytes for first, end in parts):
-            of_header = range(8, 8 + length, _WHOLE)
-            return [*((start, min(start + _WHOLE, 8 + length)) for start in of_header), *parts]
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        pass  # it is no safetensors file
-    return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
+    if path.suffix != ".safetensors":
+        return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data = 8 + length
+    spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+    return [(0, data), *((data + first, data + end) for first, end in spans)]

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import logging
 import os
-import re
 import socket
+import sys
 import threading
 import traceback
 import warnings
 from collections import Counter
 from typing import Any
 
+import torch
 import transformers.utils.logging as hf_logging
+from torch.utils._pytree import tree_map_only
 
-from tl_devicefix.multihost.ray_connection import RayConnection, own_versions
-from tl_devicefix.placement.hosts import Host, HostLost, join
-from tl_devicefix.placement.in_use import held_by
+from tl_devicefix.monkeypatch.versions import versions
+from tl_devicefix.multihost.worker import Worker
+from tl_devicefix.placement.devices import Host, HostLost, join, joined
 
 _log = logging.getLogger(__name__)
-_SHORTEST_TIMEOUT = 2.0
-"""Seconds; a busy machine may have no time to answer a ping for one."""
 _INSTALL = 'pip install "tl_devicefix[hosts]"'
-_cluster: _Cluster | None = None
+_CALLS_AT_ONCE = 64
+_PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 _joining = threading.Lock()
 
 
-def init_hosts(address: str = "auto", *, timeout: float = 15.0, wait: float = 600.0) -> None:
+def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
     """Add the devices of all nodes of a Ray cluster to those of this process, the driver.
 
     It starts a worker on each other node, with all of its devices. Workers end with this process.
@@ -39,7 +39,6 @@ def init_hosts(address: str = "auto", *, timeout: float = 15.0, wait: float = 60
     Args:
         address: the head node's, "head:6379"; by default RAY_ADDRESS, or the cluster that this
             machine is a node of. A connection that `ray.init` has made is used as it is.
-        timeout: seconds after which a worker that stands still counts as lost.
         wait: seconds to wait for workers to start.
 
     Raises:
@@ -48,26 +47,41 @@ def init_hosts(address: str = "auto", *, timeout: float = 15.0, wait: float = 60
         RuntimeError: if a node has other versions of what it computes with (Python, torch,
             transformers, TransformerLens, this package), or starts no worker in time.
     """
-    global _cluster
-    if timeout < _SHORTEST_TIMEOUT:
-        raise ValueError(
-            f"timeout must be {_SHORTEST_TIMEOUT:g} seconds or more, but is {timeout:g}"
-        )
     with _joining:
-        if _cluster is not None:
-            if _cluster.is_whole:
-                return
-            _cluster.close()
-            _cluster = None
+        if joined() and all(_answers(host) for host in joined()):
+            return
+        leave_hosts()
         if not _connect(address):
             return
-        cluster = _Cluster()
+        connections = [
+            RayConnection(name, node["NodeID"], node["Resources"].get("GPU", 0))
+            for name, node in _other_nodes()
+        ]
         try:
-            cluster.start(timeout, wait)
+            started = hf_logging.tqdm(connections, desc="Starting workers")
+            hosts = [_described(connection, wait) for connection in started]
         except BaseException:  # an interrupt too
-            cluster.close()
+            for connection in connections:
+                connection.end()
             raise
-        _cluster = cluster
+        join(hosts)
+        for host in hosts:
+            _log.info("%s has joined, with %s", host.connection.name, ", ".join(host.devices))
+
+
+def leave_hosts() -> None:
+    """End all workers."""
+    for host in joined():
+        host.connection.end()
+    join([])
+
+
+def _answers(host: Host) -> bool:
+    try:
+        host.connection.call("forget", [])
+    except HostLost:
+        return False
+    return True
 
 
 def _connect(address: str) -> bool:
@@ -124,17 +138,12 @@ def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
     names = Counter(node["NodeManagerHostname"] for node in alive)
     others = [node for node in alive if node["NodeID"] != own]
     others = [node for node in others if node["Resources"].get("GPU")] or others
-    others.sort(key=lambda node: (_natural(node["NodeManagerHostname"]), node["NodeID"]))
+    others.sort(key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
     named = []
     for number, node in enumerate(others, 1):
         hostname = node["NodeManagerHostname"]
         named.append((hostname if names[hostname] == 1 else f"host{number}", node))
     return named
-
-
-def _natural(name: str) -> list[tuple[str, int]]:
-    """To sort names so that node-2 comes before node-10."""
-    return [(text, int(number or 0)) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _described(connection: RayConnection, wait: float) -> Host:
@@ -150,60 +159,122 @@ def _described(connection: RayConnection, wait: float) -> Host:
     return Host(connection, tuple(description["devices"]))
 
 
-class _Cluster:
-    """The workers on the other nodes, all of which end if one is lost.
+def own_versions() -> dict[str, str]:
+    """The versions of what a process computes with.
 
-    Attributes:
-        lost: the error of the one that was lost.
+    Builds of torch for different accelerators count as the same.
+    """
+    public = {name: version.partition("+")[0] for name, version in versions(_PACKAGES).items()}
+    return {"Python": "{}.{}".format(*sys.version_info), **public}
+
+
+class WorkerActor(Worker):
+    """The actor: a worker with all devices of its node.
+
+    Args:
+        n_threads: the driver's number of threads, as Ray would give an actor one.
     """
 
-    def __init__(self) -> None:
-        self.lost: HostLost | None = None
-        self._connections: list[RayConnection] = []
-        self._losing = threading.Lock()
+    def __init__(self, n_threads: int) -> None:
+        torch.set_num_threads(n_threads)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        indices = range(torch.accelerator.device_count())
+        super().__init__([f"{accelerator.type}:{i}" for i in indices] if accelerator else ["cpu"])
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether there are workers, and all of them."""
-        return self.lost is None and bool(self._connections)
+    def describe(self) -> dict[str, Any]:
+        """The worker's devices, and the versions of what it computes with."""
+        return {"devices": self.devices, "versions": own_versions()}
 
-    def start(self, timeout: float, wait: float) -> None:
-        """Put a worker on each other node, and have their devices."""
-        self._connections = [
-            RayConnection(name, node["NodeID"], node["Resources"].get("GPU", 0), self._lose)
-            for name, node in _other_nodes()
-        ]
-        atexit.register(self.close)  # is called before Ray's own, which was registered before
-        hosts = []
-        for connection in hf_logging.tqdm(self._connections.copy(), desc="Starting workers"):
-            try:
-                hosts.append(_described(connection, wait))
-            except HostLost as error:  # as of one that was lost just before
-                _log.warning("%s", error)
-                self._connections.remove(connection)
-        for connection in self._connections:
-            connection.watch(timeout)
-        join(hosts)
-        for host in hosts:
-            _log.info("%s has joined, with %s", host.connection.name, ", ".join(host.devices))
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of the worker."""
+        return _packed(getattr(self, method)(*_unpacked(arguments)))
 
-    def close(self) -> None:
-        """End all workers."""
-        atexit.unregister(self.close)
-        join([])
-        for connection in self._connections:
-            connection.close()
 
-    def _lose(self, connection: RayConnection, why: str) -> HostLost:
-        """Give up: whoever waits for any host is told which one is lost."""
-        with self._losing:
-            if self.lost is None:
-                name = connection.name
-                self.lost = HostLost(
-                    f"{name}{held_by(name)} is lost: {why}; call tl_devicefix.init_hosts() and "
-                    "load the model again",
-                    name,
-                )
-                for other in self._connections:
-                    other.close()
-            return HostLost(str(self.lost), self.lost.host)
+class _Packed:
+    """A tensor as an array of its bytes: Ray sends arrays without pickling, also large ones."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self.bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    def unpack(self) -> torch.Tensor:
+        """A tensor of its own memory, as Ray's cannot be written to."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
+        return tensor
+
+
+def _packed(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, _Packed, value)
+
+
+def _unpacked(value: Any) -> Any:
+    return tree_map_only(_Packed, _Packed.unpack, value)
+
+
+class RayConnection:
+    """How the driver asks the worker of a node; see `tl_devicefix.placement.devices.Connection`.
+
+    Args:
+        name: the host's.
+        node_id: the node's in Ray, where the worker starts; it is never started again.
+        n_gpus: how many GPUs Ray has there, all of which it gets.
+    """
+
+    def __init__(self, name: str, node_id: str, n_gpus: float) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.name = name
+        self._ray = ray
+        self._n_gpus = n_gpus
+        actor = ray.remote(
+            num_cpus=0,
+            num_gpus=n_gpus,
+            max_restarts=0,
+            max_concurrency=_CALLS_AT_ONCE,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )(WorkerActor)
+        self._actor = actor.remote(torch.get_num_threads())
+
+    def describe(self, wait: float) -> dict[str, Any]:
+        """What the worker says of itself, once it has started.
+
+        Raises:
+            RuntimeError: if it does not start.
+        """
+        ray = self._ray
+        try:
+            description: dict[str, Any] = ray.get(self._actor.describe.remote(), timeout=wait)
+        except ray.exceptions.GetTimeoutError:
+            in_use = f"; it needs all {self._n_gpus:g} GPUs of the node" if self._n_gpus else ""
+            raise RuntimeError(
+                f"{self.name} has started no worker for {wait:g} s{in_use}: `ray status` says "
+                "what is in use there"
+            ) from None
+        except ray.exceptions.RayError as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise RuntimeError(f"{self.name} cannot start a worker: {last_line}") from error
+        return description
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker, and wait for what it returns."""
+        ray = self._ray
+        if not ray.is_initialized():  # or Ray would start a cluster
+            raise self._lost("ray.shutdown() was called")
+        try:
+            return _unpacked(ray.get(self._actor.call.remote(method, _packed(arguments))))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error  # the traceback of the worker
+        except ray.exceptions.RayError as error:
+            raise self._lost("its process or its node ended") from error
+
+    def _lost(self, why: str) -> HostLost:
+        return HostLost(
+            f"{self.name} is lost: {why}; call tl_devicefix.init_hosts() and load the model again"
+        )
+
+    def end(self) -> None:
+        """End the worker, and whoever waits for it."""
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor)

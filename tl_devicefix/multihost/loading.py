@@ -11,8 +11,7 @@ from typing import Any
 
 from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.remote_block import RemoteModel, attach
-from tl_devicefix.placement.devices import host_of, is_elsewhere
-from tl_devicefix.placement.hosts import Host
+from tl_devicefix.placement.devices import Host, host_of, is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 

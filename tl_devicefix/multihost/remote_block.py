@@ -35,10 +35,18 @@ from transformers.cache_utils import Cache
 from tl_devicefix.attention.implementation import sdpa_in
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
 from tl_devicefix.dispatch.stand_ins import look_again
-from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, layer_of_cache, state_of
 from tl_devicefix.multihost.refusals import AsLoaded, Unseen, refuse_what_is_on
-from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, configs_of, settings
-from tl_devicefix.placement.hosts import Host
+from tl_devicefix.multihost.worker import (
+    CACHE,
+    ENTRY,
+    HAS_MLP_IN,
+    config_at,
+    configs_of,
+    layer_of_cache,
+    settings,
+    state_of,
+)
+from tl_devicefix.placement.devices import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"

@@ -26,16 +26,17 @@ from typing import Any
 
 import psutil
 import torch
+import transformer_lens
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
+from transformers import cache_utils
 
 from tl_devicefix.attention.implementation import set_sdpa
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch.views import restore, view_of
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.checkpoint_files import Files, differences
-from tl_devicefix.multihost.kv_caches import CACHE, ENTRY, as_argument, made_of, state_of
 from tl_devicefix.placement.devices import elsewhere, free_memory
 
 Reply = dict[str, Any]
@@ -432,3 +433,58 @@ def _cut(activation: torch.Tensor) -> torch.Tensor:
 
 def _sent(value: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu"), value)
+
+
+# --------------------------------------------------------------------------------------------
+# A block's part of a KV cache, as it is sent: class, settings and tensors. The worker keeps the
+# part, and at home its tensors are `RemoteTensor`s of a number. Each run that appends gets a new
+# number: whoever has kept the tensors of before has them still.
+
+ENTRY, CACHE = "\0entry", "\0cache"
+"""What stands in the place of an entry of TransformerLens's, or of transformers' cache."""
+_PLAIN = (bool, int, float, str)
+
+
+def layer_of_cache(cache: Any, index: int) -> Any:
+    """A layer's part of a cache of transformers'; None if it is none that grows by itself."""
+    if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
+        return None
+    if index == len(cache.layers):
+        if not cache.layer_class_to_replicate:
+            return None
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    kinds = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
+    return layer if type(layer) in kinds else None
+
+
+def state_of(entry: Any) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
+    """Its class, and what it has: settings, and tensors."""
+    has = vars(entry)
+    settings = {name: value for name, value in has.items() if isinstance(value, _PLAIN)}
+    tensors = {name: value for name, value in has.items() if isinstance(value, torch.Tensor)}
+    return type(entry).__name__, settings, tensors
+
+
+def made_of(
+    kind: str, settings: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
+) -> Any:
+    """The entry that has this."""
+    cls = getattr(transformer_lens, kind, None) or getattr(cache_utils, kind)
+    entry = object.__new__(cls)
+    vars(entry).update({"keys": None, "values": None} if "is_initialized" in settings else {})
+    vars(entry).update(settings)
+    for name, tensor in tensors.items():
+        setattr(entry, name, tensor.to(device))
+        if "is_initialized" in settings:
+            entry.dtype, entry.device = tensor.dtype, device
+    return entry
+
+
+def as_argument(mark: str, entry: Any, index: int) -> Any:
+    """What a block takes for it: the entry, or a cache that has this layer's part alone."""
+    if mark == ENTRY:
+        return entry
+    cache = cache_utils.DynamicCache()
+    cache.layers = [None] * index + [entry]  # type: ignore[list-item]
+    return cache

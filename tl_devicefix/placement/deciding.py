@@ -7,7 +7,7 @@ A pure function of sizes and devices, in accelerate's vocabulary: `device_map`, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,13 +23,12 @@ from tl_devicefix.placement.devices import (
     device_count,
     is_device,
     is_elsewhere,
-    named_in_full,
     names_host,
+    printed,
     resolve,
     sites_here,
 )
 from tl_devicefix.placement.fitting import check_fit
-from tl_devicefix.placement.hosts import joined
 from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
 from tl_devicefix.placement.placement import (
     ComponentSize,
@@ -144,20 +143,15 @@ def _devices_to_use(
     if limits is not None:
         raise ValueError(
             f"max_memory must name a {home.type!r} device, but names "
-            f"{', '.join(map(named_in_full, limits)) or 'none'}{and_there_are()}"
+            f"{', '.join(map(printed, limits)) or 'none'}{and_there_are()}"
         )
-    count = len(sites_here()) if joined() else device_count(home.type)
+    count = len(sites_here()) or device_count(home.type)
     return consecutive(home, max(count - (home.index or 0), 1))
 
 
 def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
-    used = [named_in_full(device) for device in devices]
-    tell_of_unused(set(map(named_in_full, limits or ())) - set(used), used)
-
-
-def tell_of_unused(unused: Collection[str], used: Sequence[str]) -> None:
-    """Warn that `max_memory` names devices where nothing is placed, if it does."""
-    if unused:
+    used = [printed(device) for device in devices]
+    if unused := set(map(printed, limits or ())) - set(used):
         _log.warning(
             "max_memory names %s, where nothing is placed: only %s may be used",
             ", ".join(sorted(unused)),
@@ -252,7 +246,7 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
     if not is_device(named) or str(named) == "meta":
         raise ValueError(
             f"device_map puts {component} on {named!r}, but that is not a device for weights: give "
-            f"an index, or a name such as {named_in_full(default_device())!r}; blocks on 'cpu' are "
+            f"an index, or a name such as {printed(default_device())!r}; blocks on 'cpu' are "
             f"offloaded to host memory{and_there_are()}"
         )
     try:

@@ -1,21 +1,82 @@
-"""The devices of this machine and of other hosts: which exist, their names, and free memory."""
+"""The devices of this machine and of other hosts: which exist, their names, and free memory.
+
+And how other hosts are asked: `Connection`.
+"""
 
 from __future__ import annotations
 
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from tl_devicefix.placement.hosts import Host, joined
-
 DEVICE_TYPE = "sim"
 """That of simulated devices."""
-Hosts = int | list[int] | tuple[int, ...]
-"""How many hosts there are, of as many devices each, or how many devices each of them has."""
+
+
+class HostLost(RuntimeError):
+    """A host, which the message names, is lost with its blocks."""
+
+
+class Connection(Protocol):
+    """How a host's worker is asked.
+
+    - Several threads ask at once, and a call may last.
+    - Arguments and values are None, numbers, strings, dtypes, dense CPU tensors without gradients,
+      and tuples, lists and dicts of these.
+    - A tensor that arrives is its receiver's own, and may be written to.
+
+    Attributes:
+        name: the host's.
+    """
+
+    name: str
+
+    def end(self) -> None:
+        """End the worker."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker, and wait for what it returns.
+
+        Raises:
+            HostLost: at once, if the host is lost.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """A host that has joined.
+
+    Attributes:
+        connection: how it is asked.
+        devices: what it calls each of its devices ("cuda:0"), in order.
+        forgotten: numbers of what the worker may let go of: it is told so with the next run.
+    """
+
+    connection: Connection
+    devices: tuple[str, ...]
+    forgotten: list[int] = field(default_factory=list)
+
+    def take_forgotten(self) -> list[int]:
+        """What it is told now; others may add to it meanwhile."""
+        return [self.forgotten.pop() for _ in range(len(self.forgotten))]
+
+
+_joined: tuple[Host, ...] = ()
+
+
+def join(hosts: Sequence[Host]) -> None:
+    """Have the devices of these hosts in this process, and those of no others."""
+    global _joined
+    _joined = tuple(hosts)
+
+
+def joined() -> tuple[Host, ...]:
+    """The hosts that have joined, in order; this process's own is not among them."""
+    return _joined
 
 
 @dataclass(frozen=True)
@@ -27,7 +88,7 @@ class Site:
         host: the host's number, from 0 on; this process's own is 0.
         hostname: what the host is called: "node-b"; "host1", where it has no name of its own.
         number: which of the host's devices it is, from 0 on.
-        device: what the host calls it: "cuda:1"; "1", where it is simulated.
+        device: what the host calls it: "cuda:1".
     """
 
     torch_device: torch.device
@@ -41,67 +102,6 @@ class Site:
         """Host and device: "node-b/cuda:1"."""
         return f"{self.hostname}/{self.device}"
 
-    def is_called(self, device: str) -> bool:
-        """Whether "cuda:1" or "1" names this device on its host, or "cuda", if it is the first.
-
-        A simulated one is of any type.
-        """
-        number = str(self.number)
-        _kind, _, index = device.rpartition(":")
-        if self.device == number:
-            return index == number or (not self.number and not index.isdecimal())
-        own_kind = self.device.partition(":")[0]
-        return device in (self.device, number) or (not self.number and device == own_kind)
-
-
-def sites_on(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """The sites of devices that are divided over hosts, if they are.
-
-    Raises:
-        ValueError: if they cannot be divided over these.
-    """
-    counts = () if hosts is None else _on_each(n_devices, hosts)
-    places = [(host, number) for host, count in enumerate(counts) for number in range(count)]
-    return tuple(
-        Site(torch.device(DEVICE_TYPE, index), host, f"host{host}", number, str(number))
-        for index, (host, number) in enumerate(places)
-    )
-
-
-def _on_each(n_devices: int | None, hosts: Hosts) -> Sequence[int]:
-    """How many devices each host has."""
-    if isinstance(hosts, list | tuple):
-        if not hosts or any(type(count) is not int or count < 1 for count in hosts):
-            raise ValueError(f"each host must have 1 device or more, but hosts is {hosts!r}")
-        if n_devices not in (None, sum(hosts)):
-            raise ValueError(
-                f"n_devices is {n_devices}, but hosts={hosts!r} have {sum(hosts)}: leave "
-                "n_devices out"
-            )
-        check_number(sum(hosts))
-        return hosts
-    if type(hosts) is not int or hosts < 1:
-        raise ValueError(
-            f"hosts must be an int of 1 or more, or a list of how many devices each has, but is "
-            f"{hosts!r}"
-        )
-    if type(n_devices) is not int or n_devices % hosts:
-        raise ValueError(
-            f"n_devices={n_devices} cannot be divided evenly over hosts={hosts}: give the devices "
-            f"of all hosts together, a multiple of {hosts}, or a list of how many each has"
-        )
-    check_number(n_devices)
-    return [n_devices // hosts] * hosts
-
-
-def check_number(n_devices: object) -> None:
-    """Check that there may be so many devices."""
-    if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}")
-
-
-_MOST_DEVICES = 64
-
 
 def names_host(named: object) -> bool:
     """Whether a device is named with its host: "host1/cuda:3"."""
@@ -109,12 +109,12 @@ def names_host(named: object) -> bool:
 
 
 def site_named(name: str, sites: Sequence[Site]) -> Site:
-    """The site that is meant by "node-b/cuda:1", "host1/cuda:1" or "host1/1"."""
+    """The site that is meant by "node-b/cuda:1" or "host1/1"."""
     host, _, device = name.rpartition("/")
     on_host = [site for site in sites if site.hostname == host]
     on_host = on_host or [site for site in sites if f"host{site.host}" == host]
     for site in on_host:
-        if site.is_called(device):
+        if device in (site.device, str(site.number)):
             return site
     if not sites:
         raise ValueError(
@@ -209,11 +209,8 @@ def host_of(device: torch.device) -> tuple[Host, int]:
 
 
 def sites_here() -> tuple[Site, ...]:
-    """The host of each device, simulated or after `init_hosts`; nothing if there is one host."""
-    simulated: Any = getattr(torch, DEVICE_TYPE, None)
-    if hasattr(simulated, "sites") and simulated.is_available():
-        return simulated.sites()  # type: ignore[no-any-return]
-    if not joined():
+    """The host of each device, after `init_hosts`; nothing if there is one, or it is simulated."""
+    if not joined() or simulated_device() is not None:
         return ()
     here = default_device()
     own = [torch.device(here.type, number) for number in range(device_count(here.type))]
@@ -233,18 +230,6 @@ def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site |
 
 
 def printed(device: torch.device) -> str:
-    """A device's name, and the one that it has on its host: "sim:2 (host1/0)", "node-b/cuda:0"."""
-    site = site_of(device)
-    if site is None:
-        return str(device)
-    return (
-        site.name
-        if site.device == str(device) or is_elsewhere(device)
-        else f"{device} ({site.name})"
-    )
-
-
-def named_in_full(device: torch.device) -> str:
     """A device's name as a user may give it: with its host, if there are several."""
     site = site_of(device)
     return str(device) if site is None else site.name
@@ -282,7 +267,7 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
     if isinstance(device, int):
         numbered = home if home is not None and has_index(home) else default_device()
         sites = sites_here()
-        if joined() and device < len(sites):
+        if device < len(sites):
             return sites[device].torch_device
         return with_index(_existing(torch.device(numbered.type, device), repr(device)))
     if names_host(device):
@@ -332,22 +317,16 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     start = first.index or 0
     available = device_count(first.type)
     sites = sites_here()
-    if joined() and start + count <= len(sites):
+    if start + count <= len(sites):
         return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > available:
-        names = ", ".join(str(torch.device(first.type, i)) for i in range(start, available))
-        present = f"there are {max(available - start, 0)} ({names})"
-        or_simulate = (
-            f", or load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
-        )
+        present = f"there are {available} here"
         if sites and site_of(first, sites) is not None:
-            present = f"the hosts have {len(sites) - start} ({listed(sites[start:])})"
-            or_simulate = ""
-        elif first.type == "cpu":
-            present = "the CPU is one device"
+            present = f"the hosts have {len(sites)} ({listed(sites)})"
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {present}; lower n_devices{or_simulate}"
+            f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
+            f"`with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -19,21 +19,19 @@ Limits = Mapping[torch.device, int]
 """The same with each device by its full name, and sizes in bytes."""
 
 
-def by_device(
-    max_memory: MaxMemory | Limits | None, home: torch.device, called: str = "max_memory"
-) -> Limits | None:
-    """Resolve the devices in `max_memory`, or what the user calls it, and its sizes to bytes."""
+def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
+    """Resolve the devices in `max_memory`, and its sizes to bytes."""
     if max_memory is None:
         return None
     if not isinstance(max_memory, Mapping):
         raise ValueError(
-            f"{called} must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
+            f"max_memory must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
             f"but is {max_memory!r}"
         )
     limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():
         named = resolve(key, home)
-        limits.setdefault(named, bytes_of(limit, f"{called}[{key!r}]"))
+        limits.setdefault(named, bytes_of(limit, f"max_memory[{key!r}]"))
     return limits
 
 

@@ -5,7 +5,7 @@ Loading, routing, moving and reporting all read the same one. `deciding.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,9 +29,6 @@ from tl_devicefix.placement.memory import format_table, gib
 VISITING = 2
 """Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
 
-BetweenHosts = dict[tuple[str, str], int]
-"""Bytes from one host to another, by their names."""
-
 _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
 """The hooks of a model that are in none of its components: the embeddings', and a Bridge's names
 for hooks of components that are at home."""
@@ -54,8 +51,6 @@ class ComponentSize:
     buffers: int = 0
     shared: str | None = None
     """Blocks on one device that name the same here hold their buffers together, in one copy."""
-    gives: int = 0
-    """What it passes on for each token: of the residual stream, or logits; 0 if that is nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,29 +230,6 @@ class Placement:
             if component.name in modules:
                 yield component, modules[component.name]
 
-    def between_hosts(self, batch: int = 1, pos: int = 1) -> BetweenHosts:
-        """Bytes that a forward sends from each host to each other, by their names.
-
-        A forward sends the residual stream once across each boundary and once home, and the weights
-        of offloaded blocks, which are in the memory of the script's host. A backward sends the
-        gradient of the residual stream back, as many bytes. Reading from another host, for example
-        a cache at home, comes on top.
-
-        Args:
-            batch: how many sequences.
-            pos: how many tokens in each.
-
-        Returns:
-            Bytes by (source host, target host).
-        """
-        passing_on = [component for component in self.components if component.gives]
-        moves = []
-        for component, following in zip(passing_on, [*passing_on[1:], *passing_on[:1]]):
-            if component.offloaded:
-                moves.append((HOST, component.device, component.weights))
-            moves.append((component.device, following.device, component.gives * batch * pos))
-        return by_hosts(moves, self.sites)
-
     def __repr__(self) -> str:
         rows = [("device", "components", "weights", "total")]
         for memory in self.memories:
@@ -266,22 +238,16 @@ class Placement:
             rows.append((self.label(memory), self.held_in(memory), weights, total))
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
-        lines = [format_table(rows, "<<>>")]
-        if sent := self.between_hosts():
-            lines.append(f"between hosts, in a forward of one token: {in_words(sent)}")
-        return "\n".join(lines)
+        return format_table(rows, "<<>>")
 
     def label(self, memory: torch.device) -> str:
-        """A device's name and role: "cuda:0 (home)", "sim:2 (host1/0)", "cpu (offloaded)"."""
+        """A device's name and role: "cuda:0 (home)", "node-b/cuda:0", "cpu (offloaded)"."""
         site = site_of(memory, self.sites)
-        if site is not None and (is_elsewhere(memory) or site.device == str(memory)):
-            return f"{site.name} (home)" if memory == self.home else site.name
-        notes = [] if site is None else [site.name]
+        name = str(memory) if site is None else site.name
         if memory == self.home:
-            notes.append("home")
-        elif memory == HOST and any(c.offloaded for c in self.components):
-            notes.append("offloaded")
-        return f"{memory} ({', '.join(notes)})" if notes else str(memory)
+            return f"{name} (home)"
+        is_offload = memory == HOST and any(c.offloaded for c in self.components)
+        return f"{name} (offloaded)" if is_offload else name
 
     def held_in(self, memory: torch.device) -> str:
         """Components and visitors there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
@@ -321,29 +287,6 @@ def in_short(names: Sequence[str]) -> str:
 
 def _number(block: str) -> int:
     return int(block.rpartition(".")[2])
-
-
-def by_hosts(
-    moves: Iterable[tuple[torch.device, torch.device, int]], sites: Sequence[Site]
-) -> BetweenHosts:
-    """Sum the bytes of (source, target, bytes) by the hosts; the CPU is the script's host's."""
-
-    def host(device: torch.device) -> str:
-        site = site_of(device, sites) or next(iter(sites), None)
-        return site.hostname if site else ""
-
-    sums: BetweenHosts = {}
-    for source, target, size in moves:
-        pair = host(source), host(target)
-        if size and pair[0] != pair[1]:
-            sums[pair] = sums.get(pair, 0) + size
-    return sums
-
-
-def in_words(sums: BetweenHosts) -> str:
-    """ "host0 -> host1 32.00 MiB, host1 -> host0 32.00 MiB"."""
-    pairs = (f"{source} -> {target} {gib(size)}" for (source, target), size in sums.items())
-    return ", ".join(pairs) or "nothing"
 
 
 def component_of(name: str) -> str:

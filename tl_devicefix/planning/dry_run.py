@@ -22,11 +22,10 @@ from tl_devicefix.attention.implementation import check_attn_implementation, set
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
-from tl_devicefix.placement.placement import BetweenHosts, Placement, by_hosts, in_words
-from tl_devicefix.planning.blueprints import blueprint, check_options
-from tl_devicefix.planning.plan import described
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.planning.plan import blueprint, check_options, described
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
 
 
@@ -35,7 +34,7 @@ class OnDevice:
     """The memory that a job takes on one device; all sizes are in bytes."""
 
     device: str
-    """Its index ("0 (home)", "1"), with its host if there are several, or "cpu"."""
+    """Its index, "0 (home)" or "1"; or "cpu"."""
     components: str
     """The components that live there, in short: "embed, blocks.0-3"."""
     weights: int
@@ -69,16 +68,6 @@ def memory_table(devices: Sequence[OnDevice]) -> str:
     return format_table(rows, "<<>>><")
 
 
-@dataclass(frozen=True)
-class Moment:
-    """The bytes allocated on each device after a component ran."""
-
-    component: str
-    """Its name: "embed", "blocks.3"."""
-    allocated: tuple[int, ...]
-    """Bytes on each device, in their order."""
-
-
 @dataclass(frozen=True, repr=False)
 class DryRun:
     """The outcome of a dry run. Printing it shows a table; all sizes are in bytes."""
@@ -87,8 +76,6 @@ class DryRun:
     """Where each component is."""
     devices: tuple[OnDevice, ...]
     """Of each device: its weights, its peak during the job, and the module of the peak."""
-    timeline: tuple[Moment, ...]
-    """The memory of each device after each component ran, in the order they ran."""
     transfers: Transfers
     """Every copy between devices, in order. Printing them shows a line for each pair."""
     result: Any
@@ -97,12 +84,6 @@ class DryRun:
     """The error that stopped it: operands on several devices, memory that ran out, or its own."""
     stopped_at: str | None = None
     """The line of your code that it stopped at, and the module that was running."""
-
-    @property
-    def between_hosts(self) -> BetweenHosts:
-        """Bytes that went from one host to another, by their names."""
-        moves = ((move.source, move.target, move.bytes) for move in self.transfers)
-        return by_hosts(moves, self.placement.sites)
 
     @property
     def runs(self) -> bool:
@@ -115,8 +96,7 @@ class DryRun:
             + f" {gib(moved.bytes)}"
             for pair, moved in self.transfers.by_pair().items()
         )
-        between = f"; between hosts: {in_words(self.between_hosts)}" if self.placement.sites else ""
-        transfers = f"{len(self.transfers)} transfers: {pairs or 'none'}{between}"
+        transfers = f"{len(self.transfers)} transfers: {pairs or 'none'}"
         outcome = "it runs"
         if self.error is not None:
             outcome = f"it stops at {self.stopped_at}: {type(self.error).__name__}: {self.error}"
@@ -135,7 +115,6 @@ def dry_run(
     tokenizer: Any = None,
     cls: Any = None,
     attn_implementation: str | None = None,
-    hosts: Hosts | None = None,
     **options: Any,
 ) -> DryRun:
     """Try a function on a model at its full size, without its weights and without devices.
@@ -160,7 +139,6 @@ def dry_run(
             and may call `enable_compatibility_mode()`, to see how much memory that needs.
         attn_implementation: "sdpa" builds no pattern unless a hook sees it, see
             `tl_devicefix.set_attn_implementation`. Assumes no padding.
-        hosts: over how many hosts the devices are divided, as for `plan`.
         options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -176,9 +154,9 @@ def dry_run(
     check_options(dry_run, config_or_model_name, options, cls)
     check_attn_implementation(attn_implementation)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
-    sizes = dict(enumerate(memory)) if isinstance(memory, list | tuple) else None
-    request = described(n_devices, hosts, device_map, max_memory, sizes)
-    with enabled(), simulate_apart(request.n_devices, memory, hosts) as machine, grad_mode:
+    at_least = len(memory) if isinstance(memory, list | tuple) else 1
+    request = described(n_devices, device_map, max_memory, at_least)
+    with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
         planned = blueprint(config_or_model_name, dtype, options, cls)
         devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
@@ -196,20 +174,15 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
         machine.reset_peak_memory_stats(index)
     machine.reset_transfers()
     at_peak = dict.fromkeys(devices, "the weights")
-    timeline: list[Moment] = []
     running: list[str] = []
 
     def note_peak(index: int) -> None:
         at_peak[index] = running[-1] if running else "outside the model"
 
-    def note_end(name: str) -> None:
-        allocated = tuple(machine.memory_allocated(index) for index in devices)
-        timeline.append(Moment(name, allocated))
-
     result, error, stopped_at = None, None, None
     machine.on_peak = note_peak
     try:
-        with _noting_what_runs(model, placement, running, note_end):
+        with _noting_what_runs(model, placement, running):
             result = run(model)
     except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
         error, stopped_at = caught, _where(caught, model)
@@ -229,7 +202,6 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
             )
             for index, device in enumerate(machine.devices)
         ),
-        timeline=tuple(timeline),
         transfers=Transfers(machine.transfers),
         result=result,
         error=error,
@@ -238,9 +210,7 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
 
 
 @contextlib.contextmanager
-def _noting_what_runs(
-    model: Any, placement: Placement, running: list[str], note_end: Callable[[str], None]
-) -> Iterator[None]:
+def _noting_what_runs(model: Any, placement: Placement, running: list[str]) -> Iterator[None]:
     """Keep `running` as the names of the components that run, innermost last.
 
     Hooks on modules within them would have more memory held.
@@ -249,15 +219,14 @@ def _noting_what_runs(
     def enter(name: str, *_: Any) -> None:
         running.append(name)
 
-    def leave(name: str, *_: Any) -> None:
+    def leave(*_: Any) -> None:
         running.pop()
-        note_end(name)
 
     with contextlib.ExitStack() as stack:
         for component, module in placement.modules_of(model):
-            before, after = partial(enter, component.name), partial(leave, component.name)
+            before = partial(enter, component.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 

@@ -6,35 +6,29 @@ No formula: it is what the installed TransformerLens allocates, on tensors witho
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
-from tl_devicefix.gathering.caches import CacheAtHome
-from tl_devicefix.gathering.gathering import STACKED
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
-from tl_devicefix.placement.devices import DEVICE_TYPE, HOST, Hosts
-from tl_devicefix.placement.in_use import gather_on
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import MaxMemory, by_device, gib
-from tl_devicefix.placement.placement import (
-    BetweenHosts,
-    Placement,
-    by_hosts,
-    in_short,
-    in_words,
-    shared_once,
-)
-from tl_devicefix.planning.blueprints import Blueprint, blueprint, check_options
+from tl_devicefix.placement.placement import Placement, in_short, shared_once
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, watch
-from tl_devicefix.planning.plan import UNLIMITED, described
-from tl_devicefix.simulation import Machine, simulate_apart
+from tl_devicefix.planning.plan import (
+    UNLIMITED,
+    Blueprint,
+    blueprint,
+    check_options,
+    described,
+)
+from tl_devicefix.simulation import simulate_apart
 
 LEFT_ON_GPUS = 0.1
 """The share of a GPU's memory for CUDA's context, fragments and the work space of kernels."""
@@ -54,8 +48,6 @@ class Job:
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
     """Whether gradients are on; then a backward from the loss is taken too."""
-    gather: str | int | None = None
-    """Where stacked weights (`model.W_in`) are gathered: "cpu" or a device's index; None if not."""
     attn_implementation: str | None = None
     """How blocks attend: "sdpa", which builds no pattern unless it is kept, or as installed."""
 
@@ -73,7 +65,6 @@ class Job:
         parts += [f"caching {self.cache}"] if self.cache else []
         parts += [f"generating {self.max_new_tokens}"] if self.max_new_tokens else []
         parts += ["with gradients"] if self.gradients else []
-        parts += [f"gathering on {self.gather}"] if self.gather is not None else []
         attends = self.attn_implementation
         parts += [f"attn_implementation {attends}"] if attends else []
         return ", ".join(parts)
@@ -99,9 +90,6 @@ class Estimate:
     """The bytes of each device; home first, and CPU memory last if blocks live there."""
     placement: Placement
     """Where each component would live."""
-    between_hosts: dict[str, BetweenHosts] = field(default_factory=dict)
-    """What goes from host to host, in bytes by their names: in "a forward", "its backward", in
-    "the cache, read at home", "the prompt" and "a generated token"; empty if there is one host."""
     advice: str = ""
     """If it does not fit: how many devices would do, and other changes to try."""
 
@@ -117,20 +105,13 @@ class Estimate:
             "dtype": self.dtype,
             "job": asdict(self.job),
             "devices": [{**asdict(device), "headroom": device.headroom} for device in self.devices],
-            "between_hosts": {
-                what: {" -> ".join(pair): size for pair, size in sums.items()}
-                for what, sums in self.between_hosts.items()
-            },
             "fits": self.fits,
             "advice": self.advice,
         }
 
     def __repr__(self) -> str:
-        lines = [f"{self.model}, {self.dtype}: {self.job}", memory_table(self.devices)]
-        if self.between_hosts:
-            lines.append("between hosts:")
-            lines += [f"- {what}: {in_words(sums)}" for what, sums in self.between_hosts.items()]
-        return "\n".join([*lines, self._verdict()])
+        job = f"{self.model}, {self.dtype}: {self.job}"
+        return "\n".join([job, memory_table(self.devices), self._verdict()])
 
     def _verdict(self) -> str:
         rows = [
@@ -157,16 +138,13 @@ def estimate(
     *,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | int | str = "80GiB",
-    memory: MaxMemory | int | str | None = None,
     dtype: torch.dtype | str | None = None,
     batch_size: int = 1,
     seq_len: int | None = None,
     cache: str | None = None,
     max_new_tokens: int = 0,
     gradients: bool = False,
-    gather: str | int | None = None,
     attn_implementation: str | None = None,
-    hosts: Hosts | None = None,
     **options: Any,
 ) -> Estimate:
     """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
@@ -181,8 +159,7 @@ def estimate(
         max_memory: the most to use of each device, as for `plan`: `{0: "24GiB", 1: "80GiB"}` uses
             these two devices, and with "cpu", blocks that do not fit are offloaded. Also one size
             for every device ("80GiB"). The weights are placed within it, and the whole job has to
-            stay within it, unless you give `memory`. Devices that are not named have 80 GiB.
-        memory: the memory of each device, if weights may take less than that.
+            stay within it. Devices that are not named have 80 GiB.
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch_size: how many sequences.
         seq_len: how many tokens in each; by default 1024, or the model's n_ctx if that is less.
@@ -190,11 +167,8 @@ def estimate(
             "resid_post,z"), or "all".
         max_new_tokens: how many tokens to generate, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
-        gather: where stacked weights are gathered, "cpu" or a device's index. Counts the largest.
         attn_implementation: "sdpa" builds no pattern unless `cache` keeps it, see
             `tl_devicefix.set_attn_implementation`. Assumes no padding.
-        hosts: over how many hosts the devices are divided, as for `plan`. Then the bytes from host
-            to host are estimated too.
         options: arguments of `from_pretrained` that change the config: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -210,19 +184,16 @@ def estimate(
         check_attn_implementation(attn_implementation)
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
-        job = Job(
-            batch_size, seq_len, cache, max_new_tokens, gradients, gather, attn_implementation
-        )
-        on = partial(_estimate, model, job, device_map, max_memory, memory)
-        result = on(n_devices, hosts)
+        job = Job(batch_size, seq_len, cache, max_new_tokens, gradients, attn_implementation)
+        on = partial(_estimate, model, job, device_map, max_memory)
+        result = on(n_devices)
         if result.fits:
             return result
         is_placed = device_map is not None and device_map not in STRATEGIES
-        sizes_differ = isinstance(max_memory, Mapping) or isinstance(memory, Mapping)
-        may_be_more = not (is_placed or sizes_differ or hosts)
+        may_be_more = not (is_placed or isinstance(max_memory, Mapping))
         most = min(_MOST_DEVICES, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
-        enough = bisect_left(counts, True, key=lambda count: on(count, None).fits)
+        enough = bisect_left(counts, True, key=lambda count: on(count).fits)
         sdpa = "" if attn_implementation else ", SDPA"
         others = f"a smaller dtype, a smaller job{sdpa} or offloaded blocks"
         if enough < len(counts):
@@ -241,46 +212,31 @@ def _estimate(
     job: Job,
     device_map: DeviceMap | None,
     max_memory: Any,
-    memory: Any,
     n_devices: int | None,
-    hosts: Hosts | None,
 ) -> Estimate:
     """A dry run of the job on devices without limits, beside what each has."""
-    request = described(n_devices, hosts, device_map, max_memory, memory)
-    _check(job, model, request.n_devices)
-    limits = request.max_memory
-    if not request.names_used:
-        limits = _of_each(limits, request.n_devices)
-    between_hosts: dict[str, BetweenHosts] = {}
-    with simulate_apart(request.n_devices, UNLIMITED, hosts) as machine:
+    request = described(n_devices, device_map, max_memory)
+    _check(job, model)
+    of_each = _of_each(request.max_memory, request.n_devices)
+    limits = request.max_memory if request.names_used else of_each
+    with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
-        has = request.max_memory if memory is None else request.memory
-        capacities = by_device(_of_each(has, request.n_devices), placement.home, "memory") or {}
+        capacities = by_device(of_each, placement.home) or {}
         live = model.make(placement)
         _check_cache(job, live)
         if job.attn_implementation is not None:
             set_attn_implementation(live, job.attn_implementation)
 
-        def note(part: str, moves: Iterable[Any] | None = None) -> None:
-            """Note what went from host to host: by default, all transfers since the last part."""
-            if placement.sites:
-                made = [(move.source, move.target, move.bytes) for move in machine.transfers]
-                between_hosts[part] = by_hosts(made if moves is None else moves, placement.sites)
-                machine.reset_transfers()
-
-        dry = watch(machine, live, placement, partial(_run, job, model, note))
+        dry = watch(machine, live, placement, partial(_run, job, model))
         if dry.error is not None:
             raise dry.error
-        gathered = 0 if job.gather is None else _largest_stack(machine, live)
         devices = []
-        for index, (device, row) in enumerate(zip(machine.devices, dry.devices)):
+        for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
             resident = sum(component.weights for component in runs if not component.offloaded)
             # A Bridge may weigh an unembedding that it ties.
             weights = max(row.weights, resident + shared_once(runs))
             peak, module = row.peak - row.weights + weights, row.module
-            if gathered and job.gather == index:
-                peak, module = peak + gathered, "outside the model"
             if runs and peak < (loading := weights + model.room_to_load(placement)):
                 peak, module = loading, "loading"
             capacity = capacities.get(device)
@@ -288,13 +244,13 @@ def _estimate(
                 replace(row, weights=weights, peak=peak, module=module, capacity=capacity)
             )
         on_host = [component for component in placement.components if component.stored_on == HOST]
-        if on_host or job.gather == "cpu":
+        if on_host:
             names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
-            peak = weights * (1 + job.gradients) + (gathered if job.gather == "cpu" else 0)
-            module = "the weights" if peak == weights else "outside the model"
+            peak = weights * (1 + job.gradients)
+            module = "outside the model" if job.gradients else "the weights"
             devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(HOST)))
     dtype = str(model.dtype).removeprefix("torch.")
-    return Estimate(model.name, dtype, job, tuple(devices), placement, between_hosts)
+    return Estimate(model.name, dtype, job, tuple(devices), placement)
 
 
 def _of_each(memory: Any, n_devices: int) -> dict[Any, Any]:
@@ -303,7 +259,7 @@ def _of_each(memory: Any, n_devices: int) -> dict[Any, Any]:
     return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
 
 
-def _check(job: Job, model: Blueprint, n_devices: int) -> None:
+def _check(job: Job, model: Blueprint) -> None:
     for name, least in (("batch_size", 1), ("seq_len", 1), ("max_new_tokens", 0)):
         value = getattr(job, name)
         if type(value) is not int or value < least:
@@ -311,10 +267,6 @@ def _check(job: Job, model: Blueprint, n_devices: int) -> None:
     if not isinstance(job.cache, str | None) or job.cache == "":
         raise ValueError(
             f"cache must be 'all' or names of hooks such as 'resid_post,z', but is {job.cache!r}"
-        )
-    if not (job.gather in (None, "cpu") or job.gather in range(n_devices)):
-        raise ValueError(
-            f"gather must be 'cpu' or a device's index below {n_devices}, but is {job.gather!r}"
         )
     if job.seq_len + job.max_new_tokens > model.n_ctx:
         n_tokens = job.seq_len + job.max_new_tokens
@@ -335,24 +287,22 @@ def _check_cache(job: Job, model: Any) -> None:
             )
 
 
-def _run(job: Job, blueprint: Blueprint, note: Callable[..., None], model: Any) -> Any:
-    """Do the job, and return what its user keeps; `note` is told of each part as it ends."""
+def _run(job: Job, blueprint: Blueprint, model: Any) -> Any:
+    """Do the job, and return what its user keeps."""
     kept = None
     if job.cache is not None or job.gradients or not job.max_new_tokens:
         with torch.set_grad_enabled(job.gradients):
-            kept = _run_forward(job, note, model)
+            kept = _run_forward(job, model)
     if job.max_new_tokens:
         with torch.no_grad():
             generation = blueprint.generation(model, job.batch_size, job.seq_len)
             generation.prompt()
-            note("the prompt")
             generation.skip_to(job.seq_len + job.max_new_tokens - 1)
             generation.last_token()
-            note("a generated token")
     return kept
 
 
-def _run_forward(job: Job, note: Callable[..., None], model: Any) -> Any:
+def _run_forward(job: Job, model: Any) -> Any:
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     output, kept = model.run_with_cache(
         tokens,
@@ -360,25 +310,7 @@ def _run_forward(job: Job, note: Callable[..., None], model: Any) -> Any:
         return_type="loss" if job.gradients else "logits",
         return_cache_object=False,
     )
-    note("a forward")
-    if job.cache is not None:
-        stored = kept.stored() if isinstance(kept, CacheAtHome) else kept
-        reads = [(value.device, tokens.device, value.nbytes) for value in stored.values()]
-        note("the cache, read at home", reads)
     if job.gradients:
         output.backward()
-        note("its backward")
         model.zero_grad(set_to_none=True)
     return kept
-
-
-def _largest_stack(machine: Machine, model: Any) -> int:
-    """Bytes that the largest stacked weight (`model.W_in`) of a model takes, as it is made."""
-    before = machine.memory_allocated(0)
-    machine.reset_peak_memory_stats(0)
-    with gather_on(f"{DEVICE_TYPE}:0"), torch.no_grad():
-        for name in STACKED:
-            # Blocks may have none, or none that can be stacked.
-            with suppress(AttributeError, ValueError, NotImplementedError):
-                getattr(model, name)
-    return machine.max_memory_allocated(0) - before

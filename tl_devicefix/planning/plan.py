@@ -2,25 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from transformers import PretrainedConfig
 
-from tl_devicefix.placement.deciding import DeviceMap, decide_fitting, tell_of_unused
-from tl_devicefix.placement.devices import (
-    DEVICE_TYPE,
-    DeviceLike,
-    Hosts,
-    Site,
-    check_number,
-    names_host,
-    site_named,
-)
+from tl_devicefix.adapters import Adapter, adapters
+from tl_devicefix.checkpoints.hub import is_checkpoint_directory
+from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
+from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
-from tl_devicefix.placement.placement import Placement
-from tl_devicefix.planning.blueprints import adapter_to_load, blueprint
-from tl_devicefix.simulation import simulate_apart, simulated_sites
+from tl_devicefix.placement.placement import ComponentSize, Placement
+from tl_devicefix.simulation.session import check_number
+
+
+class Generation(Protocol):
+    """Generation with a KV cache; only its first and last steps are run."""
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+
+    def skip_to(self, length: int) -> None:
+        """Make the KV cache as long as if this many tokens had been run."""
+
+    def last_token(self) -> None:
+        """Run one token more."""
+
+
+class Blueprint(Protocol):
+    """A model at its full size."""
+
+    name: str
+    dtype: torch.dtype
+    n_ctx: int
+    n_layers: int
+
+    def sizes(self) -> tuple[ComponentSize, ...]:
+        """The sizes of its components, in the order they run."""
+
+    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+        """The model, on the devices of a `simulate(..., values=False)`."""
+
+    def room_to_load(self, placement: Placement) -> int:
+        """Bytes that loading takes on a device beside the weights."""
+
+    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
+        """Generating from prompts of `seq_len` tokens."""
+
+
+def blueprint(
+    config_or_model_name: Any,
+    dtype: torch.dtype | str | None,
+    options: dict[str, Any],
+    cls: Any = None,
+) -> Blueprint:
+    """The model that would be loaded with these arguments; see `dry_run`.
+
+    The dtype is float32 by default, or that of a HookedTransformerConfig.
+    """
+    adapter = adapter_to_load(config_or_model_name, cls)
+    if isinstance(config_or_model_name, str) and is_checkpoint_directory(config_or_model_name):
+        config = PretrainedConfig.get_config_dict(config_or_model_name)[0]
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if method in ("gptq", "awq"):
+            raise ValueError(
+                f"{config_or_model_name!r} has {method.upper()} weights, which no load reads: give "
+                "the original model"
+            )
+    model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
+    n_ctx = options.get("n_ctx")
+    if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):
+        own = blueprint(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
+        if n_ctx != own:
+            raise ValueError(
+                f"n_ctx is {n_ctx}, but this model has {own} learnt position embeddings: leave "
+                "n_ctx out"
+            )
+    return model
+
+
+def check_options(
+    function: Callable[..., Any], config_or_model_name: Any, options: Iterable[str], cls: Any = None
+) -> None:
+    """Check the names of the options that `estimate` or `dry_run` was called with."""
+    adapter = adapter_to_load(config_or_model_name, cls)
+    names = adapter.option_names(config_or_model_name)
+    own = [name for name in inspect.signature(function).parameters if name != "options"]
+    where = "" if names else " beside a config, which says all"
+    where = " for a TransformerBridge" if adapter.NAME == "TransformerBridge" else where
+    refuse_unknown(function.__name__, options, [*own, *names], where)
+
+
+def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
+    """The adapter of the class that a model would be of; for `cls` see `dry_run`."""
+    installed = adapters()
+    if cls is None:
+        is_of_transformers = hasattr(config_or_model_name, "model_type")
+        usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
+        return usual or next(iter(installed.values()))
+    for name, adapter in installed.items():
+        may_be_subclass = name == "HookedTransformer" and isinstance(cls, type)
+        if cls is adapter.model_class or (may_be_subclass and issubclass(cls, adapter.model_class)):
+            return adapter
+    raise ValueError(f"cls must be {' or '.join(installed)}, but is {cls!r}")
+
 
 UNLIMITED = 2**60
 """Bytes of a device of which nothing is known, or asked."""
@@ -33,7 +121,6 @@ def plan(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     dtype: torch.dtype | str | None = None,
-    hosts: Hosts | None = None,
 ) -> Placement:
     """Return where each component of a model would live, without loading or allocating it.
 
@@ -61,12 +148,6 @@ def plan(
             With "cpu" in it, blocks that do not fit are offloaded.
         dtype: the dtype of the parameters; by default the config's. Sizes include norms, although
             loading with `fold_ln=True` removes them.
-        hosts: how many hosts to plan for; they need not exist. `n_devices` of all of them together
-            are divided evenly over them in order, and called "host0/0", "host0/1", ... Or how many
-            devices each host has, `[8, 4]`, without `n_devices`. Their free memory is not known, so
-            give `max_memory`; you may give a `device_map` beside `n_devices`. The plan equals that
-            of a load after `tl_devicefix.init_hosts`, and lists the bytes that a forward sends from
-            host to host.
 
     Returns:
         The placement; printing it shows a table of devices, components and their bytes.
@@ -74,26 +155,17 @@ def plan(
     Raises:
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
-    sites = simulated_sites(n_devices, hosts)
     # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
     is_of_bridge = adapter_to_load(config_or_model_name).NAME == "TransformerBridge"
     options = {} if is_of_bridge else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
-    sizes = model.sizes()
-    if not sites:
-        return decide_fitting(sizes, n_devices, device, device_map, max_memory)
-    device, device_map, max_memory = (by_index(e, sites) for e in (device, device_map, max_memory))
-    spread = None if device_map is not None else len(sites)
-    with simulate_apart(len(sites), UNLIMITED, hosts):
-        return decide_fitting(sizes, spread, device, device_map, max_memory)
+    return decide_fitting(model.sizes(), n_devices, device, device_map, max_memory)
 
 
-def by_index(named: Any, sites: Sequence[Site] = ()) -> Any:
+def by_index(named: Any) -> Any:
     """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
 
     def index(device: Any) -> Any:
-        if names_host(device):
-            return site_named(device, sites).torch_device.index
         kind, _, number = str(device).partition(":")
         return int(number) if kind != "cpu" and number.isdecimal() else device
 
@@ -107,39 +179,24 @@ class Described(NamedTuple):
 
     n_devices: int
     """How many there must be."""
+    spread: int | None
+    """Over how many the blocks are spread; None if the other arguments say which are used."""
     device_map: Any
     max_memory: Any
-    memory: Any
     names_used: bool
     """Whether `max_memory` alone says which of them are used."""
 
-    @property
-    def spread(self) -> int | None:
-        """Over how many the blocks are spread; None if the other arguments say which are used."""
-        return None if self.names_used or self.device_map is not None else self.n_devices
-
 
 def described(
-    n_devices: int | None, hosts: Hosts | None, device_map: Any, max_memory: Any, memory: Any
+    n_devices: int | None, device_map: Any, max_memory: Any, at_least: int = 1
 ) -> Described:
-    """Read a user's arguments about devices; log a warning of any that do not exist."""
-    sites = simulated_sites(n_devices, hosts)
-    device_map, max_memory, memory = (by_index(e, sites) for e in (device_map, max_memory, memory))
-    named = [*(device_map.values() if isinstance(device_map, Mapping) else [device_map])]
-    named += [key for sizes in (max_memory, memory) if isinstance(sizes, Mapping) for key in sizes]
-    least = 1 + max((index for index in named if type(index) is int), default=0)
-    count: Any = len(sites) or (least if n_devices is None else n_devices)
-    check_number(count)
-    names_used = False
-    if isinstance(max_memory, Mapping):
-        numbers = [key for key in max_memory if type(key) is int]
-        names_used = bool(numbers) and n_devices is None and not sites
-        used = [*map(_called, range(count)), *(["cpu"] if "cpu" in max_memory else [])]
-        beyond = {index for index in numbers if index >= count}
-        tell_of_unused([*map(_called, beyond)], used)
-        max_memory = {key: size for key, size in max_memory.items() if key not in beyond}
-    return Described(count, device_map, max_memory, memory, names_used)
-
-
-def _called(index: int) -> str:
-    return f"{DEVICE_TYPE}:{index}"
+    """Read a user's arguments about devices, of which there are some number at least."""
+    device_map, max_memory = by_index(device_map), by_index(max_memory)
+    limited = list(max_memory) if isinstance(max_memory, Mapping) else []
+    placed = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    least = 1 + max((index for index in (*placed, *limited) if type(index) is int), default=0)
+    least = max(least, at_least)
+    check_number(least if n_devices is None else n_devices)
+    names_used = n_devices is None and any(type(key) is int for key in limited)
+    spread = None if names_used or device_map is not None else n_devices or least
+    return Described(max(least, n_devices or 1), spread, device_map, max_memory, names_used)

@@ -10,7 +10,7 @@ device type), ``backward`` (errors there), ``session`` (entering and leaving).
 """
 
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers
-from tl_devicefix.simulation.session import simulate, simulate_apart, simulated_sites
+from tl_devicefix.simulation.session import simulate, simulate_apart
 
 __all__ = [
     "Machine",
@@ -19,5 +19,4 @@ __all__ = [
     "Transfers",
     "simulate",
     "simulate_apart",
-    "simulated_sites",
 ]

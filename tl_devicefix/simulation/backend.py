@@ -9,7 +9,7 @@ import torch
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
@@ -51,11 +51,6 @@ class DeviceModule:
         if "mem" in name and hasattr(Machine, name):
             return getattr(active_machine(), name)
         raise AttributeError(f"simulated devices have no {name!r}")
-
-    def sites(self) -> tuple[Site, ...]:
-        """Return the host of each device; nothing if there is one host."""
-        machine = entered_machine()
-        return () if machine is None else machine.sites
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache."""
@@ -103,7 +98,6 @@ def register() -> None:
         library.impl(make, functools.partial(_allocate, make), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
-    library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
     for operation in _WITH_KERNELS:
         library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
     everything_else = torch.library.Library("_", "IMPL")
@@ -154,14 +148,6 @@ def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     kwargs["device"] = machine.executor.place
     device = machine.devices[machine.index_of(device)]
     return wrap(machine.executor.run(func, args, kwargs, device.index), machine, device)
-
-
-def _zeros(size: Any, **options: Any) -> Any:
-    """Give zeros for a tensor without memory that stands for them, in forward-mode autograd.
-
-    A wrapper cannot carry what says that it is one, so a kernel would read from it.
-    """
-    return _allocate(_EMPTY, size, **options).zero_()
 
 
 def _attention(
@@ -223,34 +209,3 @@ def _is_cast(leaf: Any) -> bool:
         and leaf.is_floating_point()
         and leaf.dtype != torch.float64
     )
-
-
-_CPU_GENERATOR = torch.Generator
-
-
-class _AlsoTorchs(type(_CPU_GENERATOR)):  # type: ignore[misc]
-    """Makes those that were made before, or are on another device, instances too."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _CPU_GENERATOR)
-
-
-class Generator(_CPU_GENERATOR, metaclass=_AlsoTorchs):
-    """``torch.Generator("sim:1")``: the CPU's generator, which says that it is on the device."""
-
-    _device: torch.device
-
-    def __new__(cls, device: Any = "cpu") -> Any:
-        """Make one, or torch's own for any other type of device."""
-        device = torch.device(device)
-        if device.type != DEVICE_TYPE:
-            return _CPU_GENERATOR(device)
-        generator: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        machine = active_machine()
-        generator._device = machine.devices[machine.index_of(device)]
-        return generator
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The simulated device."""
-        return self._device

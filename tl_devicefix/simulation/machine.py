@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Site
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor, tensors_in
@@ -57,13 +56,9 @@ class Transfers(list[Transfer]):
             sorted(sums.items(), key=lambda item: [(d.type, d.index or 0) for d in item[0]])
         )
 
-    def together(self) -> Moved:
-        """The number of all transfers, and their bytes."""
-        return Moved(len(self), sum(transfer.bytes for transfer in self))
-
     def __repr__(self) -> str:
         rows = [(f"{one} -> {other}", sums) for (one, other), sums in self.by_pair().items()]
-        rows.append(("all", self.together()))
+        rows.append(("all", Moved(len(self), sum(transfer.bytes for transfer in self))))
         cells = [(name, str(sums.count), gib(sums.bytes)) for name, sums in rows]
         return format_table(cells, "<>>")
 
@@ -71,24 +66,14 @@ class Transfers(list[Transfer]):
 class Allocation:
     """The bytes of one storage on one simulated device; freed with the last tensor on it."""
 
-    __slots__ = ("__weakref__", "device", "life", "machine")
-
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self.machine = machine
         self.device = device
-        # It may end in any thread, in the middle of anything, where a `__del__` in Python would
-        # swallow Ctrl-C: `Machine._settle` does the rest.
-        self.life = _Life(self, machine._freed.append)
-        self.life.index, self.life.nbytes = device.index, 0
+        self.nbytes = 0
 
-
-class _Life(weakref.ref["Allocation"]):
-    """How many bytes an allocation has, on which device; also when it is gone."""
-
-    __slots__ = ("index", "nbytes")
-
-    index: int
-    nbytes: int
+    def __del__(self) -> None:
+        # It may end in any thread, in the middle of anything: `Machine._settle` does the rest.
+        self.machine._freed.append((self.device.index, self.nbytes))
 
 
 class _Current(threading.local):
@@ -108,7 +93,6 @@ class Machine:
 
     Attributes:
         devices (list[torch.device]): the devices, in order.
-        sites (tuple[Site, ...]): the host of each device; empty if there is one host.
         transfers (Transfers): every copy between two simulated devices, or between the CPU and one
             of them, since the start or the last `reset_transfers`. A number that is read (``item``)
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
@@ -119,11 +103,8 @@ class Machine:
         on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
-    def __init__(
-        self, capacities: Sequence[int], executor: Executor, sites: Sequence[Site] = ()
-    ) -> None:
+    def __init__(self, capacities: Sequence[int], executor: Executor) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
-        self.sites = tuple(sites)
         self.executor = executor
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
@@ -132,7 +113,7 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        self._freed: deque[_Life] = deque()
+        self._freed: deque[tuple[int, int]] = deque()
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -194,10 +175,9 @@ class Machine:
         index = device.index
         free = self._capacities[index] - self._allocated[index]
         if nbytes > free:
-            which = f"{device} ({self.sites[index].name})" if self.sites else f"Device {index}"
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. {which}"
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. Device {index}"
                     f" has a total capacity of {gib(self._capacities[index])} of which"
                     f" {gib(free)} is free."
                 )
@@ -211,11 +191,11 @@ class Machine:
         # Views share the storage; torch keeps its object, and what is on it, as long as it is.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
-        growth = storage.nbytes() - allocation.life.nbytes
+        growth = storage.nbytes() - allocation.nbytes
         if growth:
             self.check_room(device, growth)
             self._add(device.index, growth)
-            allocation.life.nbytes += growth
+            allocation.nbytes += growth
         vars(storage)[_ALLOCATION] = allocation
         return allocation
 
@@ -243,8 +223,8 @@ class Machine:
         """Stop counting memory that has been freed."""
         with self._adding:
             while self._freed:
-                life = self._freed.popleft()
-                self._allocated[life.index] -= life.nbytes
+                index, nbytes = self._freed.popleft()
+                self._allocated[index] -= nbytes
 
 
 _active: Machine | None = None

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from packaging.version import Version
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, Hosts, Site, check_number, sites_on
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.executor import Executor, MetaExecutor
@@ -29,7 +29,6 @@ def simulate(
     memory: int | str | Sequence[int | str] = "80GiB",
     *,
     values: bool = True,
-    hosts: Hosts | None = None,
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
@@ -48,8 +47,6 @@ def simulate(
             nothing is computed, and models of any size fit. A number that you read is 0, a tensor
             that you copy to the CPU is zeros, and a mask selects everything. See
             `tl_devicefix.dry_run`.
-        hosts: how many hosts the devices belong to, divided evenly in order, or how many devices
-            each host has: `[4, 2]`. Names and placements then name the hosts.
 
     Yields:
         The machine, which counts transfers and memory.
@@ -57,7 +54,7 @@ def simulate(
     Raises:
         RuntimeError: if torch is another version, if the process has another backend of this
             kind, or inside another `simulate` or ``torch.inference_mode``.
-        ValueError: if ``n_devices``, ``memory`` or ``hosts`` make no sense.
+        ValueError: if ``n_devices`` or ``memory`` make no sense.
 
     >>> with simulate(2) as machine:
     ...     x = torch.ones(3, device="sim:1")
@@ -69,7 +66,7 @@ def simulate(
     all             1  12 bytes
     """
     capacities, executor = _capacities(n_devices, memory), Executor() if values else MetaExecutor()
-    with entering(lambda: Machine(capacities, executor, sites_on(n_devices, hosts))) as machine:
+    with entering(lambda: Machine(capacities, executor)) as machine:
         yield machine
 
 
@@ -83,7 +80,6 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _move_parameters_in_place(stack)
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
-        _replace(stack, torch, "Generator", backend.Generator)
         _open_safetensors(stack)
         # If it is left open until Python ends: later, the modules are gone that leaving needs.
         atexit.register(stack.close)
@@ -92,20 +88,22 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
 
 
 def simulate_apart(
-    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", hosts: Hosts | None = None
+    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
 ) -> AbstractContextManager[Machine]:
     """`simulate(..., values=False)`, also inside another `simulate`, which goes on afterwards."""
     if entered_machine() is None:
-        return simulate(n_devices, memory, values=False, hosts=hosts)
-    capacities, sites = _capacities(n_devices, memory), sites_on(n_devices, hosts)
-    return entered(Machine(capacities, MetaExecutor(), sites))  # torch is changed already
+        return simulate(n_devices, memory, values=False)
+    machine = Machine(_capacities(n_devices, memory), MetaExecutor())
+    return entered(machine)  # torch is changed already
 
 
-def simulated_sites(n_devices: int | None, hosts: Hosts | None) -> tuple[Site, ...]:
-    """`sites_on`, of simulated devices, whose type torch has to know."""
-    if hosts is not None:
-        backend.register()
-    return sites_on(n_devices, hosts)
+def check_number(n_devices: object) -> None:
+    """Check that there may be so many devices."""
+    if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}")
+
+
+_MOST_DEVICES = 64
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
@@ -177,9 +175,7 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
     function = torch.autograd.function.BackwardCFunction
-    saved = torch.autograd.graph.saved_tensors_hooks
     _replace(stack, function, "apply", backward.applying(function.apply))
-    _replace(stack, saved, "__init__", backward.saving(saved.__init__))
 
 
 def _open_safetensors(stack: ExitStack) -> None:

@@ -29,7 +29,7 @@ except ImportError:  # TransformerLens 3.9
     )
 
 from tl_devicefix.checkpoints.hub import reading_config
-from tl_devicefix.placement.placement import ComponentSize, Placement, is_block
+from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.weight_processing import Weights
 
 __all__ = ["ArchitectureAdapterFactory"]
@@ -65,27 +65,12 @@ class Layout:
             buffers[self.component_of(name)] += buffer.nbytes
         if not weights[REST] + buffers[REST]:
             names = names[:-1]
-        return tuple(
-            ComponentSize(name, weights[name], buffers[name], gives=_bytes_given(name, hf_model))
-            for name in names
-        )
+        return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
 
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
         """A placement as accelerate's `device_map` for `hf_model`: no path lies within another."""
         placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}
         return dict(_cover("", hf_model, placed, str(placement.home)))
-
-
-def _bytes_given(name: str, hf_model: Any) -> int:
-    """Bytes for each token of what a component gives, if that is the residual stream, or logits."""
-    config = hf_model.config.get_text_config()
-    if name == "unembed":
-        width = getattr(config, "vocab_size", 0)
-    elif is_block(name) or name in ("embed", "ln_final"):
-        width = getattr(config, "hidden_size", 0)
-    else:
-        width = 0
-    return int(width) * hf_model.dtype.itemsize
 
 
 def _cover(

@@ -29,8 +29,7 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, resolve, simulated_device
-from tl_devicefix.placement.hosts import joined
+from tl_devicefix.placement.devices import is_elsewhere, joined, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
