@@ -182,8 +182,9 @@ def setup_findings(model: Any, when: str, fix: str) -> Iterator[Finding]:
 def hook_findings(model: Any) -> Iterator[Finding]:
     """Hooks of users that are left: the next run has them too. Permanent ones are to stay."""
     for path, module in named_modules(model):
-        is_point = isinstance(module, HookPoint)
-        handles: list[Any] = [*module.fwd_hooks, *module.bwd_hooks] if is_point else []
+        handles: list[Any] = []
+        if isinstance(module, HookPoint):
+            handles = [*module.fwd_hooks, *module.bwd_hooks]
         if names := ", ".join(_name_of_handle(h) for h in handles if not h.is_permanent):
             message = f"{path} still has a hook ({names})"
             yield Finding("hooks", path, message, "model.reset_hooks()")
