@@ -107,9 +107,7 @@ LAST = RESIDUALS[-1]
 @pytest.mark.parametrize(
     ("kind", "spread"),
     [
-        pytest.param("llama", 4, marks=pytest.mark.fails_unpatched),
-        pytest.param("bloom", 3, marks=pytest.mark.fails_unpatched),
-        pytest.param("attention-only", 4, marks=pytest.mark.fails_unpatched),
+        *(("llama", 4), ("bloom", 3), ("attention-only", 4)),
         *(("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("gpt2", 1)),
     ],
 )
@@ -124,7 +122,6 @@ def test_every_activation(model, reference, tokens):
             assert kept.device == model.placement.device_of(name), name
 
 
-@pytest.mark.fails_unpatched
 def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
@@ -174,7 +171,6 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.fails_unpatched
 def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens):
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     _, expected = reference.run_with_cache(tokens, **options)
