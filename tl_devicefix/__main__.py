@@ -135,11 +135,6 @@ def _add_estimate(commands: Any) -> None:
         "default: %(default)s",
     )
     estimate.add_argument(
-        "--memory",
-        type=_memory,
-        help="what each device has, if that is more than what weights may take of it",
-    )
-    estimate.add_argument(
         "--device-map",
         type=_device_map,
         help='balanced, sequential, or JSON such as \'{"": 0, "blocks.20": 1}\'',
@@ -160,9 +155,6 @@ def _add_estimate(commands: Any) -> None:
         "--max-new-tokens", type=int, default=0, help="tokens to generate, with a KV cache"
     )
     estimate.add_argument("--gradients", action="store_true", help="take a backward from the loss")
-    estimate.add_argument(
-        "--gather", type=_device, help="where stacked weights are gathered: cpu, 0"
-    )
     estimate.add_argument(
         "--attn-implementation",
         choices=("sdpa", "eager"),

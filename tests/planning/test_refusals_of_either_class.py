@@ -117,7 +117,6 @@ def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call):
     [
         ("nosuchmodel", "TransformerLens lists no model 'nosuchmodel'"),
         ("gpt2 --max-memory 0=40", "max_memory[0] must be bytes"),
-        ("gpt2 --max-memory 40GiB --memory 0=40", "memory[0] must be bytes"),
         ("gpt2 --seq-len 4096", "more than the model's n_ctx of 1024: lower them\n"),
         ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or pass n_ctx=9000\n"),
     ],
