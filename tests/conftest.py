@@ -10,7 +10,7 @@ import pytest
 
 import real_devices  # isort: skip  # before what names devices
 import torch
-from covering import is_left_to_others, left_out, parameters_of
+from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
 from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
@@ -77,6 +77,12 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--unpatched",
+        action="store_true",
+        help="run only the tests marked fails_unpatched, against TransformerLens without the "
+        "patches of tl_devicefix: they fail, which shows what the patches are for",
+    )
+    parser.addoption(
         "--asynchronous",
         action="store_true",
         help="run tests of simulated devices on devices that run behind the host, where what "
@@ -100,6 +106,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hosts"):
         tl_devicefix.simulate = simulated_by_hosts  # type: ignore[assignment]
+    if real_devices.TYPE and config.getoption("--unpatched"):
+        raise pytest.UsageError(
+            "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
+        )
+    config.addinivalue_line(
+        "markers",
+        "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "
+        "--unpatched",
+    )
     config.addinivalue_line(
         "markers", "full: runs with --full only; its reason says what else runs"
     )
@@ -120,6 +135,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others |= {item for item in items if item.get_closest_marker("full") is not None}
         others |= {item for item in items if is_left_to_others(item)}
         others.update(left_out([item for item in items if item not in others]))
+    if config.getoption("--unpatched"):
+        others |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
 

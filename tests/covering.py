@@ -83,16 +83,23 @@ def _groups_of(test: pytest.Item) -> list[Sequence[str]]:
 
 
 def _combination_of(test: pytest.Function) -> Combination:
-    """The test's parameters."""
-    return {
+    """The test's parameters; whether it fails unpatched is one more, so that some still do."""
+    values: dict[str, Hashable] = {
         name: value if isinstance(value, (str, int)) else repr(value)
         for name, value in test.callspec.params.items()
     }
+    return {**values, "fails_unpatched": fails_unpatched(test)}
 
 
 def parameters_of(test: pytest.Item) -> Mapping[str, Any]:
     """Values of a test's parameters, by their names."""
     return test.callspec.params if hasattr(test, "callspec") else {}
+
+
+def fails_unpatched(test: pytest.Item) -> bool:
+    """Whether a test is marked so; on one device there is nothing for the patches to mend."""
+    marked = test.get_closest_marker("fails_unpatched") is not None
+    return marked and parameters_of(test).get("n_devices") != 1
 
 
 # --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 from racing import asynchronous
 
 import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.simulation.machine import Machine
+
+if has_hooked_transformer():
+    from unpatched_tl import transformer_lens_alone
 
 
 @pytest.fixture
@@ -22,10 +27,22 @@ def n_devices() -> int:
 def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`with simulated(4) as machine`: as `tl_devicefix.simulate`.
 
-    With `--asynchronous`, its devices run behind the host.
+    With `--unpatched` it is without the patches, and with `--asynchronous` behind the host.
     """
-    behind = request.config.getoption("--asynchronous")
-    return asynchronous if behind else tl_devicefix.simulate
+
+    @contextlib.contextmanager
+    def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
+        behind = request.config.getoption("--asynchronous")
+        enter: Any = asynchronous if behind else tl_devicefix.simulate
+        with enter(*args, **options) as machine:
+            unpatched: Any = contextlib.nullcontext()
+            if request.config.getoption("--unpatched"):
+                alone = has_hooked_transformer()
+                unpatched = transformer_lens_alone(machine) if alone else tl_devicefix.disabled()
+            with unpatched:
+                yield machine
+
+    return simulated
 
 
 @pytest.fixture

@@ -185,6 +185,7 @@ def own_models(monkeypatch):
     return models
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("name", "options"),
     [*((name, {}) for name in OWN), ("NeelNanda/GELU_3L512W_C4_Code", {"checkpoint_index": 1})],
@@ -209,6 +210,7 @@ def test_transformer_lens_s_own_models_are_rounded_once(own_models):
         assert torch.equal(parameter, folded.bfloat16()), parameter_name
 
 
+@pytest.mark.fails_unpatched
 def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_repository(
     own_models,
     hf_models,

@@ -93,6 +93,7 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.cover
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_model_and_goes_on_as_before(
@@ -156,6 +157,7 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
         torch.testing.assert_close(parameter.cpu(), exact[key], rtol=0, atol=1e-6)
 
 
+@pytest.mark.fails_unpatched
 def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_it(
     parts_of, load, snapshot
 ):

@@ -66,6 +66,9 @@ def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
 
 # --------------------------------------------------------------------------------------------
 # Names and paths
+
+
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architecture, put, tokens):
     name = ALL_ARCHITECTURES[architecture].official_name
@@ -80,6 +83,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architectu
     assert model.to_tokens("w5 w7").tolist() == reference.to_tokens("w5 w7").tolist()
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma-2", "pythia"])
 def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, tokens):
     reference, hf_model = references(architecture), put(architecture)
@@ -145,6 +149,9 @@ def test_the_text_model_of_a_multimodal_fine_tune(hub, tokenizer, tokens):
 
 # --------------------------------------------------------------------------------------------
 # Tokenizers
+
+
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["hub", "directory"])
 def test_without_a_tokenizer_there_the_model_has_none_and_says_so(
     where, hub, hf_models, tokenizer, tmp_path, tokens,
@@ -176,6 +183,7 @@ def name(request):
     return ALL_ARCHITECTURES["qwen2"].official_name if request.param else FINE_TUNE
 
 
+@pytest.mark.fails_unpatched
 def test_revision(name, put, hub, tmp_path):
     main = put(name=name)
     v2 = copy.deepcopy(main)
@@ -194,6 +202,7 @@ def test_revision(name, put, hub, tmp_path):
         assert ("later" in model.tokenizer.get_vocab()) == (hf_model is v2)
 
 
+@pytest.mark.fails_unpatched
 def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     HubCache(elsewhere).add(name, hf_models("qwen2"), tokenizer)
@@ -205,6 +214,7 @@ def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_pat
     assert not hub.directory.exists()
 
 
+@pytest.mark.fails_unpatched
 def test_token(name, put, monkeypatch):
     """TransformerLens gives transformers one from HF_TOKEN, and a second is an error."""
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")

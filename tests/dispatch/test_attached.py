@@ -70,6 +70,7 @@ def attached(request, model, reference):
     return pair
 
 
+@pytest.mark.fails_unpatched
 def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_one_device(
     attached, tokens
 ):
@@ -102,6 +103,7 @@ def test_it_runs_wherever_it_is(spread, device, load, reference, tokens):
     assert model.blocks[3].mlp.scale.device == torch.device(device)
 
 
+@pytest.mark.fails_unpatched
 def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(model, tokens):
     model, seen = copy.deepcopy(model), []
     model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)

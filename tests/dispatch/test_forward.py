@@ -26,7 +26,13 @@ somewhere = pytest.mark.parametrize(
         ("llama", "some of three devices"),
         ("gpt2", "scattered"),
         ("gpt2", "all of one device"),
-        *(("llama", 4), ("gpt2", 3), ("bloom", 4), ("unfolded pythia", 3), ("attention-only", 4)),
+        *(
+            pytest.param(kind, spread, marks=pytest.mark.fails_unpatched)
+            for kind, spread in [
+                *(("llama", 4), ("gpt2", 3), ("bloom", 4)),
+                *(("unfolded pythia", 3), ("attention-only", 4)),
+            ]
+        ),
     ],
 )
 
@@ -77,7 +83,7 @@ CALLS: dict[str, Call] = {
 }
 
 
-@pytest.mark.cover(("kind", "spread"), ("call",))
+@pytest.mark.cover(("kind", "spread"), ("call", "fails_unpatched"))
 @somewhere
 @pytest.mark.parametrize("call", CALLS)
 def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
@@ -89,6 +95,7 @@ def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
         assert_at_rest(model)
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:3"])
 def test_what_a_model_takes_may_come_from_any_device(where, model, reference, tokens, mask):
     def run(model, where):
@@ -133,6 +140,7 @@ def test_every_gradient(model, reference, tokens):
             assert_agrees(parameter.grad, expected, parameter.device)
 
 
+@pytest.mark.fails_unpatched
 def test_generating_a_batch_with_left_padding_and_the_kv_cache_in_16_bits(from_pretrained, machine):
     options = {**GREEDY, "padding_side": "left"}
     reference = from_pretrained("gpt2", dtype=torch.bfloat16, device="cpu")

@@ -75,6 +75,7 @@ def a_pytorch_hook(model: Any, tokens: torch.Tensor, to: Move) -> Any:
         handle.remove()
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     "script",
     [
@@ -127,6 +128,7 @@ def in_place_and_out(model: Any, tokens: torch.Tensor) -> Any:
     return [*streams, streams[4][streams[0] > 0], streams[4].index_select(1, index)]
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("script", [gradients_of_several_blocks, in_place_and_out])
 def test_a_script_for_one_device(script, over_devices, on_one, tokens):
     reference = on_one("llama")

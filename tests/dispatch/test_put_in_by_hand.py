@@ -82,6 +82,7 @@ def logits_and_gradients(model: Any, tokens: torch.Tensor) -> list[Any]:
     return [loss, *(module._parameters[name].grad for module, name in weights)]
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
 def test_it_runs_as_on_one_device(put, cls, over_devices, on_one, machine, tokens):
     if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:

@@ -107,7 +107,9 @@ LAST = RESIDUALS[-1]
 @pytest.mark.parametrize(
     ("kind", "spread"),
     [
-        *(("llama", 4), ("bloom", 3), ("attention-only", 4)),
+        pytest.param("llama", 4, marks=pytest.mark.fails_unpatched),
+        pytest.param("bloom", 3, marks=pytest.mark.fails_unpatched),
+        pytest.param("attention-only", 4, marks=pytest.mark.fails_unpatched),
         *(("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("gpt2", 1)),
     ],
 )
@@ -122,6 +124,7 @@ def test_every_activation(model, reference, tokens):
             assert kept.device == model.placement.device_of(name), name
 
 
+@pytest.mark.fails_unpatched
 def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
@@ -171,6 +174,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.fails_unpatched
 def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens):
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     _, expected = reference.run_with_cache(tokens, **options)

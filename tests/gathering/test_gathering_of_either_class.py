@@ -98,6 +98,7 @@ def model(machine, folded):
     return folded("llama", 4)
 
 
+@pytest.mark.fails_unpatched
 def test_a_plain_dict_is_read_at_home_and_left_as_it_is(model, machine, tokens):
     kept, home = keep(model, tokens), machine.devices[0]
     as_it_was = {name: (id(value), value.device) for name, value in kept.items()}
@@ -164,6 +165,7 @@ def test_its_model_may_be_anything_that_has_what_is_read():
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
+@pytest.mark.fails_unpatched
 def test_a_deep_copy_changes_alone(over_devices):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
     bridge = over_devices("llama")

@@ -132,6 +132,7 @@ def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints):
         assert folded["blocks.0.attn.b_O"].device.type == "sim"
 
 
+@pytest.mark.fails_unpatched
 def test_devices_that_are_simulated_are_the_default(machine):
     sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9}
     cfg = HookedTransformerConfig(**sizes, act_fn="relu", n_devices=4)

@@ -57,6 +57,7 @@ def reference(cls, kind, folded, request):
     return reference
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("cls", "kind", "offload", "folded"),
     of_each(
@@ -88,6 +89,7 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
         assert activation.device == model.placement.device_of(block), name
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("cls", "kind", "offload"),
     of_each(HookedTransformer=OF_HOOKED[:2], TransformerBridge=OF_BRIDGE[:1]),

@@ -70,6 +70,28 @@ REFUSED_OVER_HOSTS = {
 }
 """What is refused if blocks are on other hosts, and why."""
 
+WITHOUT_DEVICES = frozenset(
+    {
+        *(
+            f"HookedTransformer.{name}"
+            for name in (
+                *("W_E", "W_pos", "W_E_pos", "W_U", "b_U", "tokens_to_residual_directions"),
+                *("all_head_labels", "n_params_total", "get_pos_offset", "get_token_position"),
+                *("hook_points", "list_hooks", "check_hooks_to_add", "clear_contexts", "cpu"),
+                *("to_tokens", "to_string", "to_str_tokens", "to_single_token"),
+                "to_single_str_token",
+            )
+        ),
+        *(
+            f"head_detector.get_{kind}_token_head_detection_pattern"
+            for kind in ("previous", "duplicate")
+        ),
+        "head_detector.get_induction_head_detection_pattern",
+        *(f"HookPoint.{name}" for name in ("layer", "has_hooks", "forward")),
+    }
+)
+"""What holds without tl_devicefix too, as it reads the embeddings, or no weights at all."""
+
 NEW_IN_3 = frozenset(
     {
         "HookedTransformer.generate_stream",

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, REFUSED_OVER_HOSTS
+from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, REFUSED_OVER_HOSTS, WITHOUT_DEVICES
 from packaging.version import Version
 from public import RESULTS, public_names
 from registry import Run
@@ -48,19 +48,28 @@ def run(kind, n_devices, models, tokens):
     return Run(models(kind, n_devices), tokens)
 
 
+REFUSED = (
+    "SVDInterpreter.get_singular_vectors",
+    "HookedTransformer.set_use_attn_in",
+    "HookedTransformer.W_gate",
+)
+"""What TransformerLens itself does not do for some of the models."""
+
 SEVERAL_AT_ONCE = pytest.mark.full("it calls those of each kind of activation, run by default")
 
 
 def every_call() -> Iterator[Any]:
     """A parameter for each call, kind and number of devices."""
     for name, cases in CALLS.items():
+        fails = name not in WITHOUT_DEVICES and name not in REFUSED
         is_patching = name.startswith("patching.")
         several = [SEVERAL_AT_ONCE] if is_patching and name.endswith("_every") else []
         for case in cases if name in PUBLIC else ():
             for kind, numbers in KINDS.items():
                 # Patching is a forward for each layer, head and position: not everywhere.
                 for n in numbers if not is_patching else (numbers[-1],):
-                    yield pytest.param(name, case, kind, n, marks=several)
+                    marks = [pytest.mark.fails_unpatched] if fails and n > 1 else []
+                    yield pytest.param(name, case, kind, n, marks=[*marks, *several])
 
 
 @pytest.mark.cover(("name", "case"), ("kind", "n_devices"))

@@ -75,6 +75,7 @@ def test_devices_are_named_as_for_hooked_transformer(
     assert_agrees(bridge(tokens.to(home)), references("llama")(tokens), home)
 
 
+@pytest.mark.fails_unpatched
 def test_a_map_of_hugging_face_modules_is_honoured(machine, boot, references, tokens):
     """The unpatched release honours it too, and then fails to read its cache."""
     spread = balanced_map("llama", machine.devices)

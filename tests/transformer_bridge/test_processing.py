@@ -21,6 +21,7 @@ from tl_devicefix.transformer_bridge import processing
 SOON = 30.0  # seconds, within which threads that run at once have met
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
 def test_tied_weights_whose_final_norm_is_on_another_device_are_folded(
     name, machine, boot, references, tokens
@@ -135,6 +136,7 @@ FALCON |= {"mamba_d_state": 4, "mamba_chunk_size": 4, "head_dim": 4, "attention_
 
 
 @pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4")
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("kind", "own"), [("PhiConfig", {}), ("FalconH1Config", FALCON)])
 def test_value_biases_that_several_heads_share_are_folded(kind, own, tokenizer, tmp_path, tokens):
     config = getattr(transformers, kind)(**GROUPED, **own)

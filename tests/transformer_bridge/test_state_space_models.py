@@ -38,6 +38,7 @@ def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
     return [logits, dict(cache.items()), gradients, generated]
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", NAMES)
 def test_they_give_what_they_give_on_one_device(name, boot, references, machine, tokens):
     assert_agrees(results(boot(name, n_devices=4), tokens), results(references(name), tokens))
@@ -56,6 +57,7 @@ def test_with_a_state_it_generates_as_without(boot, tokens):
     assert_agrees(generate(True), generate(False))
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", NAMES)
 def test_each_block_s_state_is_on_its_device(name, boot, machine, tokens):
     bridge = boot(name, n_devices=4)

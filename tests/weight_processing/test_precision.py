@@ -102,6 +102,7 @@ def test_without_processing_weights_stored_in_the_dtype_are_not_rounded_at_all(
         assert (units_off(parameter.detach().cpu(), expected[key].detach()) == 0).all(), key
 
 
+@pytest.mark.fails_unpatched
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
 def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
