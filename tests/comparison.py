@@ -112,7 +112,7 @@ def assert_agrees(
 def assert_bit_equal(actual: Any, expected: Any) -> None:
     """The same bits, on the same devices."""
     if isinstance(expected, torch.Tensor):
-        assert actual.device == expected.device
+        assert (actual.device, actual.dtype) == (expected.device, expected.dtype)
         assert torch.equal(actual, expected)
     elif isinstance(expected, dict):
         assert list(actual) == list(expected)

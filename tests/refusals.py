@@ -19,35 +19,23 @@ class Snapshot:
 
     def __init__(self, hf_model: torch.nn.Module) -> None:
         self._model = hf_model
-        self._modules = self._modules_now()
-        self._tensors = [
-            (name, tensor, tensor.detach().clone(), tensor.device, tensor.requires_grad)
-            for name, tensor in self._tensors_now()
-        ]
-        self._config = self._config_now()
-
-    def _modules_now(self) -> list[tuple[str, torch.nn.Module]]:
-        return list(self._model.named_modules(remove_duplicate=False))
+        self._before, self._tensors = self._now(), self._tensors_now()  # which keep their ids
+        self._values = [tensor.detach().clone() for _, tensor in self._tensors]
 
     def _tensors_now(self) -> list[tuple[str, torch.Tensor]]:
-        model = self._model
-        parameters = list(model.named_parameters(remove_duplicate=False))
-        return parameters + list(model.named_buffers(remove_duplicate=False))
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        return [*parameters, *self._model.named_buffers(remove_duplicate=False)]
 
-    def _config_now(self) -> Any:
-        config = getattr(self._model, "config", None)
-        return None if config is None else config.to_dict()
+    def _now(self) -> Any:
+        modules = list(self._model.named_modules(remove_duplicate=False))
+        tensors = [(name, id(t), t.device, t.requires_grad) for name, t in self._tensors_now()]
+        config: Any = getattr(self._model, "config", None)
+        return modules, tensors, config and config.to_dict()
 
     def assert_unchanged(self) -> None:
-        modules, tensors = self._modules_now(), self._tensors_now()
-        assert [name for name, _ in modules] == [name for name, _ in self._modules]
-        assert all(now is then for (_, now), (_, then) in zip(modules, self._modules))
-        assert [name for name, _ in tensors] == [name for name, *_ in self._tensors]
-        for (name, now), (_, then, value, device, requires_grad) in zip(tensors, self._tensors):
-            assert now is then, name
-            assert (now.device, now.requires_grad) == (device, requires_grad), name
-            assert now.is_meta or torch.equal(now.detach(), value), name
-        assert self._config_now() == self._config
+        assert self._now() == self._before
+        for (name, tensor), value in zip(self._tensors_now(), self._values):
+            assert tensor.is_meta or torch.equal(tensor.detach(), value), name
 
 
 @pytest.fixture

@@ -53,13 +53,3 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Saved
 def files(directory: Path) -> dict[str, bytes]:
     """What a reader sees in a directory: by the names of files, what is in them."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != LOCK}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8)
-
-
-def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert torch.equal(_bits(actual), _bits(expected))

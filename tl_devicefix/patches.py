@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, overload
 from packaging.version import Version
 
 from tl_devicefix.monkeypatch import applying
-from tl_devicefix.monkeypatch.applying import State, disable, disabled, is_enabled, state
+from tl_devicefix.monkeypatch.applying import disable, disabled, is_enabled
 from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import check_version, installed
 
@@ -51,8 +51,6 @@ def table() -> tuple[Patch, ...]:
 def enable() -> None:
     """Patch TransformerLens, unless it is patched already. Importing this package calls it.
 
-    If you interrupt it or `disable`, the next call of either mends that.
-
     Raises:
         UnsupportedTransformerLens: if this TransformerLens cannot be patched. It stays unchanged.
     """
@@ -87,18 +85,12 @@ class PatchReport(tuple[Patch, ...]):
 
     version: Version
     """That of TransformerLens."""
-    state: State
-    """Whether the patches were in place when the report was made: "enabled", "disabled", or
-    "partly enabled" after an interrupt, which the next `enable()` or `disable()` mends."""
+    is_enabled: bool
+    """Whether the patches were in place when the report was made."""
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.
-        return f"PatchReport({len(self)} patches of transformer_lens {self.version}, {self.state})"
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether all patches were in place."""
-        return self.state == "enabled"
+        return f"PatchReport({len(self)} patches of transformer_lens {self.version})"
 
 
 class BlockReport(NamedTuple):
@@ -137,25 +129,27 @@ def report(model: Any = None) -> PatchReport | ModelReport:
 
     Returns:
         The same for programs. Without a model: the patches, each with `target`, `since`, `until`
-        and `why`, and for all together `version`, `state` and `is_enabled`. Of a model: a dict from
+        and `why`, and for all together `version` and `is_enabled`. Of a model: a dict from
         each block's name to its `forward` and `attention`.
 
     Raises:
         UnsupportedTransformerLens: if this TransformerLens is not one that is known.
         TypeError: if the model is of another class.
     """
-    return _report_of_patches() if model is None else _report_of_model(model)
-
-
-def _report_of_patches() -> PatchReport:
     from tl_devicefix.placement.memory import format_table
 
+    if model is not None:
+        return _report_of_model(model)
     patch_report = PatchReport(table())
-    patch_report.version, patch_report.state = installed(), state()
-    print(f"tl_devicefix on transformer_lens {patch_report.version}: {patch_report.state}")
+    patch_report.version, patch_report.is_enabled = installed(), is_enabled()
+    print(f"tl_devicefix on transformer_lens {installed()}: {_state()}")
     rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in patch_report]
     print(format_table([("target", "TL versions", "why"), *rows], "<<<"))
     return patch_report
+
+
+def _state() -> str:
+    return "enabled" if is_enabled() else "disabled"
 
 
 def _report_of_model(model: Any) -> ModelReport:
@@ -176,7 +170,7 @@ def _report_of_model(model: Any) -> ModelReport:
         ]
         model_report[name] = BlockReport(forward, "; ".join(dict.fromkeys(own)) or "none")
     kind = type(model).__name__
-    print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {state()}")
+    print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {_state()}")
     groups = itertools.groupby(model_report, model_report.__getitem__)
     rows = [(in_short(list(names)), *block) for block, names in groups]
     print(format_table([("block", "forward", "attention"), *rows], "<<<"))

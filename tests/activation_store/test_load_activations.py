@@ -102,7 +102,6 @@ def test_a_shard_is_compared_with_the_index_when_it_is_read(written):
     ]
 
 
-@pytest.mark.usefixtures("bars")
 def test_the_command_lists_activations_and_checks_shards(written, capsys):
     directory = str(written.directory)
     assert main(["activations", "info", directory]) == 0

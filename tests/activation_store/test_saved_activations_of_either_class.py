@@ -10,14 +10,14 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from comparison import assert_agrees
+from comparison import assert_agrees, assert_bit_equal
 from either_class import BRIDGE
 from hf_models import padded
 from packaging.version import Version
 from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
-from written_by_hand import assert_same_bits, files
+from written_by_hand import files
 
 from tl_devicefix import save_activations
 from tl_devicefix.monkeypatch.versions import installed
@@ -56,7 +56,7 @@ def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
     assert result.is_complete
     for name in result.names:
         in_memory = [cache[name].cpu() for cache in expected]
-        assert_same_bits(result[name][:], torch.cat(in_memory))
+        assert_bit_equal(result[name][:], torch.cat(in_memory))
     assert torch.equal(result.tokens[:], torch.cat(batches))
     assert not [
         t for t in threading.enumerate() if t.name.startswith(("activations", "pipeline_map"))
@@ -196,8 +196,8 @@ def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else
         result = run(model, batches, names, transform={RESID: mean}, dtype=torch.float16)
         assert torch.is_grad_enabled()
 
-    assert_same_bits(result[RESID][:], expected[RESID].mean(1).half())
-    assert_same_bits(result[names[1]][:], expected[names[1]].half())
+    assert_bit_equal(result[RESID][:], expected[RESID].mean(1).half().cpu())
+    assert_bit_equal(result[names[1]][:], expected[names[1]].half().cpu())
     assert seen == {model.placement.device_of(RESID)}
     assert sorted(n_rows) == sorted(map(len, batches))  # each batch runs once
     assert torch.equal(model(torch.cat(batches)), logits)

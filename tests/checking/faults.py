@@ -13,7 +13,7 @@ from torch import nn
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 if has_hooked_transformer():
-    from transformer_lens.components import LayerNormPre, TransformerBlock
+    from transformer_lens.components import TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,6 @@ def backward_hook_left(model: Any) -> None:
     model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
 
 
-def config_says_otherwise(model: Any) -> None:
-    model.cfg.normalization_type = "RMS"
-
-
-def a_norm_is_another(model: Any) -> None:
-    model.blocks[2].ln2 = LayerNormPre(model.cfg)
-    model.setup()
-
-
 def mlp_replaced_in_the_wrapped_model(model: Any) -> None:
     model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
 
@@ -118,12 +109,6 @@ FAULTS = {
             backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
             "model.reset_hooks()",
         ),
-        Fault(
-            config_says_otherwise, "norms", "blocks.0.ln1",
-            ("cannot be RMSNormPre where cfg.normalization_type is 'RMS'", "correct the config"),
-            None,
-        ),
-        Fault(a_norm_is_another, "norms", "blocks.2.ln2", ("LayerNormPre", "'RMSPre'"), None),
     ],
     BRIDGE: [
         *OF_EITHER,

@@ -6,7 +6,6 @@ import pytest
 from comparison import assert_agrees
 from either_class import BRIDGE, CLASSES, HOOKED
 from faults import FAULTS, MISPLACED, parameter_replaced
-from hf_models import D_VOCAB
 from torch import nn
 
 from tl_devicefix import check
@@ -27,8 +26,7 @@ def test_a_model_of_unpatched_transformer_lens_is_well(name, options, unpatched)
     report = check(unpatched(name, **options))
 
     assert report, report
-    assert "all is well" in repr(report)
-    assert repr(report).endswith("on cpu")
+    assert repr(report) == "all is well"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def test_a_model_of_unpatched_transformer_lens_is_well(name, options, unpatched)
 def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by_a_repair(
     cls, fault, model, reference, tokens, machine
 ):
-    placed, memory = repr(model.placement), check(model).memory
+    placed = repr(model.placement)
     held = [machine.memory_allocated(device) for device in machine.devices]
     parameters = dict(model.named_parameters())
     fault.breaks(model)
@@ -72,11 +70,6 @@ def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by
         assert "repaired (1)" in repr(report)
         assert check(model), check(model)
         assert repr(model.placement) == placed
-        assert report.memory == memory
-        for item in report.memory:
-            assert item.planned == model.placement.bytes_on(item.device)
-            # Folding gives a Bridge a bias of the unembedding, which no plan knows.
-            assert item.held == item.planned or cls == BRIDGE
         if fault.breaks is not parameter_replaced:
             assert all(parameters[name] is item for name, item in model.named_parameters())
             # TransformerLens 3.9 runs a gated MLP of a folded Bridge by plain tensors beside its
@@ -112,19 +105,9 @@ def test_a_booted_bridge_is_well_before_and_after_folding(name, boot, machine, t
     for fold in (False, True):
         if fold:
             bridge.enable_compatibility_mode()
-        report = check(bridge)
-        assert (report.findings, report.notes) == ((), ())
-        held = [machine.memory_allocated(index) for index in range(3)]
-        assert [item.held for item in report.memory] == held
+        assert check(bridge), check(bridge)
     bridge(tokens)
     assert check(bridge), check(bridge)
-
-
-@a_bridge
-def test_parameters_in_one_memory_are_counted_once(bridge_references, hf_models):
-    expected = sum(parameter.numel() for parameter in hf_models("gemma-2").parameters())
-    zeros = D_VOCAB  # a bias of the unembedding, which the release adds
-    assert check(bridge_references("gemma-2")).n_parameters in (expected, expected + zeros)
 
 
 @a_bridge

@@ -113,10 +113,7 @@ def test_a_model_with_an_sae_is_well_wherever_the_sae_is(at, models, make_sae):
     report = tl_devicefix.check(model, repair=True)
 
     assert report, report
-    assert [entry.name for entry in report.notes] == ([HOOK] if at == "sim:0" else [])
     assert {parameter.device for parameter in sae.parameters()} == {torch.device(at)}
-    model.reset_saes()
-    assert tl_devicefix.check(model).notes == ()
 
 
 def test_a_view_of_a_model_with_an_sae(models, make_sae, tokens):

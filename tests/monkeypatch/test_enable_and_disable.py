@@ -175,16 +175,22 @@ def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch):
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
-def test_what_an_interrupt_has_left_is_reported_and_the_next_call_of_either_mends_it(mends, capsys):
+def test_what_an_interrupt_has_left_is_mended_by_the_next_call_of_either(mends, monkeypatch):
     mends()
     expected = parts_of_transformer_lens()
-    tl_devicefix.enable()
-    setattr(MODEL_CLASS, PROCESSING, applying.original(MODEL_CLASS, PROCESSING))
+    tl_devicefix.disable()
+    monkeypatch.setattr(applying, "setattr", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        tl_devicefix.enable()
+    monkeypatch.undo()
 
-    report = tl_devicefix.report()
-
-    assert capsys.readouterr().out.splitlines()[0].endswith(": partly enabled")
-    assert (report.is_enabled, report.state) == (False, "partly enabled")
+    assert not is_enabled()
     mends()
     assert changed(expected, parts_of_transformer_lens()) == set()
-    assert is_enabled() == (mends is tl_devicefix.enable)
+
+
+def interrupted(owner, name, value):
+    """As `setattr`, until it is interrupted."""
+    if name == PROCESSING:
+        raise KeyboardInterrupt
+    setattr(owner, name, value)

@@ -7,14 +7,11 @@ that have all but TransformerLens itself.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +52,10 @@ def transformer_lens_first() -> None:
 
 
 def refused_and_then_not() -> None:
+    """Run as if TransformerLens were not imported yet."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("transformer_lens", "tl_parts"):
+            del sys.modules[name]
     import tl_devicefix
     from tl_devicefix.monkeypatch import applying
     from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens
@@ -83,56 +84,6 @@ def refused_and_then_not() -> None:
     tl_devicefix.disable()
     left = ours(parts_of_transformer_lens())
     assert left == set(), left
-
-
-def two_threads() -> None:
-    import tl_devicefix
-
-    is_amid_it, other_comes = threading.Event(), threading.Event()
-    seen: list[str] = []
-    states: list[bool] = []
-    import_module = importlib.import_module
-
-    def pause(event: str, args: Any) -> None:
-        if event == "import" and threading.current_thread() is first:
-            if args[0].startswith("transformer_lens."):
-                is_amid_it.set()
-                other_comes.wait()
-        elif event == "import" and threading.current_thread() is second:
-            seen.append(args[0])
-            if "tl_devicefix.pipelining.sweep" in seen[:-1]:
-                other_comes.set()  # which imports TransformerLens, and whose lock is held
-
-    def import_and_tell(name: str, package: str | None = None) -> Any:
-        if name == "transformer_lens":
-            other_comes.set()
-        return import_module(name, package)
-
-    def imports() -> None:
-        import transformer_lens  # noqa: F401
-
-        states.append(tl_devicefix.patches.is_enabled())
-
-    def touches() -> None:
-        is_amid_it.wait()
-        states.append(callable(tl_devicefix.save_activations))
-
-    first, second = (threading.Thread(target=work, daemon=True) for work in (imports, touches))
-    importlib.import_module = import_and_tell
-    sys.addaudithook(pause)
-    first.start()
-    second.start()
-    first.join()
-    second.join()
-    assert states == [True, True], states
-
-
-def without_transformer_lens(case: Callable[[], None]) -> None:
-    """Run a case as if TransformerLens were not imported yet."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("transformer_lens", "tl_parts"):
-            del sys.modules[name]
-    case()
 
 
 DISABLED = """
@@ -164,9 +115,8 @@ if __name__ == "__main__":
     import tl_parts  # noqa: F401  # and with it all that TransformerLens needs
 
     forking = multiprocessing.get_context("fork")
-    for case in (refused_and_then_not, two_threads):
-        process = forking.Process(target=without_transformer_lens, args=(case,))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, case.__name__
+    process = forking.Process(target=refused_and_then_not)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     transformer_lens_first()

@@ -42,8 +42,7 @@ def test_it_returns_what_it_prints(capsys):
     assert report.is_enabled
     assert head.endswith(f"{installed()}: enabled")
     # A notebook does not show the table twice.
-    expected = f"PatchReport({len(report)} patches of transformer_lens {installed()}, enabled)"
-    assert repr(report) == expected
+    assert repr(report) == f"PatchReport({len(report)} patches of transformer_lens {installed()})"
     with tl_devicefix.disabled():
         assert not tl_devicefix.report().is_enabled
     assert capsys.readouterr().out.splitlines()[0].endswith(f"{installed()}: disabled")

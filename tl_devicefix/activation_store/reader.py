@@ -16,11 +16,11 @@ from tl_devicefix.activation_store.format import (
     TOKEN_MASK,
     TOKENS,
     Index,
+    Stored,
     read_index,
     shard_faults,
 )
-from tl_devicefix.activation_store.shards import Stored
-from tl_devicefix.activation_store.token_batches import Shuffle, TokenBatches
+from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import gib
@@ -146,7 +146,7 @@ class SavedActivations:
         self,
         name: str,
         batch_size: int = 4096,
-        shuffle: Shuffle = True,
+        shuffle: bool = True,
         seed: int = 0,
         device: Any = None,
         epochs: int | None = 1,
@@ -156,8 +156,8 @@ class SavedActivations:
         Args:
             name: of an activation.
             batch_size: tokens in a batch.
-            shuffle: True: each token once an epoch, in an order that is drawn by blocks; see
-                `TokenBatches`. "exact": any order is as likely as any other. False: as on disk.
+            shuffle: each token once an epoch, in an order that is drawn by blocks; see
+                `TokenBatches`. False: as on disk.
             seed: of the order.
             device: where batches are brought; by default they are on the CPU.
             epochs: how often; None for ever.

@@ -104,12 +104,9 @@ def save_activations(
     directory = Path(directory)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
-    shard_bytes = bytes_of(shard_size, "shard_size")
-    if shard_bytes < 1:
-        raise ValueError(f"shard_size must be 1 byte or more, but is {shard_size!r}")
     with torch.no_grad(), on_disk.locked(directory):
         saving = _Saving(model, batches, selection, arguments, directory)
-        saving.begin(on_disk.saved_index(directory, resume), shard_bytes)
+        saving.begin(on_disk.saved_index(directory, resume), bytes_of(shard_size, "shard_size"))
         saving.run(n_runs, progress)
     return load_activations(directory)
 

@@ -42,11 +42,6 @@ class Selection:
             return None
         if self.token_mask == "attention_mask":
             return mask
-        if not callable(self.token_mask):
-            raise ValueError(
-                'token_mask must be a function of tokens, or "attention_mask", but is '
-                f"{self.token_mask!r}"
-            )
         saved = self.token_mask(tokens)
         shape = saved.shape if isinstance(saved, torch.Tensor) else None
         if shape != tokens.shape or saved.dtype != torch.bool:
@@ -159,11 +154,6 @@ def checked_names(names_filter: Any, model: Any) -> Any:
     """A `names_filter` as `run_with_cache` takes it, which would ignore names that do not exist."""
     if names_filter is None or callable(names_filter):
         return names_filter
-    if not isinstance(names_filter, Iterable):
-        raise TypeError(
-            "names_filter must be a name, names, or a function of a name, but is a "
-            f"{type(names_filter).__name__}"
-        )
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
     if not names:
         raise ValueError("names_filter is empty: name some hook points, or pass None for all")
@@ -200,11 +190,6 @@ class Batch(NamedTuple):
 
 def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iterator[Batch]:
     """The batches that a user gives; see `save_activations`."""
-    if isinstance(items, (str, Mapping)):
-        raise TypeError(
-            f"batches must be an iterable of batches, but is a {type(items).__name__}: give "
-            "a list of them, such as [[text, text], [text]]"
-        )
     for number, item in enumerate(items):
         inputs, mask = _tokens_and_mask(item, number)
         if isinstance(inputs, list):

@@ -11,17 +11,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from tl_devicefix.activation_store.shards import Stored
+from tl_devicefix.activation_store.format import Stored
 from tl_devicefix.placement.devices import resolve
 
 BYTES_OF_BLOCK = 2**18
-Shuffle = bool | Literal["exact"]
-"""The order of rows: on disk (False), mixed by blocks (True), any equally likely ("exact")."""
 
 
 class TokenBatches(Iterator[torch.Tensor]):
@@ -29,9 +27,8 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     With `shuffle=True`, rows are mixed in groups of half a shard's bytes. A group has blocks of
     256 KiB from anywhere on disk, in a random order of its rows. So you get a permutation of all
-    rows, but not each one is equally likely. With `shuffle="exact"`, each is. That reads every row
-    by itself, which is slower from a disk, and takes some 50 bytes of memory a row. The same seed
-    gives the same order, and each epoch has another. An epoch's last batch has the remaining rows.
+    rows, but not each one is equally likely. The same seed gives the same order, and each epoch has
+    another. An epoch's last batch has the remaining rows.
 
     A thread reads ahead, so up to three groups are in memory. A batch that you keep holds its whole
     group, so clone it. A process that you fork later has no such thread, and would wait for ever:
@@ -40,7 +37,7 @@ class TokenBatches(Iterator[torch.Tensor]):
     Args:
         stored: the activation.
         batch_size: rows in a batch.
-        shuffle: False for the order on disk, True, or "exact".
+        shuffle: False for the order on disk.
         seed: of the order.
         device: where batches are brought; by default they are on the CPU.
         epochs: how often all rows are handed out; None for ever.
@@ -48,7 +45,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: whether the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
+        ValueError: for a size or number below 1, or a device that is not here.
     """
 
     def __init__(
@@ -56,15 +53,13 @@ class TokenBatches(Iterator[torch.Tensor]):
         stored: Stored,
         batch_size: int,
         *,
-        shuffle: Shuffle,
+        shuffle: bool,
         seed: int,
         device: Any,
         epochs: int | None,
         group_bytes: int,
         by_token: bool,
     ) -> None:
-        if shuffle not in (True, False, "exact"):
-            raise ValueError(f'shuffle must be True, False or "exact", but is {shuffle!r}')
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {value!r}")
@@ -108,8 +103,7 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     def _from_here(self) -> Generator[torch.Tensor, None, None]:
         epoch, batch = divmod(self._handed_out, self._batches_of_epoch)
-        block_rows = 1 if self._shuffle == "exact" else max(1, BYTES_OF_BLOCK // self._rows.bytes)
-        groups = _Groups(self._rows, block_rows, self._group_rows, bool(self._shuffle), self._seed)
+        groups = _Groups(self._rows, self._group_rows, self._shuffle, self._seed)
         row = batch * self._batch_size
         # Not a method of this object, so that dropping it ends the thread.
         read = _ahead(groups.read(epoch, row, self._epochs))
@@ -217,9 +211,8 @@ class _Rows:
 class _Groups:
     """The blocks of each group, and the order in which a group's rows are handed out."""
 
-    def __init__(
-        self, rows: _Rows, block_rows: int, group_rows: int, shuffle: bool, seed: int
-    ) -> None:
+    def __init__(self, rows: _Rows, group_rows: int, shuffle: bool, seed: int) -> None:
+        block_rows = max(1, BYTES_OF_BLOCK // rows.bytes)
         self._rows, self._group_rows = rows, group_rows
         self._shuffle, self._seed = shuffle, seed
         self._blocks = torch.tensor(

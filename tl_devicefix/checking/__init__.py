@@ -1,40 +1,33 @@
-"""Check a live model: whether all of it is where the placement says, and no hooks are left.
-
-`places` and `user_hooks` ask the same of either class; what differs is in `hooked` and the
-adapters.
-"""
+"""Check a live model: whether all of it is where the placement says, and no hooks are left."""
 
 from __future__ import annotations
 
-import importlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tl_devicefix.adapters import Adapter, adapter_of
-from tl_devicefix.checking.places import (
-    attached_notes,
+from tl_devicefix.checking.findings import (
+    Finding,
+    Kind,
     bring_back,
     config_findings,
-    count_parameters,
     device_findings,
-    host_findings,
-    is_unspread,
-    memory,
-    placement_of,
+    hook_findings,
     setup_findings,
 )
-from tl_devicefix.checking.report import Finding, Report
-from tl_devicefix.checking.user_hooks import hook_findings, hook_notes
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
 
-__all__ = ["Finding", "Report", "check"]
+__all__ = ["Finding", "Kind", "Report", "check"]
 
 
 def check(model: Any, repair: bool = False) -> Report:
     """Return the faults of a live model: misplaced parts, leftover hooks, a config that was edited.
 
     `check` compares every parameter and buffer with `model.placement` (without one, with
-    `cfg.device`). It also finds a HookedTransformer's norms that are not folded as the config says,
-    and processing that was interrupted. It reads no values, and changes nothing without `repair`.
+    `cfg.device`). It also finds processing that was interrupted. It reads no values, and changes
+    nothing without `repair`.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
@@ -56,47 +49,65 @@ def check(model: Any, repair: bool = False) -> Report:
     >>> assert check(model)  # doctest: +SKIP
     """
     adapter = adapter_of(model)
-    hooked: Any = None
-    if adapter.NAME == "HookedTransformer":  # of which TransformerLens 4 lacks the components
-        hooked = importlib.import_module("tl_devicefix.checking.hooked")
-    findings = _repairable(model, adapter, hooked)
+    findings = _repairable(model, adapter)
     repaired: list[Finding] = []
     if repair and findings:
         before = findings
-        _put_right(model, adapter, hooked)
-        findings = _repairable(model, adapter, hooked)
+        bring_back(model)
+        if (placement := getattr(model, "placement", None)) is not None:
+            adapter.realign(model, placement)
+        findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
-    attached = hooked.attached(model) if hooked else {}
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    return Report(
-        findings=(
-            *interrupted,
-            *findings,
-            *host_findings(model),
-            *(hooked.norm_findings(model) if hooked else ()),
-            *hook_findings(model),
-        ),
-        repaired=tuple(repaired),
-        notes=(*attached_notes(model, attached), *hook_notes(model)),
-        n_parameters=count_parameters(model),
-        memory=memory(model),
-    )
+    return Report((*interrupted, *findings, *hook_findings(model)), tuple(repaired))
 
 
-def _repairable(model: Any, adapter: Adapter, hooked: Any) -> list[Finding]:
-    """What `repair` mends."""
-    attached, hint = (hooked.attached(model), hooked.hint) if hooked else ({}, None)
+def _repairable(model: Any, adapter: Adapter) -> list[Finding]:
     return [
         *config_findings(model),
-        *device_findings(model, attached, hint),
-        *setup_findings(model, adapter.SETUP),
+        *device_findings(model),
+        *setup_findings(model, *adapter.SETUP),
     ]
 
 
-def _put_right(model: Any, adapter: Adapter, hooked: Any) -> None:
-    """Move what is misplaced, and make the config and the hooks follow."""
-    if is_unspread(model):
-        model.move_model_modules_to_device()
-        return
-    bring_back(model, hooked.attached(model) if hooked else {})
-    adapter.realign(model, placement_of(model))
+@dataclass(frozen=True, repr=False)
+class Report:
+    """The result of a check. It is true if all is well; printing it lists the faults.
+
+    Attributes:
+        findings: the faults.
+        repaired: the faults that have been repaired.
+    """
+
+    findings: tuple[Finding, ...]
+    repaired: tuple[Finding, ...]
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is wrong (any more)."""
+        return not self.findings
+
+    def __bool__(self) -> bool:
+        return self.well
+
+    def __repr__(self) -> str:
+        lines = []
+        if self.repaired:
+            lines.append(f"repaired ({len(self.repaired)}):")
+            lines += _listed([replace(repair, fix=None) for repair in self.repaired])
+        lines.append("all is well" if self.well else f"wrong ({len(self.findings)}):")
+        return "\n".join([*lines, *_listed(self.findings)])
+
+
+_MOST_OF_A_KIND = 8
+
+
+def _listed(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line for each, but not hundreds of one kind."""
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    for finding in findings:
+        by_kind[finding.kind].append(f"- {finding}")
+    for lines in by_kind.values():
+        yield from lines[:_MOST_OF_A_KIND]
+        if len(lines) > _MOST_OF_A_KIND:
+            yield f"- and {len(lines) - _MOST_OF_A_KIND} more of this kind"

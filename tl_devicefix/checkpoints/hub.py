@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import threading
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -103,13 +102,12 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
     """
-    options, thread = hub_arguments(kwargs), threading.get_ident()
+    options = hub_arguments(kwargs)
 
     class Tokenizers:
         @staticmethod
         def from_pretrained(name: str, **own: Any) -> Any:
-            if threading.get_ident() == thread:  # others may construct models of their own
-                own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
+            own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
             return AutoTokenizer.from_pretrained(name, **own)
 
     fetching = [

@@ -121,13 +121,8 @@ class HuggingFaceSource:
             if is_out_of_memory(error):
                 raise
             named, own = self._cfg.original_architecture, type(self._model).__name__
-            if named == own and isinstance(error, RuntimeError):
-                raise
             if named == own:
-                raise ValueError(
-                    f"TransformerLens cannot read a {own} of the installed transformers ({error}); "
-                    "install versions of the two that were released together"
-                ) from error
+                raise
             # einops is given None for a weight that is missing.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             raise ValueError(

@@ -8,22 +8,17 @@ TransformerLens is imported.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import importlib.util
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FunctionType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
-
-State = Literal["enabled", "disabled", "partly enabled"]
 
 _MISSING = object()
 
@@ -36,11 +31,6 @@ class _Replacement(NamedTuple):
     before: Any
     after: Any
 
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the original is gone; another library may have wrapped the replacement."""
-        return _own(self.owner, self.name) is not self.before
-
 
 def _own(owner: Any, name: str) -> Any:
     """An attribute of a function, or one of a class itself, as its `__dict__` has it."""
@@ -52,26 +42,24 @@ def _own(owner: Any, name: str) -> Any:
 # All that is replaced: known whole before anything is touched and until all is as it was before,
 # so that whatever stops `enable` or `disable` halfway, the next call of either can do all of it.
 _replaced: tuple[_Replacement, ...] = ()
+_is_enabled = False
 # The table that is applied, or was applied last: `disabled` applies it again.
 _applied: Sequence[Patch] = ()
-# Held by the thread that switches.
-_switching = threading.RLock()
 
 
 def enable(table: Sequence[Patch]) -> None:
     """Replace everything in a table; does nothing if that is done already."""
-    with _switching:
-        if is_enabled():
-            return
-        disable()  # what an interrupt has left halfway
-        for patch in table:
-            check_target(patch)
-        _replace(table)
+    if is_enabled():
+        return
+    disable()  # what an interrupt has left halfway
+    for patch in table:
+        check_target(patch)
+    _replace(table)
 
 
 def _replace(table: Sequence[Patch]) -> None:
     """Replace everything in a table that was checked; nothing of it is replaced yet."""
-    global _applied, _originals, _replaced
+    global _applied, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
     for patch in table:
         target = named(patch.owner or patch.name)
@@ -84,6 +72,7 @@ def _replace(table: Sequence[Patch]) -> None:
     _applied, _replaced, _originals = table, tuple(replacements), {}
     for owner, name, _, after in _replaced:
         setattr(owner, name, after)
+    _is_enabled = True
 
 
 def _within_function(function: Any, replacement: Callable[..., Any]) -> Iterator[_Replacement]:
@@ -115,45 +104,35 @@ def disable() -> None:
     A model that is spread over devices still runs, but you read its caches and weights on their
     blocks' devices, and hooks that you add before you call `enable` again may not mix devices.
     """
-    global _originals, _replaced
-    with _switching:
-        for owner, name, before, _ in reversed(_replaced):
-            if before is not _MISSING:
-                setattr(owner, name, before)
-            elif name in vars(owner):
-                delattr(owner, name)
-        _replaced, _originals = (), {}
+    global _is_enabled, _originals, _replaced
+    _is_enabled = False
+    for owner, name, before, _ in reversed(_replaced):
+        if before is not _MISSING:
+            setattr(owner, name, before)
+        elif name in vars(owner):
+            delattr(owner, name)
+    _replaced, _originals = (), {}
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Undo all patches within a `with` block.
 
-    It acts on all threads. If several are within it, the one that entered first ends it for all.
+    It acts on all threads.
     """
-    with _switching:
-        were_enabled = is_enabled()
-        disable()
+    were_enabled = is_enabled()
+    disable()
     try:
         yield
     finally:
-        with _switching:
-            if were_enabled and not is_enabled():
-                disable()
-                _replace(_applied)
+        if were_enabled and not is_enabled():
+            disable()
+            _replace(_applied)
 
 
 def is_enabled() -> bool:
     """Whether all patches are in place."""
-    return state() == "enabled"
-
-
-def state() -> State:
-    """The state of the patches; "partly enabled" where `enable` or `disable` was interrupted."""
-    in_place = [replacement.is_in_place for replacement in _replaced]
-    if not any(in_place):
-        return "disabled"
-    return "enabled" if all(in_place) else "partly enabled"
+    return _is_enabled
 
 
 def original(cls: type, name: str) -> Any:
@@ -242,17 +221,16 @@ class _ImportHook(MetaPathFinder):
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
         self.waits = True
-        self._of_thread = threading.local()
+        self._is_within = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         ours = name == "transformer_lens" or name.startswith("tl_devicefix.")
-        if not (ours and self.waits) or getattr(self._of_thread, "is_within", False):
+        if not (ours and self.waits) or self._is_within:
             return None
         spec = self._within(importlib.util.find_spec, name)  # by the other finders
         if spec is not None and spec.loader is not None:
             # The loader is this module's alone, so it may have another method for once.
-            executes = functools.partial(self._execute, spec.loader)
-            spec.loader.exec_module = executes
+            spec.loader.exec_module = partial(self._execute, spec.loader)
         return spec
 
     def _execute(self, loader: Any, module: Any) -> None:
@@ -262,23 +240,17 @@ class _ImportHook(MetaPathFinder):
             self.call()
 
     def call(self) -> None:
-        """Call the function; if it raises an error, the next import calls it again.
-
-        TransformerLens is imported first, while this thread holds no lock of a module of ours: the
-        thread that imports it already waits for those, and then this one waits for that thread.
-        """
-        importlib.import_module("transformer_lens")
+        """Call the function; if it raises an error, the next import calls it again."""
         self._within(self._then)
-        self.waits = False  # and stays there: other threads may be going through the finders
+        self.waits = False
 
     def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function whose imports are part of the one that is under way."""
-        before = getattr(self._of_thread, "is_within", False)
-        self._of_thread.is_within = True
+        before, self._is_within = self._is_within, True
         try:
             return function(*arguments)
         finally:
-            self._of_thread.is_within = before
+            self._is_within = before
 
 
 def when_imported(then: Callable[[], None]) -> None:

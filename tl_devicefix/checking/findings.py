@@ -1,0 +1,214 @@
+"""The faults of a live model: of its config, its tensors, its modules and its hooks."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.attention.implementation import HOOKS
+from tl_devicefix.dispatch.carrying import not_carried_to
+from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
+from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
+from tl_devicefix.placement.devices import HOST, is_elsewhere, printed, resolve, with_index
+from tl_devicefix.placement.fitting import move_parameter
+from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.remote_tensor import RemoteTensor
+
+Kind = Literal[
+    "processing",  # the weights are in part those from before
+    "config",  # cfg.device or cfg.n_devices is not what the placement says
+    "device",  # a tensor is not where the placement says
+    "setup",  # a module was put in, and the model not told
+    "hooks",  # left behind
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault.
+
+    Attributes:
+        kind: the sort of fault, for programs.
+        name: the tensor, module or hook point, as the model names it.
+        message: the fault, in words.
+        fix: the line of code that mends it, where there is one.
+    """
+
+    kind: Kind
+    name: str
+    message: str
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.message}: {self.fix}" if self.fix else self.message
+
+
+def config_findings(model: Any) -> Iterator[Finding]:
+    """A `cfg.device` or `cfg.n_devices` that is not the placement's."""
+    placement, cfg = _placement_of(model), model.cfg
+    if placement is None:
+        return
+    home, count = placement.home, len(placement.devices)
+    if torch.device(cfg.device).type != home.type or with_index(torch.device(cfg.device)) != home:
+        message = f"cfg.device is {str(cfg.device)!r}, but the placement's home is {home}"
+        yield Finding("config", "cfg.device", message, f'model.cfg.device = "{home}"')
+    if cfg.n_devices != count:
+        message = f"cfg.n_devices is {cfg.n_devices}, but the placement has {count} devices"
+        yield Finding("config", "cfg.n_devices", message, f"model.cfg.n_devices = {count}")
+
+
+def _placement_of(model: Any) -> Placement | None:
+    """The model's placement; None if it was built on one device."""
+    return getattr(model, "placement", None)
+
+
+# --------------------------------------------------------------------------------------------
+# Tensors
+
+
+def _attached(model: Any) -> dict[nn.Module, str]:
+    """The modules of SAEs and the like, which run where they are, and the path of their root."""
+    roots = [(path, module) for path, module in model.named_modules() if runs_where_it_is(module)]
+    return {module: path for path, root in roots for module in root.modules()}
+
+
+def _tensors(model: Any, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
+    """The tensors of a model, but those of attached modules, whose place is their owner's."""
+    placement = _placement_of(model)
+    only = resolve(model.cfg.device) if placement is None else None
+    for path, module in named_modules(model):
+        if module in attached:
+            continue
+        for name, value, is_weight in held_tensors(module):
+            device = only or model.placement.device_for(joined(path, name), is_weight)
+            if is_elsewhere(device) and type(value) is not RemoteTensor:
+                device = model.placement.home  # as of a block that replaces a remote one
+            yield PlacedTensor(path, name, module, value, is_weight, device)
+
+
+def bring_back(model: Any) -> None:
+    """Move each misplaced tensor, with its gradient, to its device."""
+    for tensor in list(_tensors(model, _attached(model))):
+        if tensor.is_misplaced and tensor.is_weight:
+            move_parameter(tensor.value, tensor.planned)
+        elif tensor.is_misplaced:
+            tensor.module._buffers[tensor.name] = tensor.value.to(tensor.planned)
+
+
+def device_findings(model: Any) -> Iterator[Finding]:
+    """The largest modules of which all is misplaced, or else tensors, by the module they are in."""
+    attached = _attached(model)
+    tensors = list(_tensors(model, attached))
+    modules = _misplaced_modules(tensors, set(attached.values()))
+    groups: dict[str, list[PlacedTensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.is_misplaced:
+            path = next((p for p in _enclosing(tensor.path) if p in modules), tensor.path)
+            groups[path].append(tensor)
+    for path, misplaced in groups.items():
+        names = [tensor.name for tensor in misplaced]
+        name = path or "model"
+        if path not in modules:
+            name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
+        size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
+        devices = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
+        planned, by = misplaced[0].planned, "cfg.device"
+        fix = f'{expression(path)}.to("{planned}")'
+        if _placement_of(model) is not None:
+            by = "the placement"
+            if planned == HOST:  # .to(...) would move the buffers too
+                fix = "tl_devicefix.check(model, repair=True)"
+        message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
+        yield Finding("device", name, message, fix)
+
+
+def _misplaced_modules(tensors: list[PlacedTensor], apart: set[str]) -> set[str]:
+    """The modules all of whose tensors are on one device and belong on one other.
+
+    None that holds a module apart: to move the one would move the other.
+    """
+    holding = {path for other in apart for path in _enclosing(other)}
+    places: dict[str, set[tuple[torch.device, torch.device]]] = defaultdict(set)
+    for tensor in tensors:
+        device = tensor.value.device if tensor.is_misplaced else tensor.planned
+        for path in _enclosing(tensor.path):
+            places[path].add((device, tensor.planned))
+    return {
+        path
+        for path, pairs in places.items()
+        if len(pairs) == 1 and path not in holding and not path.endswith(WRAPPED)
+        if all(device != planned for device, planned in pairs)
+    }
+
+
+def _enclosing(path: str) -> Iterator[str]:
+    """ "blocks.4.mlp" -> "", "blocks", "blocks.4", "blocks.4.mlp"."""
+    yield ""
+    parts = path.split(".") if path else []
+    for end in range(len(parts)):
+        yield ".".join(parts[: end + 1])
+
+
+# --------------------------------------------------------------------------------------------
+# Modules that have changed
+
+
+def setup_findings(model: Any, when: str, fix: str) -> Iterator[Finding]:
+    """Modules whose hook points the model does not know, or that no input is brought to."""
+    placement, registered = _placement_of(model), set(model.hook_dict.values())
+    paths = [] if placement is None else not_carried_to(model, placement)
+    for path, module in named_modules(model):
+        if isinstance(module, HookPoint) and module not in registered:
+            paths.append(path.rpartition(".")[0])
+    for path in dict.fromkeys(paths):  # the outermost
+        if not any(path != other and path.startswith(f"{other}.") for other in paths):
+            name = path or "model"
+            yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
+
+
+# --------------------------------------------------------------------------------------------
+# Hooks that are left: TransformerLens's on hook points, and PyTorch's on modules
+
+
+def hook_findings(model: Any) -> Iterator[Finding]:
+    """Hooks of users that are left: the next run has them too. Permanent ones are to stay."""
+    for path, module in named_modules(model):
+        handles: list[Any] = []
+        if isinstance(module, HookPoint):
+            handles = [*module.fwd_hooks, *module.bwd_hooks]
+        if names := ", ".join(_name_of_handle(h) for h in handles if not h.is_permanent):
+            message = f"{path} still has a hook ({names})"
+            yield Finding("hooks", path, message, "model.reset_hooks()")
+        own = {handle.hook.id for handle in handles}
+        for attribute in HOOKS:
+            kind = attribute.strip("_s").replace("pre_", "pre-").replace("_", " ")
+            for key, hook in getattr(module, attribute).items():
+                if key not in own and package_of(hook) not in ("tl_devicefix", *LIBRARIES):
+                    name = path or "model"
+                    message = f"{name} still has a PyTorch {kind} ({_name(hook)})"
+                    fix = f"del {expression(path)}.{attribute}[{key}]"
+                    yield Finding("hooks", name, message, fix)
+
+
+def _name_of_handle(handle: Any) -> str:
+    if (hook := getattr(handle, "user_hook", None)) is not None:
+        return _name(hook)
+    # TransformerLens 2.x keeps no user_hook, but its repr as the name of what it registers.
+    registered = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)
+    name = str(getattr(registered, "__name__", "unknown"))
+    return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
+
+
+def _name(hook: Any) -> str:
+    """The name of a hook; not the repr of a partial, which may show a whole cache."""
+    hook = getattr(hook, "func", hook)
+    return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]
