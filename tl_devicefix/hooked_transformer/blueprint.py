@@ -126,7 +126,7 @@ def _empty_as_loaded(
     """A parameter without values, laid out as loading lays it out: as the checkpoint has it.
 
     TransformerLens's shapes are mostly transposed views of a checkpoint's, and
-    `weight_processing/weights.py` keeps them so; what TransformerLens computes with them depends on
+    `weight_processing/slices.py` keeps them so; what TransformerLens computes with them depends on
     it, and so does its memory. An `architecture` of None is that of a model from no checkpoint.
     """
     orders = _OF_CONV1D if architecture == "GPT2LMHeadModel" else _OF_LINEAR

@@ -36,7 +36,7 @@ from tl_devicefix.hooked_transformer.components import attention_kind, component
 from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
 from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.units import fill, installed_conventions
+from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches

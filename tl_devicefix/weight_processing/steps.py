@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from transformer_lens import FactoredMatrix
 
-from tl_devicefix.weight_processing.weights import Weights
+Weights = dict[str, torch.Tensor]
+"""One component's weights, by name, all on one device. A step may change it and its tensors."""
 
 # --------------------------------------------------------------------------------------------
 # fold_ln
