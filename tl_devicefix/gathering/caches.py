@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import OrderedDict, UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,14 +24,15 @@ from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
 
 
-class CacheAtHome(dict[str, torch.Tensor]):
+class CacheAtHome(UserDict[str, torch.Tensor]):
     """A cache of activations that stores each tensor where it was computed and reads it at home.
 
     A `functools.partial` stands for a tensor on disk: it is called each time that you ask for it.
+    `data` has the tensors where they were computed.
     """
 
-    def __init__(self, home: torch.device) -> None:
-        super().__init__()
+    def __init__(self, home: torch.device, data: Mapping[str, Any] | None = None) -> None:
+        self.data = {} if data is None else dict(data)
         self._home = home
 
     @property
@@ -40,56 +41,27 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return chosen_device(self._home) or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._at_home(super().__getitem__(name))
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        raise KeyError(f"{name} is not in this cache: see cache.keys()")
-
-    def _at_home(self, value: Any) -> Any:
-        return move(_read(value), self.home)
+        return move(_read(self.data[name]), self.home)
 
     def stored(self) -> dict[str, torch.Tensor]:
         """The tensors where they were computed, as a plain dict."""
-        get = super().__getitem__
-        return {name: _read(get(name)) for name in self}
-
-    def __iter__(self) -> Iterator[str]:
-        # Python copies a dict's values as they lie (dict(cache), {**cache}) unless it has this.
-        return super().__iter__()
+        return {name: _read(value) for name, value in self.data.items()}
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
-    def pop(self, name: str, *default: Any) -> Any:
-        """As `dict.pop`, at home."""
-        return self._at_home(super().pop(name, *default))
-
-    def popitem(self) -> tuple[str, torch.Tensor]:
-        """As `dict.popitem`, at home."""
-        name, value = super().popitem()
-        return name, self._at_home(value)
-
-    # A dict's own read it past `__getitem__`.
-    get: Any = MutableMapping.get
-    setdefault: Any = MutableMapping.setdefault
-    items: Any = MutableMapping.items
-    values: Any = MutableMapping.values
-
     def copy(self) -> CacheAtHome:
         """A shallow copy that reads at home too."""
-        get = super().__getitem__
-        return self.of({name: get(name) for name in self})
+        return self.of(self.data)
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheAtHome:
         return self.of(copy.deepcopy(self.stored(), memo))
 
-    def of(self, activations: Mapping[str, torch.Tensor]) -> CacheAtHome:
+    def of(self, activations: Mapping[str, Any]) -> CacheAtHome:
         """A cache of other activations, wherever they are, that is read where this one is."""
-        new = type(self)(self._home)
-        new.update(activations)
-        return new
+        return CacheAtHome(self._home, activations)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved as a plain dict, at home, so that torch.load can load it with weights_only.

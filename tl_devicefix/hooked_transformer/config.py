@@ -108,13 +108,19 @@ def _config_by_name(
     readable = _ReadableAutoConfig(transformers_config, token)
     try:
         with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
-            return tl_loading.get_pretrained_model_config(name, **kwargs)
+            cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"the config of {name!r} cannot be fetched: check the connection, or give a local "
             f"directory with its config.json: {reason}"
         ) from error
+    architecture = cfg.original_architecture
+    if architecture in _OTHER_CLASSES:
+        raise ValueError(
+            f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
+        )
+    return cfg
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
@@ -167,10 +173,6 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
-    if architecture in _OTHER_CLASSES:
-        raise ValueError(
-            f"{called!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
-        )
     try:
         with reading_config(called):
             cfg = _config_of_architecture(architecture, hf_config, path, kwargs)
