@@ -18,7 +18,6 @@ from kinds import home_of
 from packaging.version import Version
 from transformer_lens import ActivationCache
 
-import tl_devicefix
 from tl_devicefix import gather_on
 from tl_devicefix.monkeypatch.versions import installed
 
@@ -70,31 +69,6 @@ def test_another_device_than_home_or_the_cpu_within_it_and_in_its_thread(model):
         assert model.W_Q.device == torch.device("sim:2")
     with pytest.raises(ValueError, match="'sim:9' does not exist"), gather_on("sim:9"):
         pass
-
-
-class NoMemory:
-    available = 1000
-
-
-def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, monkeypatch):
-    monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + 1000] * 4)
-    machine.reset_transfers()
-    message = r"model\.W_in is .* KiB, but sim:0.* has 1000 bytes"
-    with pytest.raises(torch.OutOfMemoryError, match=message):
-        _ = model.W_in
-    assert machine.transfers == []
-
-    # Weights of grouped heads need room for each head's copy too.
-    stored = sum(block.attn._W_K.nbytes for block in model.blocks)
-    monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + stored] * 4)
-    with pytest.raises(torch.OutOfMemoryError, match=r"model\.W_K is .*, but sim:0"):
-        _ = model.W_K
-
-    with gather_on("cpu"):
-        assert model.W_in.device == CPU
-        monkeypatch.setattr(tl_devicefix.gathering.gathering.psutil, "virtual_memory", NoMemory)
-        with pytest.raises(torch.OutOfMemoryError, match="block by block"):
-            _ = model.W_in
 
 
 # --------------------------------------------------------------------------------------------
@@ -153,23 +127,14 @@ def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
     assert [machine.memory_allocated(device) for device in machine.devices] == before
 
 
-def updated(cache: Any) -> dict[str, torch.Tensor]:
-    copied: dict[str, torch.Tensor] = {}
-    copied.update(cache)
-    return copied
-
-
 COPIES: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "**": lambda cache: {**cache},
     "|": lambda cache: cache | {},
-    "update": updated,
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "keys and values": lambda cache: dict(zip(cache.keys(), cache.values())),
     "get": lambda cache: {name: cache.get(name) for name in cache},
     "pop": lambda cache: {name: cache.pop(name) for name in list(cache)},
-    "setdefault": lambda cache: {name: cache.setdefault(name) for name in cache},
     "popitem": lambda cache: dict(cache.popitem() for _ in range(len(cache))),
 }
 
@@ -180,11 +145,7 @@ def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens, **options)
     for copied in COPIES.values():
         _, cache = model.run_with_cache(tokens, **options)
-        assert LAST in cache
-        assert len(cache) == N_LAYERS
         assert cache.pop("none", None) is cache.get("none") is None
-        with pytest.raises(KeyError, match="none"):
-            cache.pop("none")
 
         actual = copied(cache)
 

@@ -53,7 +53,7 @@ def test_nothing_but_what_is_read_is_made_where_it_is_read(machine, folded):
 
 def test_stacks_of_different_tensors_are_torchs(machine):
     one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
-    with ReadAt(machine.devices[0], None, "it", in_place=False):
+    with ReadAt(machine.devices[0], None, in_place=False):
         assert torch.stack([one, two]).dtype == torch.float64
         with pytest.raises(RuntimeError, match="equal size"):
             torch.stack([one, torch.ones(1)])
@@ -125,20 +125,15 @@ def test_a_cache_that_was_moved_is_read_where_it_is(model, machine, tokens, devi
     tokens, read_on = tokens.to(model.cfg.device), torch.device(device)
     kept = keep(model, tokens)
     _, cached = model.run_with_cache(tokens)
-    machine.reset_transfers()
-    moved = cached.to(device)
-    assert {transfer.target for transfer in machine.transfers} == {read_on}  # and not home
     for cache in (
         ActivationCache(kept, model).to(device),
         ActivationCache({name: value.to(device) for name, value in kept.items()}, model),
         model.run_with_cache(tokens, device=device)[1],
-        moved,
+        cached.to(device),
     ):
         assert cache["resid_post", 4].device == read_on
         assert {value.device for value in cache.values()} == {read_on}
         assert cache.stack_activation("resid_post").device == read_on
-    of_one_block = ActivationCache(keep(model, tokens, 4), model).to(device)
-    assert of_one_block["resid_post", 4].device == read_on
 
 
 def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, tokens):

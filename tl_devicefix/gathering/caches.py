@@ -83,7 +83,6 @@ def cache_for(model: Any, device: Any = None) -> CacheAtHome | None:
 _CACHING = "get_caching_hooks", "add_caching_hooks"
 _CACHES, _AT_HOME = "self names_filter incl_bwd device", "cached activations are read at home"
 _READ = "activations are read at home, or on the device of `gather_on`"
-_STAY = "activations stay where they are"
 
 
 @patches("HookedTransformer", *_CACHING, takes=_CACHES, why=_AT_HOME)
@@ -135,46 +134,28 @@ def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     if device is not None:
         args, kwargs = bring_home((args, kwargs), device)
     read = functools.partial(original, self, *args, **kwargs)
-    name = original.__name__
-    in_place = name == "compute_head_results"
-    return read_together(device, self.model, f"cache.{name}", read, in_place)
-
-
-@patches("ActivationCache", takes="self", why=_STAY)
-def remove_batch_dim(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
-    if not isinstance(self.cache_dict, CacheAtHome):
-        return original(self, *args, **kwargs)
-    in_place = _in_place(self)
-    original(in_place, *args, **kwargs)
-    self.cache_dict.update(in_place.cache_dict)
-    self.has_batch_dim = in_place.has_batch_dim
-    return self
-
-
-@patches("ActivationCache", takes="self batch_slice", why=_STAY)
-def apply_slice_to_batch_dim(original: Any, self: Any, batch_slice: Any) -> Any:
-    """`ActivationCache.apply_slice_to_batch_dim`, which leaves each activation where it is."""
-    if not isinstance(self.cache_dict, CacheAtHome):
-        return original(self, batch_slice)
-    sliced = original(_in_place(self), batch_slice)
-    sliced.cache_dict = self.cache_dict.of(sliced.cache_dict)
-    return sliced
+    in_place = original.__name__ == "compute_head_results"
+    return read_together(device, self.model, read, in_place)
 
 
 @patches(
     "ActivationCache",
-    takes="self device",
-    why="activations go there from where they are, not by way of home",
+    *("remove_batch_dim", "apply_slice_to_batch_dim"),
+    takes="self",
+    why="activations stay where they are",
 )
-def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`ActivationCache.to`: each activation goes there from where it is, not by way of home."""
-    is_at_home = isinstance(self.cache_dict, CacheAtHome)
-    moved = original(_in_place(self) if is_at_home else self, *args, **kwargs).cache_dict
-    device = next(iter(_devices_of(moved).values()), None)
-    if device is not None and (is_at_home or _is_spread(self.model)):
-        moved = CacheAtHome(device).of(moved)  # read there, wherever home is
-    self.cache_dict = moved
+def change_where_it_lies(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method that changes every activation, where it was computed."""
+    cache = self.cache_dict
+    if not isinstance(cache, CacheAtHome):
+        return original(self, *args, **kwargs)
+    view = copy.copy(self)
+    view.cache_dict = cache.stored()
+    changed = original(view, *args, **kwargs)
+    changed.cache_dict = cache.of(changed.cache_dict)
+    if changed is not view:
+        return changed
+    vars(self).update(vars(view))
     return self
 
 
@@ -186,13 +167,6 @@ def _is_spread(model: Any) -> bool:
     """Whether a model's weights lie in several memories, one of which may be the host's."""
     placement: Placement | None = getattr(model, "placement", None)
     return placement is not None and len(placement.memories) > 1
-
-
-def _in_place(cache: Any) -> Any:
-    """The same cache, with each activation read where it was computed."""
-    view = copy.copy(cache)
-    view.cache_dict = cache.cache_dict.stored()
-    return view
 
 
 def _read_on(cache: Any) -> torch.device | None:

@@ -10,15 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 
 from tl_devicefix.dispatch.carrying import move
 from tl_devicefix.dispatch.mixing import JoinedAt, mapped
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.devices import HOST, free_memory, printed
+from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.in_use import chosen_device, gather_on
-from tl_devicefix.placement.memory import gib
 from tl_devicefix.tracebacks import noting_mixed_devices
 
 
@@ -46,11 +44,11 @@ class ReadAt(JoinedAt):
     W_U that is indexed, the rows are copied.
     """
 
-    def __init__(self, device: torch.device, model: Any, what: str, in_place: bool) -> None:
+    def __init__(self, device: torch.device, model: Any, in_place: bool) -> None:
         home, placement = home_of(model), getattr(model, "placement", None)
         memories = () if placement is None else placement.memories
         super().__init__(device, frozenset({device, home or device, *memories}))
-        self._home, self._what, self._in_place = home, what, in_place
+        self._home, self._in_place = home, in_place
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """The device of the reading; if what is offloaded meets one other device, that one."""
@@ -67,7 +65,6 @@ class ReadAt(JoinedAt):
             tensors = args[0]
             are_tensors = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
             if are_tensors and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
-                check_room(sum(tensor.nbytes for tensor in tensors), self._device, self._what)
                 return _StackOn.apply(self._device, *tensors)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -93,24 +90,8 @@ class _StackOn(torch.autograd.Function):
         return (None, *(part.to(device) if needed else None for part, device, needed in parts))
 
 
-def check_room(needed: int, device: torch.device, what: str) -> None:
-    """Check that there is room for something before anything of it is copied."""
-    on_cpu = device.type == "cpu"
-    room = psutil.virtual_memory().available if on_cpu else free_memory(device)
-    if room is not None and needed > room:
-        other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
-        raise torch.OutOfMemoryError(
-            f"{what} is {gib(needed)}, but {printed(device)} has {gib(room)} free: read it {other}"
-            "block by block"
-        )
-
-
 def read_together(
-    device: torch.device | None,
-    model: Any,
-    what: str,
-    read: Callable[[], Any],
-    in_place: bool = True,
+    device: torch.device | None, model: Any, read: Callable[[], Any], in_place: bool = True
 ) -> Any:
     """Call a function that is written for one device, and bring what it gives to this device.
 
@@ -118,43 +99,25 @@ def read_together(
     """
     if device is None:
         return read()
-    with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
+    with ReadAt(device, model, in_place), gather_on(device), noting_mixed_devices():
         result = read()
     return move(mapped(result, lambda part: move(part, device)), device)
 
 
-_OF_KEY_VALUE_HEADS = ("W_K", "W_V", "b_K", "b_V")
-_OF_BLOCKS = ("W_Q", "W_O", "W_in", "W_gate", "W_out", "b_Q", "b_O", "b_in", "b_out")
-STACKED = (*_OF_KEY_VALUE_HEADS, *_OF_BLOCKS)
+STACKED = (
+    *("W_Q", "W_K", "W_V", "W_O", "W_in", "W_gate", "W_out"),
+    *("b_Q", "b_K", "b_V", "b_O", "b_in", "b_out"),
+)
 """Properties of a model that stack a weight of every block."""
 _OF_SEVERAL = ("accumulated_bias", "all_composition_scores", "tokens_to_residual_directions")
 _SINGLE = ("W_E", "W_U", "b_U")
 _GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
 
 
-@patches("HookedTransformer", *_SINGLE, "W_pos", *_OF_BLOCKS, *_OF_SEVERAL, why=_GATHERS)
+@patches("HookedTransformer", *_SINGLE, "W_pos", *STACKED, *_OF_SEVERAL, why=_GATHERS)
 @patches("TransformerBridge", *_SINGLE, *STACKED, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
 def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A weight, weights of all blocks in one copy, or what is computed from several."""
-    what = f"model.{original.__name__}"
     read = functools.partial(original, self, *args, **kwargs)
-    return read_together(gathering_device(self), self, what, read)
-
-
-@patches("HookedTransformer", *_OF_KEY_VALUE_HEADS, why=_GATHERS)
-def of_key_value_heads(original: Any, self: Any) -> Any:
-    """`HookedTransformer.W_K` and its like; those of grouped heads are repeated once stacked."""
-    name, attn = original.__name__, self.blocks[0].attn
-    device = gathering_device(self)
-    if device is None or not hasattr(attn, f"_{name}"):
-        return gathered(original, self)
-
-    what = f"model.{name}"
-
-    def repeated() -> torch.Tensor:
-        stack = torch.stack([getattr(block.attn, f"_{name}") for block in self.blocks])
-        check_room(stack.nbytes * attn.repeat_kv_heads, device, what)
-        return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)
-
-    return read_together(device, self, what, repeated)
+    return read_together(gathering_device(self), self, read)

@@ -8,7 +8,6 @@ config.json decides.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 import re
@@ -33,6 +32,7 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
 )
 from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 
@@ -88,11 +88,10 @@ def official_name(model_name: str) -> str:
     refuse_directory(model_name)
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
-    close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
-    meant = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    meant = did_you_mean(model_name, tl_loading.make_model_alias_map())
     raise ValueError(
-        f"TransformerLens lists no model {model_name!r}{meant}, and it is neither a local "
-        "checkpoint directory nor a name on the hub (organisation/model)"
+        f"TransformerLens lists no model {model_name!r}, and it is neither a local checkpoint "
+        f"directory nor a name on the hub (organisation/model){meant}"
     )
 
 

@@ -114,17 +114,11 @@ def from_pretrained(
     return model
 
 
-_COUNTS_DEVICES = {"num_gpus", "n_gpus", "num_devices", "gpus"}
-"""What other libraries call `n_devices`."""
-
-
 def _load(
     cls: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
-    for name in _COUNTS_DEVICES & hf_kwargs.keys():
-        raise TypeError(f"from_pretrained has no argument {name!r}; did you mean 'n_devices'?")
     parameters = [*arguments, "device_map", "max_memory", "attn_implementation"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))

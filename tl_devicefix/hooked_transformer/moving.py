@@ -79,11 +79,10 @@ def to(
         ValueError: if the device does not exist.
     """
     if isinstance(device_or_dtype, torch.dtype):
-        refuse_to_convert(self, lambda tensor: tensor.to(device_or_dtype))
-        self.cfg.dtype = device_or_dtype
         if print_details:
             print("Changing model dtype to", device_or_dtype)
         nn.Module.to(self, device_or_dtype)
+        self.cfg.dtype = device_or_dtype
         return self
     device = resolve_to_move(device_or_dtype, torch.device(self.cfg.device))
     if print_details:
@@ -102,10 +101,11 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     refuse_to_convert(self, fn)
     before = _devices(self)
     nn.Module._apply(self, fn, recurse)
-    share_buffers(self)
     if _devices(self) != before:
+        share_buffers(self)
         _follow_weights(self)
     elif getattr(self, "placement", None) is not None:  # it may have another dtype
+        share_buffers(self)
         _record(self, self.placement.reweighed(self))
         pin(self, self.placement)
     return self
@@ -166,8 +166,7 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
     placement: Placement | None = self.__dict__.get("placement")
     if placement is None:
         return
-    use(placement)
-    placements[self.cfg] = placement
+    _record(self, placement)
     if _devices(self) != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
     else:

@@ -7,7 +7,6 @@ float32 (or wider), rounded once, and left there.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import logging
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from transformer_lens.components import LayerNormPre, RMSNormPre
 from tl_devicefix.checkpoints.sources import Source, StateDictSource, full_name, name_in_unit
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import component_names, final_norm_class
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
@@ -99,19 +99,17 @@ def process_weights_(
 ) -> None:
     """Process the model's own weights in place, each component on its own device.
 
-    A model that is folded already, wholly or in part, is left as it is in what is done. There is no
-    second copy of the weights: if this is interrupted, the model has to be loaded again, and says
-    so when it is used. Later than 3.0, TransformerLens's own does no more than this.
+    A model that is folded already, wholly or in part, is left as it is in what is done. Later than
+    3.0, TransformerLens's own does no more than this.
 
     Raises:
         RuntimeError: if an earlier call was interrupted.
     """
-    refuse_unfinished(self)
     self.load_and_process_state_dict(
         self.state_dict(),
-        fold_ln=fold_ln,
-        center_writing_weights=center_writing_weights,
-        center_unembed=center_unembed,
+        fold_ln,
+        center_writing_weights,
+        center_unembed,
         refactor_factored_attn_matrices=refactor_factored_attn_matrices,
     )
 
@@ -265,8 +263,9 @@ def _is_own_buffer(name: str) -> bool:
 @functools.cache
 def installed_conventions() -> Conventions:
     """The conventions of the TransformerLens that is installed."""
-    is_3x = importlib.util.find_spec("transformer_lens.weight_processing") is not None
     # Folding of MoE came with 3.0, went, and came back; only this warning tells which it is.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
-    return Conventions(folds_moe=not refuses_moe, recenters_b_O=is_3x, keeps_folded_norms=is_3x)
+    return Conventions(
+        folds_moe=not refuses_moe, recenters_b_O=not IS_2, keeps_folded_norms=not IS_2
+    )
