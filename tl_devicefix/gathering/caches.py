@@ -50,16 +50,16 @@ class CacheAtHome(UserDict[str, torch.Tensor]):
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
 
-    def copy(self) -> CacheAtHome:
+    def copy(self) -> Any:
         """A shallow copy that reads at home too."""
         return self.of(self.data)
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheAtHome:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.of(copy.deepcopy(self.stored(), memo))
 
-    def of(self, activations: Mapping[str, Any]) -> CacheAtHome:
+    def of(self, activations: Mapping[str, Any]) -> Any:
         """A cache of other activations, wherever they are, that is read where this one is."""
         return CacheAtHome(self._home, activations)
 
@@ -72,7 +72,7 @@ def _read(value: Any) -> Any:
     return value() if isinstance(value, functools.partial) else value
 
 
-def cache_for(model: Any, device: Any = None) -> CacheAtHome | None:
+def cache_for(model: Any, device: Any = None) -> Any:
     """An empty cache that is read at home, or on a device; None for a model on one device."""
     placement: Placement | None = getattr(model, "placement", None)
     if placement is None or len(placement.devices) == 1:
