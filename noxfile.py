@@ -193,9 +193,9 @@ def fuzz(session: nox.Session) -> None:
 
     `nox -s fuzz -- 4.3.0 600` runs 600 Bridges, and `nox -s fuzz -- 3.9.0 1 --seed 17` one case.
     """
-    version, *arguments = session.posargs or ["3.9.0"]
+    version, cases, *arguments = [*session.posargs, *["3.9.0", "2000"][len(session.posargs) :]]
     install_tests(session, version)
-    session.run("python", "-W", "ignore", "tests/fuzz", *arguments)
+    session.run("pytest", "-q", "tests/fuzz/test_fuzz.py", f"--cases={cases}", *arguments)
 
 
 @nox.session

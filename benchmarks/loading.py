@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer import units
+from tl_devicefix.hooked_transformer import processing
 from tl_devicefix.simulation import Machine
 
 CONFIG = LlamaConfig(
@@ -63,9 +63,9 @@ def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
 
 def seconds_to_load(checkpoint: Path, n_devices: int, how: str) -> tuple[float, float]:
     """How long it takes until all is on its device, and how many times its largest share all is."""
-    workers = one_after_the_other if how == "in turn" else units.each_on_its_device
+    workers = one_after_the_other if how == "in turn" else processing.each_on_its_device
     with (
-        mock.patch.object(units, "each_on_its_device", workers),
+        mock.patch.object(processing, "each_on_its_device", workers),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         begun = time.perf_counter()

@@ -13,7 +13,7 @@ from hf_models import padded
 from kinds import new_kv_cache
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer import attention as block
+from tl_devicefix.hooked_transformer import layers as block
 
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part

@@ -1,9 +1,23 @@
-"""The installed TransformerLens, in a process of its own."""
+"""The installed TransformerLens, in a process of its own, and the seeds of random cases."""
 
 from __future__ import annotations
 
 import pytest
 from cases import Installed
+from pools import IS_BRIDGE
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="how many seeds of random cases")
+    parser.addoption("--seed", type=int, help="the first of them")
+
+
+def pytest_generate_tests(metafunc):
+    if "seed" in metafunc.fixturenames:
+        # No options where the whole suite runs, as pytest reads them before this file.
+        first = metafunc.config.getoption("--seed", None) or 0
+        cases = metafunc.config.getoption("--cases", None) or (10 if IS_BRIDGE else 100)
+        metafunc.parametrize("seed", range(first, first + cases))
 
 
 @pytest.fixture(scope="session")

@@ -47,37 +47,27 @@ HOOKED_TRANSFORMER: dict[Any, list[Any]] = {
             ("torch_hook", "blocks.1.hook_resid_pre", "forward", "read"),
         ],
         ("within", "hook_embed", ("hook", "blocks.0.attn.hook_rot_k", *SCALE)),
-        (
-            "within",
-            "blocks.0.ln1.hook_normalized",
-            ("hook", "blocks.0.mlp.hook_post", *SCALE),
-        ),
+        ("within", "blocks.0.ln1.hook_normalized", ("hook", "blocks.0.mlp.hook_post", *SCALE)),
         [
             ("hook", "blocks.0.hook_mlp_out", *SCALE),
             ("hook", "blocks.1.hook_mlp_out", *SCALE),
             ("within", "blocks.1.attn.hook_z", ("remove_hooks", "reset")),
         ],
-        ("exchange", "blocks.0.attn.hook_q", "Doubling"),
-        ("exchange", "blocks.0.attn.hook_pattern", "Doubling"),
-        ("exchange", "blocks.0.ln1.hook_scale", "Doubling"),
-        ("exchange", "blocks.0.hook_resid_mid", "Doubling"),
-        ("exchange", "blocks.0.mlp.hook_post", "Doubling"),
+        *(
+            ("exchange", f"blocks.0.{point}", "Doubling")
+            for point in ("attn.hook_q", "attn.hook_pattern", "ln1.hook_scale", "hook_resid_mid")
+        ),
         ("exchange", "blocks.0.mlp", "Sequential"),
         ("graft", "blocks.1", "blocks.0"),
-        ("sub_class", "blocks.0", "scale"),
-        ("sub_class", "blocks.0.attn", "scale"),
-        ("sub_class", "blocks.0.mlp", "scale"),
-        ("sub_class", "blocks.0.attn.hook_z", "scale"),
+        *(("sub_class", f"blocks.0{path}", "scale") for path in ("", ".attn", ".attn.hook_z")),
         [
             ("hook", "blocks.0.attn.hook_q", *SCALE),
             *(NO_GRAD, ("sub_class", "blocks.0.attn", "scale")),
         ],
-        ("instance_forward", "blocks.0.attn", "put in"),
-        ("instance_forward", "blocks.0.attn.k_norm", "put in"),
-        ("instance_forward", "blocks.0.attn.hook_z", "put in"),
-        ("instance_forward", "blocks.0.mlp", "put in"),
-        ("instance_forward", "blocks.0.ln1", "put in"),
-        ("instance_forward", "blocks.0.hook_resid_mid", "put in"),
+        *(
+            ("instance_forward", f"blocks.0.{path}", "put in")
+            for path in ("attn", "attn.k_norm", "attn.hook_z", "mlp", "ln1", "hook_resid_mid")
+        ),
         ("own_method", "blocks.0", "attn.calculate_qkv_matrices", None),
         ("own_method", "blocks.0", "attn.calculate_attention_scores", None),
         ("own_method", "blocks.0", "attn.calculate_z_scores", "layer_id"),
@@ -95,21 +85,26 @@ HOOKED_TRANSFORMER: dict[Any, list[Any]] = {
         *(("weight", "blocks.0", name, "parametrized") for name in ("attn.W_Q", "mlp.W_in")),
         *(("weight", "blocks.0", name, "tensor") for name in ("attn.W_O", "mlp.b_out", "ln1.w")),
         *(("method", "MLP.forward", form) for form in OTHER_FORMS),
-        ("method", "MLP.__call__", "function"),
         ("method", "Module.__call__", "descriptor"),
-        ("method", "Attention.calculate_z_scores", "function"),
-        ("method", "AbstractAttention.apply_causal_mask", "function"),
-        ("method", "LayerNorm.forward", "function"),
-        ("method", "HookPoint.forward", "function"),
+        *(
+            ("method", name, "function")
+            for name in (
+                *("MLP.__call__", "Attention.calculate_z_scores", "LayerNorm.forward"),
+                *("AbstractAttention.apply_causal_mask", "HookPoint.forward"),
+            )
+        ),
         ("code", "MLP.forward"),
         ("module_function", f"{OF_TL}.abstract_attention:simple_attn_linear"),
         ("module_function", f"{OF_TL}.mlps.mlp:batch_addmm"),
-        ("within", "hook_embed", ("set_config", ("use_attn_result", True))),
-        ("within", "blocks.0.hook_resid_post", ("set_config", ("use_attn_result", True))),
-        ("within", "hook_embed", ("method", "MLP.forward", "function")),
-        ("within", "blocks.0.hook_resid_post", ("method", "MLP.forward", "function")),
-        ("within", "hook_embed", ("global_hook", "forward")),
-        ("within", "blocks.0.hook_resid_post", ("global_hook", "forward")),
+        *(
+            ("within", point, change)
+            for point in ("hook_embed", "blocks.0.hook_resid_post")
+            for change in (
+                ("set_config", ("use_attn_result", True)),
+                ("method", "MLP.forward", "function"),
+                ("global_hook", "forward"),
+            )
+        ),
     ],
     GPT_NEO: [
         ("own_config", "blocks.0", ".attn", ("window_size", 2)),
@@ -140,11 +135,13 @@ OF_BRIDGE: dict[Any, list[Any]] = {
             ("hook", point, *SCALE)
             for point in ("embed.hook_out", "ln_final.hook_normalized", "unembed.hook_in")
         ),
-        ("method", "GatedMLPBridge.forward", "function"),
-        ("method", "LinearBridge.forward", "function"),
-        ("method", "RMSNormalizationBridge.forward", "function"),
-        ("method", "PositionEmbeddingsAttentionBridge.forward", "function"),
-        ("method", "HookPoint.forward", "function"),
+        *(
+            ("method", f"{cls}.forward", "function")
+            for cls in (
+                *("GatedMLPBridge", "LinearBridge", "RMSNormalizationBridge", "HookPoint"),
+                "PositionEmbeddingsAttentionBridge",
+            )
+        ),
         ("within", "blocks.0.hook_out", ("method", "GatedMLPBridge.forward", "function")),
         ("within", "blocks.0.hook_out", ("hook", "blocks.1.attn.hook_z", *SCALE)),
     ],

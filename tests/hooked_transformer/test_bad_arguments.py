@@ -41,17 +41,12 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
-    "a spread over devices without moving": (
-        {"n_devices": 4, "move_to_device": False},
-        ("move_to_device=False", "4 devices", "leave move_to_device out"),
-    ),
-    "no layers": ({"first_n_layers": 0}, ("first_n_layers=0",)),
     "more layers than there are": ({"first_n_layers": 9}, ("9 layers", "5", "first_n_layers")),
     "quantising": ({"load_in_4bit": True}, ("load_in_4bit",)),
     **{
         f"a misspelt {meant}": ({misspelt: 4}, (repr(misspelt), repr(meant)))
         for misspelt, meant in (
-            *(("ndevices", "n_devices"), ("num_devices", "n_devices"), ("devicemap", "device_map")),
+            *(("ndevices", "n_devices"), ("devicemap", "device_map")),
             *(("max_memmory", "max_memory"), ("center_unembeds", "center_unembed")),
             ("attn_implementaton", "attn_implementation"),
         )
@@ -115,11 +110,6 @@ def test_a_model_that_cannot_be_used(case, hf_models, from_pretrained, refused):
     spoil(hf_model)
     with refused(*says, error=(ValueError, AttributeError), hf_model=hf_model):
         from_pretrained("qwen2", hf_model, n_devices=4)
-
-
-def test_a_model_that_is_none(from_pretrained, refused):
-    with refused("hf_model", "Linear", "config"):
-        from_pretrained("qwen2", torch.nn.Linear(2, 2), n_devices=4)
 
 
 @pytest.mark.parametrize(

@@ -6,62 +6,208 @@ Several hooks at once, hooks that change other things, and changes by hand are i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from block_variants import (
-    ATTENTION_AS_INSTALLED,
-    BLOCKS_AS_INSTALLED,
-    DTYPES,
-    VARIANTS,
-    Recorder,
-    Seen,
-    assert_all_as_installed,
-    assert_as_installed,
-    gradients,
-    make,
-    padded,
-    points,
-    run,
-    shared,
-    tokens,
-)
 from kinds import new_kv_cache
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import known_blocks
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
+
+N_LAYERS, N_CTX, D_VOCAB = 2, 24, 40
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 4}
+_LLAMA = {"normalization_type": "RMS", "gated_mlp": True, **_ROTARY}
+_GROUPED = {"n_key_value_heads": 2}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "LN": {"act_fn": "gelu_new"},
+    "LNPre": {"normalization_type": "LNPre", "act_fn": "gelu_new"},
+    "no norm": {"normalization_type": None, "act_fn": "relu"},
+    "RMS, grouped": {**_LLAMA, **_GROUPED},
+    "RMSPre, grouped": {**_LLAMA, **_GROUPED, "normalization_type": "RMSPre"},
+    "ungrouped": {**_LLAMA, **_GROUPED, "ungroup_grouped_query_attention": True},
+    "partial rotary": {**_LLAMA, "rotary_dim": 2},
+    "adjacent pairs": {**_LLAMA, "rotary_adjacent_pairs": True},
+    "partial, adjacent": {"rotary_adjacent_pairs": True, **_ROTARY, "rotary_dim": 2},
+    "parallel": {"parallel_attn_mlp": True, **_ROTARY, "rotary_dim": 2},
+    "parallel with mlp_in": {"parallel_attn_mlp": True, "use_hook_mlp_in": True},
+    "ALiBi": {"positional_embedding_type": "alibi"},
+    "shortformer": {"positional_embedding_type": "shortformer"},
+    "local": {"use_local_attn": True, "window_size": 3, "attn_types": ["global", "local"]},
+    "local rotary": {
+        **_LLAMA,
+        **({} if IS_2 else {"rotary_base_local": 100}),
+        "use_local_attn": True,
+        "window_size": 3,
+        "attn_types": ["local", "global"],
+    },
+    "soft cap, norms after": {
+        **_LLAMA,
+        "attn_scores_soft_cap": 5.0,
+        "use_normalization_before_and_after": True,
+    },
+    "qk-norm": {**_LLAMA, "use_qk_norm": True},
+    "qk-norm, grouped": {**_LLAMA, **_GROUPED, "use_qk_norm": True},
+    "experts": {**_LLAMA, "num_experts": 3, "experts_per_token": 2},
+    "attention only": {"attn_only": True},
+    "bidirectional": {"attention_dir": "bidirectional"},
+    "solu_ln": {"act_fn": "solu_ln"},
+    "mlp_in": {"use_hook_mlp_in": True},
+    "no scale": {"use_attn_scale": False},
+    "scale by layer": {"scale_attn_by_inverse_layer_idx": True},
+    "attn_result": {"use_attn_result": True},
+    "attn_result, grouped": {**_LLAMA, **_GROUPED, "use_attn_result": True},
+    "split inputs": {"use_split_qkv_input": True},
+    "attn_in": {**_LLAMA, "use_attn_in": True},
+}
+if not IS_2:
+    VARIANTS |= {
+        "OLMo 2": {**_LLAMA, "original_architecture": "Olmo2ForCausalLM"},
+        "OLMo 2, mlp_in": {
+            **_LLAMA,
+            "original_architecture": "Olmo2ForCausalLM",
+            "use_hook_mlp_in": True,
+        },
+        "OLMoE": {**_LLAMA, **_GROUPED, "original_architecture": "OlmoeForCausalLM"},
+        "clipped": {**_LLAMA, "clip_qkv": 0.5},
+        "clipped and normalised": {
+            **_LLAMA,
+            "original_architecture": "OlmoeForCausalLM",
+            "clip_qkv": 1.0,
+        },
+        "sinks": {**_LLAMA, **_GROUPED, "use_attention_sinks": True},
+        "log-n": {**_ROTARY, "use_logn_attn": True, "train_seq_length": 3},
+    }
+BLOCKS_AS_INSTALLED = {"split inputs", "attn_in"}
+ATTENTION_AS_INSTALLED = {"attn_result", "attn_result, grouped", "log-n"} | BLOCKS_AS_INSTALLED
+
+
+def make(name, dtype=torch.float32):
+    """A model of a variant; how its weights lie in memory differs from block to block."""
+    options = {
+        "n_layers": N_LAYERS,
+        "d_model": 16,
+        "n_heads": 4,
+        "d_head": 4,
+        "d_mlp": 24,
+        "d_vocab": D_VOCAB,
+        "n_ctx": N_CTX,
+        "act_fn": "silu",
+        "normalization_type": "LN",
+        "seed": 0,
+        "device": "cpu",
+        "dtype": dtype,
+    }
+    model = HookedTransformer(HookedTransformerConfig(**{**options, **VARIANTS[name]}))
+    model.to(dtype)  # a mixture of experts has a router in float32
+    generator = torch.Generator().manual_seed(0)
+    for path, parameter in model.named_parameters():
+        lies = torch.randn(parameter.shape, generator=generator) * 0.5
+        parameter.data.copy_(lies)
+        if parameter.dim() > 1 and path.startswith("blocks.1."):  # as a checkpoint has it
+            parameter.data = parameter.data.mT.contiguous().mT
+    return model
+
+
+shared = cache(make)
+"""A model that several tests use: they leave it as it was."""
+
+
+def tokens(n):
+    return torch.randint(0, D_VOCAB, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def padded(n, left=0, right=0):
+    """A mask of two rows, of which the second is not padded."""
+    mask = torch.ones(2, n, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[0, n - right :] = 0
+    return mask
+
+
+def gradients(model):
+    """What a backward pass has left, and leaves no more."""
+    result = {f"grad {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return result
+
+
+def assert_as_installed(run):
+    """A run gives what it gives unpatched, bit for bit, or fails with the same error."""
+    assert_all_as_installed({"": run})
+
+
+def assert_all_as_installed(runs):
+    """Several runs do; they share one switch to the installed forwards, which takes its time."""
+    with tl_devicefix.disabled():
+        expected = {key: _outcome(run) for key, run in runs.items()}
+    actual = {key: _outcome(run) for key, run in runs.items()}
+    for key, expecteds in expected.items():
+        assert list(actual[key]) == list(expecteds), key
+        for name, value in expecteds.items():
+            message = f"{key} {name}: {actual[key][name]}, {value}"
+            exactly = {"rtol": 0, "atol": 0, "equal_nan": True, "msg": message}
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(actual[key][name], value, **exactly)
+            else:
+                assert actual[key][name] == value, message
+    return actual
+
+
+def _outcome(run):
+    try:
+        return run()
+    except (RuntimeError, ValueError) as error:  # as where a hook edits what the backward needs
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def run(model, hooks=(), *, n=5, grad=True, log=None, **options):
+    """Logits, and with `grad` gradients, of a run with hooks, which fill `log`."""
+    seen = {} if log is None else log
+    seen.clear()
+    with torch.set_grad_enabled(grad), model.hooks(list(hooks)):
+        logits = model(tokens(n), **options)
+        if grad:
+            logits.float().pow(2).sum().backward()
+    return {"logits": logits.detach(), **seen, **(gradients(model) if grad else {})}
+
 
 NOT_ALWAYS_CALLED = (
     *("_in", "_input", "hook_result", "blocks.1.hook_mlp_out"),
     "hook_expert_indices",  # what replaces them is no index
 )
 """Points that some variants have and do not call, or that refuse what replaces them."""
-Runs = dict[str, Callable[[], Seen]]
 
 
-def in_each_dtype(variant: str) -> list[Any]:
+def in_each_dtype(variant):
     return [shared(variant), *(shared(variant, dtype) for dtype in DTYPES[1:])]
 
 
-def with_one_hook(variant: str) -> Runs:
+def with_one_hook(variant):
     """Each hook point of a block alone, every other one with gradients."""
-    model, log = shared(variant), dict[str, Any]()
-    names = [name for name in points(model) if name.startswith("blocks.1.")]
-    hooks = {name: [(name, Recorder(log).replace)] for name in names}
+    model, log = shared(variant), {}
+
+    def replace(value, hook):
+        log[f"{len(log)} {hook.name}"] = value.detach().clone()
+        return value * 1.25 + 0.125
+
+    names = [name for name in model.hook_dict if name.startswith("blocks.1.")]
     return {
-        name: partial(run, model, hooks[name], grad=bool(i % 2), log=log)
+        name: partial(run, model, [(name, replace)], grad=bool(i % 2), log=log)
         for i, name in enumerate(names)
     }
 
 
-def without_hooks(variant: str) -> Runs:
+def without_hooks(variant):
     """Gradients where nobody listens, inference mode and autocast."""
     masks = (None, padded(5, 2), padded(5, right=1))
-    runs: Runs = {
+    runs = {
         f"{model.cfg.dtype} {mask}": partial(run, model, attention_mask=mask)
         for model, mask in zip(in_each_dtype(variant), masks)
     }
@@ -73,11 +219,11 @@ def without_hooks(variant: str) -> Runs:
     }
 
 
-def all_activations(variant: str) -> Runs:
+def all_activations(variant):
     """With their gradients, in 16 bits."""
     model = shared(variant, torch.bfloat16)
 
-    def cached() -> Seen:
+    def cached():
         _, cache = model.run_with_cache(
             tokens(6), incl_bwd=True, return_type="loss", attention_mask=padded(6, 2)
         )
@@ -87,11 +233,11 @@ def all_activations(variant: str) -> Runs:
     return {"activations": cached}
 
 
-def with_kv_cache(variant: str) -> Runs:
+def with_kv_cache(variant):
     """Three parts of a text behind each other, with and without padding."""
     model = shared(variant)
 
-    def generated(mask: torch.Tensor | None, grad: bool) -> Seen:
+    def generated(mask, grad):
         cache, seen = new_kv_cache(model, 2), {}
         with torch.set_grad_enabled(grad):
             for start, end in ((0, 4), (4, 5), (5, 7)):
@@ -108,22 +254,18 @@ def with_kv_cache(variant: str) -> Runs:
     return {f"KV cache {mask}": partial(generated, mask, grad) for mask, grad in masks.items()}
 
 
-def by_hand(variant: str) -> Runs:
+def by_hand(variant):
     """A block and its components, called by themselves."""
     model = shared(variant)
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
-    def called() -> Seen:
+    def called():
         block = model.blocks[1]
         with torch.no_grad():
             attended = block.attn(x, x * 2, x * 3, attention_mask=padded(5, 1))
             masked = block.attn(x, x, x, additive_attention_mask=torch.full((2, 1, 1, 5), -1.0))
-            return {
-                "block": block(x),
-                "attention": attended,
-                "masked": masked,
-                "norm": block.ln1(x),
-            }
+            results = {"attention": attended, "masked": masked, "norm": block.ln1(x)}
+            return {"block": block(x), **results}
 
     return {"by hand": called}
 
@@ -213,12 +355,10 @@ def test_the_installed_blocks_are_known():
     )
 
 
-def test_blocks_of_an_unknown_transformer_lens_run_as_installed(
-    monkeypatch,
-):
+def test_blocks_of_an_unknown_transformer_lens_run_as_installed(monkeypatch):
     monkeypatch.setattr(known_blocks, "KNOWN", {})
     model = make("RMS, grouped")
-    with mock.patch("tl_devicefix.hooked_transformer.block.run_block") as run_block:
+    with mock.patch("tl_devicefix.hooked_transformer.forward.run_block") as run_block:
         assert_as_installed(lambda: run(model))
     blocks = tl_devicefix.set_attn_implementation(model, "sdpa").blocks
 

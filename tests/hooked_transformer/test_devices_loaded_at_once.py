@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
-from tl_devicefix.hooked_transformer import units
+from tl_devicefix.hooked_transformer import processing
 
 SOON = 30.0  # seconds, within which threads that run at once have met
 
@@ -20,9 +18,6 @@ SOON = 30.0  # seconds, within which threads that run at once have met
 def load(from_pretrained, machine):
     """`load()`: a GPT-2, over four devices."""
     return lambda **options: from_pretrained("gpt2", **{"n_devices": 4, **options})
-
-
-Meanwhile = Callable[[str, torch.device], Any]
 
 
 @pytest.fixture
@@ -38,12 +33,6 @@ def while_reading(monkeypatch):
         monkeypatch.setattr(HuggingFaceSource, "read", reading)
 
     return have
-
-
-def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
-    for unit in units:
-        do(unit)
-        done()
 
 
 def test_all_devices_are_read_for_at_once(load, while_reading):
@@ -66,7 +55,7 @@ def most_at_once(monkeypatch):
     """How many components of each device were read or folded at a time, at most."""
     now: dict[torch.device, int] = {}
     most: dict[torch.device, int] = {}
-    fill_one = units._fill_one
+    fill_one = processing._fill_one
 
     def watched(model, source, placement, *rest):
         device = placement.device_of(rest[-1])
@@ -75,7 +64,7 @@ def most_at_once(monkeypatch):
         fill_one(model, source, placement, *rest)
         now[device] -= 1
 
-    monkeypatch.setattr(units, "_fill_one", watched)
+    monkeypatch.setattr(processing, "_fill_one", watched)
     return most
 
 
@@ -102,24 +91,6 @@ def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
     load()
 
     assert set(read_by) == {threading.current_thread()}
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
-def test_the_weights_are_bit_for_bit_those_of_one_after_the_other(
-    name, dtype, from_pretrained, hf_models, machine,
-    monkeypatch,
-) :  # fmt: skip
-    of, options = (name, hf_models(name, dtype)), {"dtype": dtype, "n_devices": 4}
-    at_once = from_pretrained(*of, **options).state_dict()
-
-    monkeypatch.setattr(units, "each_on_its_device", one_after_the_other)
-    expected = from_pretrained(*of, **options).state_dict()
-
-    assert at_once.keys() == expected.keys()
-    for name, tensor in at_once.items():
-        assert torch.equal(tensor.cpu(), expected[name].cpu()), name
 
 
 def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_before(

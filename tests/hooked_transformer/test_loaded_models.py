@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 
 import pytest
 import torch
 from architectures import NO_PROCESSING
-from transformer_lens import HookedTransformer
-
-
-def tensors_of(model: HookedTransformer) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def component_of(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[: 2 if parts[0] == "blocks" else 1])
 
 
 @pytest.mark.cover
@@ -37,31 +26,11 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(
 ):
     model = from_pretrained(name, **options)
 
-    planned = model.placement.device_map
-    assert {component_of(name) for name in tensors_of(model)} <= planned.keys()
-    for name, tensor in tensors_of(model).items():
-        assert tensor.device == planned[component_of(name)], name
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.device == model.placement.device_of(name), name
         assert not tensor.is_meta, name
     assert model.cfg.device == str(model.placement.home)
-    assert model.cfg.n_devices == len(model.placement.devices) == len(set(planned.values()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
-def test_a_device_holds_its_share_and_while_loading_one_component_more(
-    name, dtype, from_pretrained, hf_models, machine
-):
-    model = from_pretrained(name, hf_models(name, dtype), dtype=dtype, n_devices=4)
-    gc.collect()
-
-    for device in model.placement.devices:
-        components = [c for c in model.placement.components if c.device == device]
-        share = model.placement.bytes_on(device)
-        in_float32 = max(c.weights for c in components) * 4 // dtype.itemsize
-        assert machine.memory_allocated(device) == share
-        # While it is folded in float32, what the source has of it may lie there too; but then it
-        # is not in the share yet. Together they need at most a quarter more.
-        assert machine.max_memory_allocated(device) <= share + 1.25 * in_float32
+    assert model.cfg.n_devices == len(model.placement.devices)
 
 
 def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machine):

@@ -122,16 +122,6 @@ def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints):
             assert component.weights == sum(parameter.nbytes for parameter in parameters)
 
 
-def test_a_step_leaves_an_offloaded_blocks_weights_on_the_host(checkpoints):
-    with tl_devicefix.simulate(2):
-        model = HookedTransformer.from_pretrained_no_processing(
-            checkpoints("gpt2"), device_map={"": "sim:0", "blocks.1": "cpu"}
-        )
-        folded = model.fold_value_biases(model.state_dict())
-        assert {folded[f"blocks.1.attn.{name}"].device.type for name in ("W_V", "b_O")} == {"cpu"}
-        assert folded["blocks.0.attn.b_O"].device.type == "sim"
-
-
 @pytest.mark.fails_unpatched
 def test_devices_that_are_simulated_are_the_default(machine):
     sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9}

@@ -21,7 +21,7 @@ from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.patches import table
 
 LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
-PROCESSING = "center_unembed" if has_hooked_transformer() else "process_weights"
+PROCESSING = "load_and_process_state_dict" if has_hooked_transformer() else "process_weights"
 
 of_hooked_transformer = pytest.mark.skipif(
     not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"

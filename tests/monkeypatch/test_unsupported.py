@@ -74,7 +74,7 @@ def places_of(name: str) -> list[Any]:
     return places or [importlib.import_module(module) for module, _, its in modules if its == name]
 
 
-def center_unembed(self: Any, weights: Any, twice: bool) -> None: ...
+def load_and_process_state_dict(self: Any, weights: Any, twice: bool) -> None: ...
 
 
 def from_pretrained(cls: Any, name: str) -> None: ...
@@ -86,9 +86,9 @@ def get_device_for_block_index(cfg: Any, index: int) -> None: ...
 MISSING = ["process_weights", "boot_transformers", "get_caching_hooks"]
 CHANGED: list[tuple[str, Any, str]] = []
 if has_hooked_transformer():
-    MISSING = ["fold_value_biases", "from_pretrained", "get_device_for_block_index"]
+    MISSING = ["load_and_process_state_dict", "from_pretrained", "get_device_for_block_index"]
     CHANGED = [
-        ("center_unembed", center_unembed, "(self, weights, twice)"),
+        ("load_and_process_state_dict", load_and_process_state_dict, "(self, weights, twice)"),
         ("from_pretrained", classmethod(from_pretrained), "(cls, name)"),
         ("get_device_for_block_index", get_device_for_block_index, "(cfg, index)"),
     ]

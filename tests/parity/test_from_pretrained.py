@@ -19,7 +19,7 @@ from comparison import assert_same_model, assert_same_weights, log_probs
 from hf_models import N_CTX, N_LAYERS
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.hooked_transformer.units import installed_conventions
+from tl_devicefix.hooked_transformer.processing import installed_conventions
 
 UNREFACTORED = [name for name in PROCESSING if name != "refactored"]
 IN_FULL = ("gpt2", "qwen2")

@@ -20,7 +20,7 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
-from tl_devicefix.hooked_transformer.units import installed_conventions
+from tl_devicefix.hooked_transformer.processing import installed_conventions
 
 RMS = {"fold_biases": False, "center_weights": False}
 
@@ -105,27 +105,6 @@ def test_a_method_does_what_it_did_with_weights_on_one_device(
         precision = 2**-7 if argument[key].dtype == torch.bfloat16 else 1e-5
         ours, theirs = {key: result[key].cpu().double()}, {key: tensor.double()}
         assert_same_tensors(ours, theirs, precision)
-
-
-def test_missing_keys_are_filled_from_the_model(unprocessed, without_weights, machine):
-    model = without_weights("qwen2", n_devices=4)
-    argument = scattered(unprocessed("qwen2").state_dict(), machine.devices)
-    missing = [key for key in argument if ".ln2." in key or ".b_" in key or key.endswith("mask")]
-    for key in missing:
-        del argument[key]
-    before = Snapshot(argument)
-    with tl_devicefix.disabled():
-        expected = model.fill_missing_keys(dict(argument))
-
-    filled = model.fill_missing_keys(argument)
-
-    before.assert_unchanged(argument)
-    assert filled.keys() == expected.keys() == {*argument, *missing}
-    assert all(filled[key] is argument[key] for key in argument)
-    assert_same_tensors(
-        on_cpu({key: filled[key] for key in missing}),
-        on_cpu({key: expected[key] for key in missing}),
-    )
 
 
 @pytest.mark.cover(("name", "n_devices"))

@@ -66,7 +66,7 @@ train.HookedTransformerTrainConfig: a config; used by train
 
 REFUSED_OVER_HOSTS = {
     **{f"HookedTransformer.{name}": why for name, why in model_calls.REFUSED_OVER_HOSTS.items()},
-    "train.train": model_calls.ARE_FROZEN,
+    "train.train": model_calls.STAY,
 }
 """What is refused if blocks are on other hosts, and why."""
 

@@ -13,7 +13,7 @@ from comparison import assert_same_tensors
 from hf_models import N_LAYERS
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.hooked_transformer.units import processing_units
+from tl_devicefix.hooked_transformer.processing import processing_units
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
@@ -98,7 +98,8 @@ def test_without_steps_a_device_never_holds_more_than_its_share(
     model = from_pretrained(name, hf_models(name, torch.bfloat16), **options)
 
     for device in model.placement.devices:
-        assert machine.max_memory_allocated(device) == model.placement.bytes_on(device)
+        share = model.placement.bytes_on(device)
+        assert machine.max_memory_allocated(device) == machine.memory_allocated(device) == share
 
 
 @pytest.mark.parametrize("elements", [1, 200])

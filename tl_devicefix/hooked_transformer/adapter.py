@@ -11,7 +11,6 @@ from transformer_lens import HookedTransformer as model_class
 
 from tl_devicefix.dispatch.views import view_of
 from tl_devicefix.hooked_transformer import (  # noqa: F401  # which have patches
-    block,
     config,
     forward,
     loading,

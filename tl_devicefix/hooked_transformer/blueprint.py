@@ -24,6 +24,41 @@ from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
 
 
+class HookedGeneration:
+    """Generating with TransformerLens's KV cache, from prompts of `seq_len` tokens."""
+
+    def __init__(self, model: Any, batch_size: int, seq_len: int) -> None:
+        self._model = model
+        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
+        # The mask is one that TransformerLens would make by the tokenizer.
+        self._mask = torch.ones_like(self._tokens)
+        # TransformerLens 3 renamed it.
+        in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
+        kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
+        self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+        self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
+
+    def skip_to(self, length: int) -> None:
+        """Lengthen the KV cache as if this many tokens had been run."""
+        for entry in self._kv_cache.entries:
+            for name in ("past_keys", "past_values"):
+                cached = getattr(entry, name)
+                batch, _, *heads = cached.shape
+                setattr(entry, name, cached.new_empty(batch, length, *heads))
+            let_go(entry)
+        mask = self._kv_cache.previous_attention_mask
+        self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
+
+    def last_token(self) -> None:
+        """Run one token more."""
+        token, mask = self._tokens[:, :1], self._mask[:, :1]
+        self._model(token, past_kv_cache=self._kv_cache, attention_mask=mask)
+        del self._tokens, self._mask  # so that only the KV cache is still held
+
+
 class HookedBlueprint:
     """A HookedTransformer as `from_pretrained` would load it."""
 
@@ -66,9 +101,7 @@ class HookedBlueprint:
         """Bytes that loading takes on a device beside the weights: a slice in float32."""
         return working_room(placement, self.dtype)
 
-    def generation(self, model: Any, batch_size: int, seq_len: int) -> HookedGeneration:
-        """Generating from prompts of `seq_len` tokens."""
-        return HookedGeneration(model, batch_size, seq_len)
+    generation = HookedGeneration
 
 
 def option_names(config_or_model_name: Any) -> Sequence[str]:
@@ -126,7 +159,7 @@ def _empty_as_loaded(
     """A parameter without values, laid out as loading lays it out: as the checkpoint has it.
 
     TransformerLens's shapes are mostly transposed views of a checkpoint's, and
-    `weight_processing/weights.py` keeps them so; what TransformerLens computes with them depends on
+    `weight_processing/slices.py` keeps them so; what TransformerLens computes with them depends on
     it, and so does its memory. An `architecture` of None is that of a model from no checkpoint.
     """
     orders = _OF_CONV1D if architecture == "GPT2LMHeadModel" else _OF_LINEAR
@@ -135,38 +168,3 @@ def _empty_as_loaded(
         return torch.empty_like(like, device=device)
     stored = torch.empty([like.shape[d] for d in order], dtype=like.dtype, device=device)
     return stored.permute([order.index(d) for d in range(like.dim())])
-
-
-class HookedGeneration:
-    """Generating with TransformerLens's KV cache."""
-
-    def __init__(self, model: Any, batch_size: int, seq_len: int) -> None:
-        self._model = model
-        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
-        # The mask is one that TransformerLens would make by the tokenizer.
-        self._mask = torch.ones_like(self._tokens)
-        # TransformerLens 3 renamed it.
-        in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
-        kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
-        self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-        self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
-
-    def skip_to(self, length: int) -> None:
-        """Lengthen the KV cache as if this many tokens had been run."""
-        for entry in self._kv_cache.entries:
-            for name in ("past_keys", "past_values"):
-                cached = getattr(entry, name)
-                batch, _, *heads = cached.shape
-                setattr(entry, name, cached.new_empty(batch, length, *heads))
-            let_go(entry)
-        mask = self._kv_cache.previous_attention_mask
-        self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
-
-    def last_token(self) -> None:
-        """Run one token more."""
-        token, mask = self._tokens[:, :1], self._mask[:, :1]
-        self._model(token, past_kv_cache=self._kv_cache, attention_mask=mask)
-        del self._tokens, self._mask  # so that only the KV cache is still held

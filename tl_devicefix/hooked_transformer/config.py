@@ -8,7 +8,6 @@ config.json decides.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
 import re
@@ -33,6 +32,7 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
 )
 from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 
@@ -88,11 +88,10 @@ def official_name(model_name: str) -> str:
     refuse_directory(model_name)
     if re.fullmatch(r"\w[\w.-]*/[\w.-]+", model_name):
         return model_name
-    close = difflib.get_close_matches(model_name, tl_loading.make_model_alias_map(), n=3)
-    meant = f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
+    meant = did_you_mean(model_name, tl_loading.make_model_alias_map())
     raise ValueError(
-        f"TransformerLens lists no model {model_name!r}{meant}, and it is neither a local "
-        "checkpoint directory nor a name on the hub (organisation/model)"
+        f"TransformerLens lists no model {model_name!r}, and it is neither a local checkpoint "
+        f"directory nor a name on the hub (organisation/model){meant}"
     )
 
 
@@ -108,13 +107,19 @@ def _config_by_name(
     readable = _ReadableAutoConfig(transformers_config, token)
     try:
         with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
-            return tl_loading.get_pretrained_model_config(name, **kwargs)
+            cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"the config of {name!r} cannot be fetched: check the connection, or give a local "
             f"directory with its config.json: {reason}"
         ) from error
+    architecture = cfg.original_architecture
+    if architecture in _OTHER_CLASSES:
+        raise ValueError(
+            f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
+        )
+    return cfg
 
 
 # TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
@@ -167,10 +172,6 @@ def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None =
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
-    if architecture in _OTHER_CLASSES:
-        raise ValueError(
-            f"{called!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
-        )
     try:
         with reading_config(called):
             cfg = _config_of_architecture(architecture, hf_config, path, kwargs)

@@ -1,10 +1,8 @@
-"""Who listens in a block; which blocks run `block.py`, and why others run the installed forward.
+"""Who listens in a block; which blocks run `run_block`, and why others run the installed forward.
 
-    python -m tl_devicefix.hooked_transformer.known_blocks  # prints the installed digest
-
-What `block.py` stands for is compared by a digest of its source. A TransformerLens whose digest is
-not among those below runs its own forwards. Add one after comparing what has changed, and once
-`test_block.py` and `test_changed_blocks.py` of its tests pass with it.
+What `run_block` stands for is compared by a digest of its source. A TransformerLens whose digest is
+not among those below runs its own forwards. Add one, which `test_block.py` names, after comparing
+what has changed, and once that and `test_changed_blocks.py` pass with it.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ _STOOD_FOR = {
     "RMSNorm": ("forward",),
     "RMSNormPre": ("forward",),
 }
-"""Class -> its methods that `block.py` stands for."""
+"""Class -> its methods that `run_block` stands for."""
 
 
 _OWN_METHODS = frozenset(
@@ -126,7 +124,7 @@ _NOT_CALLED: dict[type, tuple[str, ...]] = {
     GroupedQueryAttention: (*_OF_ATTENTION, "W_K", "W_V", "b_K", "b_V"),
     **dict.fromkeys((*NORMS, *MLPS), ("forward",)),
 }
-"""Attributes of classes that `block.py` does not use, whatever somebody has put in their place."""
+"""Attributes of classes that `run_block` does not use, whatever somebody has put in their place."""
 
 
 class Look(Modules):
@@ -274,7 +272,7 @@ def _extend_rotary(attn: Any, n_keys: int) -> None:
 
 @functools.cache
 def digest() -> str | None:
-    """A digest of the source of all that `block.py` stands for; None where some of it is not."""
+    """A digest of the source of all that `run_block` stands for; None where some of it is not."""
     functions = [attention_utilities.simple_attn_linear, batch_addmm]
     try:
         for cls, methods in _STOOD_FOR.items():
@@ -285,7 +283,3 @@ def digest() -> str | None:
     except (AttributeError, OSError, TypeError):
         return None
     return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
-
-
-if __name__ == "__main__":
-    print(digest())

@@ -36,7 +36,7 @@ from tl_devicefix.hooked_transformer.components import attention_kind, component
 from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
 from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.units import fill, installed_conventions
+from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
@@ -114,17 +114,11 @@ def from_pretrained(
     return model
 
 
-_COUNTS_DEVICES = {"num_gpus", "n_gpus", "num_devices", "gpus"}
-"""What other libraries call `n_devices`."""
-
-
 def _load(
     cls: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
-    for name in _COUNTS_DEVICES & hf_kwargs.keys():
-        raise TypeError(f"from_pretrained has no argument {name!r}; did you mean 'n_devices'?")
     parameters = [*arguments, "device_map", "max_memory", "attn_implementation"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
@@ -185,35 +179,20 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
-    listed = is_listed(name)
-    if listed and name.lower().startswith(("t5", "google-t5")):
-        raise RuntimeError(f"{name} is an encoder-decoder: load it with HookedEncoderDecoder")
-    if listed and name.lower().startswith(("bert", "google-bert")):
-        raise RuntimeError(f"{name} is an encoder: load it with HookedEncoder")
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
         raise ValueError(
             "HookedTransformer takes neither load_in_4bit nor load_in_8bit: load the quantised "
             "model with transformers and pass it as hf_model"
         )
     if arguments.get("checkpoint_label") is not None:
-        if arguments["checkpoint_value"] is not None:
-            raise ValueError(
-                "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
-            )
         arguments["checkpoint_value"] = arguments["checkpoint_label"]
     checkpoint_named = any(
         arguments.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
     )
-    if checkpoint_named and not listed:
+    if checkpoint_named and not is_listed(name):
         raise ValueError(
             f"{name!r} is a single checkpoint: leave out checkpoint_index and checkpoint_value, "
             "which choose among the training checkpoints of a model that TransformerLens lists"
-        )
-    hf_model = arguments["hf_model"]
-    if hf_model is not None and not hasattr(hf_model, "config"):
-        raise ValueError(
-            f"hf_model is a {type(hf_model).__name__} without a config: pass the model itself, as "
-            "AutoModelForCausalLM.from_pretrained(...) gives it"
         )
 
 
@@ -229,12 +208,9 @@ def _load_config(
     hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
     hf_cfg.pop("quantization_config", None)  # the weights arrive dequantised
     # The devices are the plan's business: TransformerLens would count CUDA devices here.
-    cfg = model_config(model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs)
-    if cfg.n_layers < 1:
-        raise ValueError(
-            f"first_n_layers={arguments['first_n_layers']} leaves no layers to load: give 1 or more"
-        )
-    return cfg
+    return model_config(
+        model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs
+    )
 
 
 def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
@@ -268,11 +244,6 @@ def _place(
     )
     if arguments["move_to_device"]:
         return placement
-    if len(placement.devices) > 1:
-        raise ValueError(
-            f"move_to_device=False leaves the model on the CPU, so it cannot be spread over "
-            f"{len(placement.devices)} devices; leave move_to_device out"
-        )
     return placement.gathered_on(torch.device("cpu"))
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -26,8 +22,6 @@ from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
-
-Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 def place(model: Any, placement: Placement) -> None:
@@ -85,11 +79,10 @@ def to(
         ValueError: if the device does not exist.
     """
     if isinstance(device_or_dtype, torch.dtype):
-        refuse_to_convert(self, lambda tensor: tensor.to(device_or_dtype))
-        self.cfg.dtype = device_or_dtype
         if print_details:
             print("Changing model dtype to", device_or_dtype)
         nn.Module.to(self, device_or_dtype)
+        self.cfg.dtype = device_or_dtype
         return self
     device = resolve_to_move(device_or_dtype, torch.device(self.cfg.device))
     if print_details:
@@ -107,11 +100,12 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     """
     refuse_to_convert(self, fn)
     before = _devices(self)
-    nn.Module._apply(self, converted_once(self, fn), recurse)
+    nn.Module._apply(self, fn, recurse)
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)
     elif getattr(self, "placement", None) is not None:  # it may have another dtype
+        share_buffers(self)
         _record(self, self.placement.reweighed(self))
         pin(self, self.placement)
     return self
@@ -172,35 +166,15 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
     placement: Placement | None = self.__dict__.get("placement")
     if placement is None:
         return
-    use(placement)
-    placements[self.cfg] = placement
+    _record(self, placement)
     if _devices(self) != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
     else:
         pin(self, placement)
 
 
-@patches(
-    None, takes="model config dataset", why="a spread model is trained where it lies", until="3"
-)
-def train(original: Any, model: Any, config: Any, dataset: Any) -> Any:
-    """See `transformer_lens.train.train`. A spread model is trained where it lies.
-
-    That holds if `config.device` is None or its home: another gathers it, as in TransformerLens.
-    """
-    placement = getattr(model, "placement", None)
-    if placement is None or len(placement.memories) == 1:
-        return original(model, config, dataset)
-    if config.device is not None and resolve(config.device, placement.home) != placement.home:
-        return original(model, config, dataset)
-    config = copy.copy(config)
-    config.device = str(placement.home)
-    with mock.patch.object(model, "to", return_value=model):
-        return original(model, config, dataset)
-
-
 def share_buffers(model: nn.Module) -> None:
-    """Let the blocks of a model that is constructed already share their buffers."""
+    """Let the blocks of a model that was constructed, moved or converted share their buffers."""
     shared: dict[Any, torch.Tensor] = {}
     for module in model.modules():
         kind = getattr(module, "attn_type", None)
@@ -210,24 +184,6 @@ def share_buffers(model: nn.Module) -> None:
                 first = shared.setdefault(key, buffer)
                 if first is not buffer and torch.equal(first, buffer):
                     module._buffers[name] = first
-
-
-def converted_once(model: nn.Module, convert: Convert) -> Convert:
-    """A conversion by which a buffer that several blocks share stays shared."""
-    counts = Counter(
-        id(buffer) for module in model.modules() for buffer in module._buffers.values()
-    )
-    # With the original, so that no other tensor gets its id while this is in use.
-    converted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def convert_once(tensor: torch.Tensor) -> torch.Tensor:
-        if counts[id(tensor)] < 2:
-            return convert(tensor)
-        if id(tensor) not in converted:
-            converted[id(tensor)] = tensor, convert(tensor)
-        return converted[id(tensor)][1]
-
-    return convert_once
 
 
 def align(model: Any, placement: Placement) -> None:

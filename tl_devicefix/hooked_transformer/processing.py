@@ -1,4 +1,4 @@
-"""HookedTransformer's weight-processing methods, correct for weights on any mixture of devices.
+"""Weights into a HookedTransformer, one component at a time: completed, checked, folded, stored.
 
 Each component's weights are brought to the device where the component belongs, folded there in
 float32 (or wider), rounded once, and left there.
@@ -6,48 +6,53 @@ float32 (or wider), rounded once, and left there.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
+import transformers.utils.logging as hf_logging
+from transformer_lens import HookedTransformer
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
-from tl_devicefix.checkpoints.sources import full_name
-from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
-from tl_devicefix.hooked_transformer.components import final_norm_class
-from tl_devicefix.hooked_transformer.moving import settle
-from tl_devicefix.hooked_transformer.units import (
-    _default_value,
-    by_component,
-    check_shapes,
-    device_of_unit,
-    installed_conventions,
-    load_component,
+from tl_devicefix.checkpoints.sources import (
+    Source,
+    StateDictSource,
+    full_name,
+    name_in_unit,
+    processing_unit,
 )
+from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
+from tl_devicefix.hooked_transformer.components import component_names, final_norm_class
+from tl_devicefix.hooked_transformer.known_blocks import IS_2
+from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, is_block
 from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import (
+    Conventions,
     Steps,
-    Weights,
-    WorkingCopies,
     check_refactorable,
     process_component,
-    working_dtype,
 )
+from tl_devicefix.weight_processing import slices as slicing
 from tl_devicefix.weight_processing.steps import (
+    Weights,
     fold_layer_norm_into_block,
     fold_layer_norm_into_unembed,
+    vocabulary_means,
 )
 
 _log = logging.getLogger(__name__)
-
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
-NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
+_NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
+_MOST_AT_ONCE = 8
+"""More threads do not copy faster: memory is the limit."""
 
 
 def _fold_norms(
@@ -89,38 +94,21 @@ def one_step(
     method = original.__name__
     step: Callable[..., None] = _fold_norms
     if method != "fold_layer_norm":
-        step = partial(_process, Steps(**{method: True}))
+        step = functools.partial(_process, Steps(**{method: True}))
     if method == "refactor_factored_attn_matrices":
         check_refactorable(self.cfg, is_grouped=self.cfg.n_key_value_heads is not None)
+    source = StateDictSource(dict(state_dict))
     result: Weights = {}
-    for unit, weights in by_component(state_dict, self.cfg):
-        if not weights:
-            continue
-        device = device_of_unit(self, unit, weights)
-        copies = WorkingCopies(weights, device, working_dtype(weights, torch.float32))
+    for unit in dict.fromkeys(map(processing_unit, state_dict)):
+        weights = source.read(unit, torch.device("cpu"))
+        device, stored_on = _devices_of(self, unit)
+        dtype = slicing.working_dtype(weights, torch.float32)
+        copies = slicing.WorkingCopies(weights, device, dtype)
         step(self, unit, copies, *args, **kwargs)
-        stored_on = device_of_unit(self, unit, weights, stored=True)
         for name, value in copies.items():
             dtype = weights[name].dtype if name in weights else self.cfg.dtype
             result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
     return result
-
-
-@patches("HookedTransformer", takes="self state_dict", why="never fill in garbage")
-def fill_missing_keys(self: Any, state_dict: Mapping[str, torch.Tensor]) -> Weights:
-    """Add the model's own tensors for the names that a state dict lacks.
-
-    Returns:
-        A new dict; the tensors are those given, the added ones are the model's own.
-
-    Raises:
-        ValueError: if a weight matrix is missing, and the model holds no values for it either.
-    """
-    filled = dict(state_dict)
-    for name, own in self.state_dict().items():
-        if name not in filled:
-            filled[name] = _default_value(name, own)
-    return filled
 
 
 @patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
@@ -151,8 +139,9 @@ def load_and_process_state_dict(
     """
     refuse_unfinished(self)
     refuse_weights(self.parameters())
-    filled = self.fill_missing_keys(state_dict)
-    check_shapes(self, filled)
+    source = StateDictSource(self.fill_missing_keys(dict(state_dict)))
+    for unit in processing_units(self.cfg):
+        complete_unit(self, unit, source.read(unit, torch.device("cpu")))
     steps = Steps(
         fold_ln,
         center_writing_weights,
@@ -162,22 +151,14 @@ def load_and_process_state_dict(
     ).applicable(self.cfg, installed_conventions())
     placement: Placement | None = getattr(self, "placement", None)
     with changing_weights(self):
-        if steps.fold_ln and not any(name.endswith(NORM_SUFFIXES) for name in state_dict):
+        if steps.fold_ln and not any(name.endswith(_NORM_SUFFIXES) for name in state_dict):
             _log.warning("fold_ln=True, but the weights have no norms (folded already): skipped")
         elif steps.fold_ln:
             fold_norm_modules(self)
             if placement is not None:
-                # The norms are other modules now.
-                settle(self, placement.reweighed(self))
-        units = list(by_component(filled, self.cfg))
-        devices = [device_of_unit(self, unit, weights) for unit, weights in units]
-        each_on_its_device(partial(_load_unit, self, steps), units, devices)
-
-
-def _load_unit(model: Any, steps: Steps, named: tuple[str, Weights]) -> None:
-    unit, weights = named
-    with naming_full_devices(model, getattr(model, "placement", None), unit):
-        load_component(model, unit, weights, steps)
+                placement = placement.reweighed(self)
+                settle(self, placement)  # the norms are other modules now
+        fill(self, source, placement, steps)
 
 
 @patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")
@@ -190,19 +171,17 @@ def process_weights_(
 ) -> None:
     """Process the model's own weights in place, each component on its own device.
 
-    A model that is folded already, wholly or in part, is left as it is in what is done. There is no
-    second copy of the weights: if this is interrupted, the model has to be loaded again, and says
-    so when it is used. Later than 3.0, TransformerLens's own does no more than this.
+    A model that is folded already, wholly or in part, is left as it is in what is done. Later than
+    3.0, TransformerLens's own does no more than this.
 
     Raises:
         RuntimeError: if an earlier call was interrupted.
     """
-    refuse_unfinished(self)
     self.load_and_process_state_dict(
         self.state_dict(),
-        fold_ln=fold_ln,
-        center_writing_weights=center_writing_weights,
-        center_unembed=center_unembed,
+        fold_ln,
+        center_writing_weights,
+        center_unembed,
         refactor_factored_attn_matrices=refactor_factored_attn_matrices,
     )
 
@@ -219,3 +198,147 @@ def fold_norm_modules(model: Any) -> None:
                 norm = final_norm_class(model.cfg) if name == "ln_final" else pre
                 setattr(module, name, norm(model.cfg))
     model.setup()
+
+
+def processing_units(cfg: Any) -> list[str]:
+    """The components, less ln_final, which is processed with the unembedding."""
+    return [name for name in component_names(cfg) if name != "ln_final"]
+
+
+def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) -> None:
+    """Read, process and store every component of a model, each on its planned device.
+
+    Without a placement, each is where the model has it.
+
+    Raises:
+        ValueError: if the source has not the weights that the model's config asks for.
+        torch.OutOfMemoryError: saying which device has no room.
+    """
+    units = processing_units(model.cfg)
+    if placement is not None:
+        model.placement = placement
+        units = [unit for unit in units if unit in placement.here.device_map]
+    devices = [
+        _devices_of(model, unit)[0] for unit in units
+    ]  # an offloaded block's is where it runs
+    if source.computes:
+        devices = devices[:1] * len(units)  # one at a time
+    elif {device.type for device in devices} == {"cpu"}:  # a worker a core, as if for a device
+        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
+        devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
+    # No closure: a traceback would hold it, and it the model.
+    fill_one = functools.partial(_fill_one, model, source, placement, steps)
+    with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
+        each_on_its_device(fill_one, units, devices, progress.update)
+
+
+def _fill_one(
+    model: Any, source: Source, placement: Placement | None, steps: Steps, unit: str
+) -> None:
+    with naming_full_devices(model, placement, unit):
+        weights = complete_unit(model, unit, source.read(unit, _devices_of(model, unit)[0]))
+        load_component(model, unit, weights, steps)
+
+
+def _devices_of(model: Any, unit: str) -> tuple[torch.device, torch.device]:
+    """Where a component runs, and its weights live: by the placement, or where the model has it."""
+    placement: Placement | None = getattr(model, "placement", None)
+    if placement is not None:
+        return placement.device_of(unit), placement.stored_on(unit)
+    device = next(model.get_submodule(unit).parameters()).device
+    return device, device
+
+
+def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
+    """Process one unit's weights where they run and store them where they live, rounded once.
+
+    It is done slice by slice, so that what is held beyond the model and the source is one slice.
+    """
+    device, stored_on = _devices_of(model, unit)
+    weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
+    dtype = slicing.working_dtype(weights, model.cfg.dtype)
+    elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
+    means = None
+    if steps.center_unembed and unit == "unembed":
+        tokens_at_once = elements // model.cfg.d_model + 1
+        means = vocabulary_means(weights, dtype, device, tokens_at_once)
+    left = dict(weights)  # what is stored when all slices are done, or was never read by a step
+    carried: Weights = {}
+    for part in slicing.slices(weights, elements):
+        copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
+        process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
+        for name, index in part.cut.items():
+            if name not in copies.as_given:
+                left.pop(name, None)
+                value, path = copies.pop(name), full_name(unit, name)
+                slicing.write(model, path, value, weights[name], stored_on, index)
+        for name in part.uncut:
+            left.pop(name, None)
+            if name in copies:  # a folded norm may be gone
+                left[name] = copies.pop(name)
+        carried = part.to_carry(left)
+    for name, value in left.items():
+        slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
+
+
+def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
+    """One unit's weights with the missing ones filled in, checked against the model's."""
+    complete = dict(weights)
+    for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
+        if component not in component_names(model.cfg):
+            continue
+        for leaf, own in model.get_submodule(component).state_dict().items():
+            name = f"{component}.{leaf}"
+            if _is_own_buffer(leaf):
+                continue
+            if name_in_unit(name) in complete:
+                _check_weight(name, complete[name_in_unit(name)], own)
+            else:
+                complete[name_in_unit(name)] = _default_value(name, own)
+    return complete
+
+
+def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
+    # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
+    if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}, but this model's config asks for "
+            f"{tuple(own.shape)}: the weights and the config are not of the same model"
+        )
+    if weight.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, so it has a shape but no values; load the model that "
+            "it comes from with its weights"
+        )
+
+
+def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
+    """What a missing weight is: the model's own value, or if it has none yet, the neutral one."""
+    leaf = name.rsplit(".", 1)[-1]
+    if not own.is_meta:
+        return own
+    if leaf == "w":
+        return torch.ones(own.shape, dtype=own.dtype)
+    # ALiBi models have a W_pos, but never read it.
+    if leaf in ("b", "bias", "W_pos") or leaf.lstrip("_").startswith("b_"):
+        return torch.zeros(own.shape, dtype=own.dtype)
+    raise ValueError(
+        f"the weights have no {name} {tuple(own.shape)}, and nothing can stand in for a weight "
+        "matrix; check that the checkpoint is complete and of the architecture in its config"
+    )
+
+
+def _is_own_buffer(name: str) -> bool:
+    """Whether it is a mask or rotary table: these depend on n_ctx and are the model's own."""
+    return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+
+
+@functools.cache
+def installed_conventions() -> Conventions:
+    """The conventions of the TransformerLens that is installed."""
+    # Folding of MoE came with 3.0, went, and came back; only this warning tells which it is.
+    loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
+    refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
+    return Conventions(
+        folds_moe=not refuses_moe, recenters_b_O=not IS_2, keeps_folded_norms=not IS_2
+    )

@@ -72,7 +72,7 @@ def patches(
     """Put the decorated function in the table of patches, which `enable()` applies.
 
         @patches("HookedTransformer", takes="self state_dict", why="folded where they lie")
-        def fold_value_biases(original, self, state_dict): ...
+        def load_and_process_state_dict(original, self, state_dict): ...
 
     Args:
         owner: the class whose attribute is replaced; None for a function of a module.

@@ -12,7 +12,9 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tl_devicefix.weight_processing.slices import WorkingCopies, working_dtype
 from tl_devicefix.weight_processing.steps import (
+    Weights,
     center,
     center_unembed_weights,
     center_writing_weights_of_block,
@@ -21,7 +23,6 @@ from tl_devicefix.weight_processing.steps import (
     fold_value_biases_of_block,
     refactor_attention_of_block,
 )
-from tl_devicefix.weight_processing.weights import Weights, WorkingCopies, working_dtype
 
 _log = logging.getLogger(__name__)
 

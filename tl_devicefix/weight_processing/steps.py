@@ -13,10 +13,8 @@ import torch
 from jaxtyping import Float
 from transformer_lens import FactoredMatrix
 
-from tl_devicefix.weight_processing.weights import Weights
-
-# --------------------------------------------------------------------------------------------
-# fold_ln
+Weights = dict[str, torch.Tensor]
+"""One component's weights, by name, all on one device. A step may change it and its tensors."""
 
 
 def fold_layer_norm_into_block(
@@ -88,12 +86,11 @@ def _retire(weights: Weights, norm: str, keep: bool) -> None:
             del weights[name]
 
 
-# --------------------------------------------------------------------------------------------
-# center_writing_weights: LayerNorm subtracts the mean over d_model of whatever is written
-
-
 def center_writing_weights_of_block(block: Weights) -> None:
-    """Centre W_O, b_O, W_out and b_out of one block over d_model."""
+    """Centre W_O, b_O, W_out and b_out of one block over d_model.
+
+    LayerNorm subtracts the mean over d_model of whatever is written.
+    """
     center(block, "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out")
     for name in block:
         if name.startswith("mlp.experts.") and name.endswith(("W_out.weight", "W_out.bias")):
@@ -107,14 +104,14 @@ def center(weights: Weights, *names: str, dim: int = -1) -> None:
             weights[name] -= weights[name].mean(dim=dim, keepdim=True)
 
 
-# --------------------------------------------------------------------------------------------
-# center_unembed: softmax does not change when every logit moves by the same amount
-
 _OVER_VOCABULARY = ("unembed.W_U", "unembed.b_U")
 
 
 def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
-    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary."""
+    """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary.
+
+    Softmax does not change when every logit moves by the same amount.
+    """
     if means is None:
         center(head, *_OVER_VOCABULARY)
     else:
@@ -141,12 +138,11 @@ def vocabulary_means(
     return means
 
 
-# --------------------------------------------------------------------------------------------
-# fold_value_biases: patterns sum to 1, so a head's value bias adds the constant b_V @ W_O
-
-
 def fold_value_biases_of_block(block: Weights) -> None:
-    """Fold one block's value biases into its b_O."""
+    """Fold one block's value biases into its b_O.
+
+    Patterns sum to 1, so a head's value bias adds the constant b_V @ W_O.
+    """
     name = "attn._b_V" if "attn._b_V" in block else "attn.b_V"
     W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]
     b_V = block[name]
@@ -156,10 +152,6 @@ def fold_value_biases_of_block(block: Weights) -> None:
         b_V_of_head, W_O, "heads d_head, heads d_head d_model -> d_model"
     )
     block[name] = torch.zeros_like(b_V)
-
-
-# --------------------------------------------------------------------------------------------
-# refactor_factored_attn_matrices
 
 
 def refactor_attention_of_block(block: Weights) -> None:
