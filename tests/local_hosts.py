@@ -27,6 +27,9 @@ class LocalConnection:
         self.calls: list[str] = []
         self._threads = ThreadPoolExecutor(32, f"{name} ")
 
+    def end(self) -> None:
+        self._threads.shutdown()
+
     def call(self, method: str, *arguments: Any) -> Any:
         self.calls.append(method)
         future = self._threads.submit(self._call, method, copy.deepcopy(arguments))

@@ -224,7 +224,8 @@ def outcome(case: Case, *, spread: bool = False) -> Outcome:
 
 def build(model: tuple[Any, ...], n_devices: int, seed: int = 1) -> Any:
     """A model with random weights, which depend on the seed alone."""
-    return (build_bridge if IS_BRIDGE else build_hooked)(*model, n_devices, seed)
+    build_one: Any = build_bridge if IS_BRIDGE else build_hooked
+    return build_one(*model, n_devices, seed)
 
 
 def build_hooked(name: str, n_layers: int, extra: str | None, n_devices: int, seed: int) -> Any:

@@ -98,11 +98,11 @@ class Waiting:
         except HostLost as error:
             self.error = error
 
-    def told(self) -> None:
+    def told(self, why: str = "its process or its node ended") -> None:
         """Check that it is told that the host is lost."""
         self._asks.join(WITHIN)
         assert isinstance(self.error, HostLost)
-        assert str(self.error).startswith("host1 is lost: its process or its node ended; call tl_d")
+        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(self.error))
 
 
 def load(checkpoints: Any, **elsewhere: str) -> Any:
@@ -160,10 +160,23 @@ def test_a_killed_worker(worker, cluster, checkpoints):
     process.kill()
 
     waiting.told()
-    with pytest.raises(HostLost):
+    with pytest.raises(HostLost, match=r"host1, which holds blocks\.2, is lost"):
         model(torch.ones(1, 2, dtype=torch.long))
     tl_devicefix.init_hosts(cluster.address)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
+
+
+def test_a_worker_that_stands_still(worker, cluster):
+    waiting = Waiting(worker)
+    (process,) = cluster.other.workers()
+
+    process.suspend()
+    try:
+        waiting.told("it gave no sign of life for 15 s")
+    finally:
+        process.resume()
+
+    assert eventually(lambda: not process.is_running())
 
 
 def test_a_killed_node(worker, cluster):

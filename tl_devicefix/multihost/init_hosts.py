@@ -20,10 +20,14 @@ from torch.utils._pytree import tree_map_only
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.worker import Worker
 from tl_devicefix.placement.devices import Host, HostLost, join, joined
+from tl_devicefix.placement.in_use import held_by
 
 _log = logging.getLogger(__name__)
 _INSTALL = 'pip install "tl_devicefix[hosts]"'
 _CALLS_AT_ONCE = 64
+_PINGS = "pings"
+_PATIENCE, _TO_ANSWER = 5.0, 10.0
+"""Seconds to wait for a call, and then for the answer to a ping, which busy workers give too."""
 _PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 _joining = threading.Lock()
 
@@ -185,6 +189,9 @@ class WorkerActor(Worker):
         """The worker's devices, and the versions of what it computes with."""
         return {"devices": self.devices, "versions": own_versions()}
 
+    def ping(self) -> None:
+        """Give a sign of life."""
+
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of the worker."""
         return _packed(getattr(self, method)(*_unpacked(arguments)))
@@ -233,6 +240,7 @@ class RayConnection:
             num_gpus=n_gpus,
             max_restarts=0,
             max_concurrency=_CALLS_AT_ONCE,
+            concurrency_groups={_PINGS: 1},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )(WorkerActor)
         self._actor = actor.remote(torch.get_num_threads())
@@ -262,16 +270,30 @@ class RayConnection:
         ray = self._ray
         if not ray.is_initialized():  # or Ray would start a cluster
             raise self._lost("ray.shutdown() was called")
+        reference = self._actor.call.remote(method, _packed(arguments))
         try:
-            return _unpacked(ray.get(self._actor.call.remote(method, _packed(arguments))))
+            while True:
+                try:
+                    return _unpacked(ray.get(reference, timeout=_PATIENCE))
+                except ray.exceptions.GetTimeoutError:
+                    self._ping()
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error  # the traceback of the worker
         except ray.exceptions.RayError as error:
             raise self._lost("its process or its node ended") from error
 
+    def _ping(self) -> None:
+        ping = self._actor.ping.options(concurrency_group=_PINGS).remote()
+        try:
+            self._ray.get(ping, timeout=_TO_ANSWER)
+        except self._ray.exceptions.GetTimeoutError:
+            self.end()
+            raise self._lost(f"it gave no sign of life for {_PATIENCE + _TO_ANSWER:g} s") from None
+
     def _lost(self, why: str) -> HostLost:
         return HostLost(
-            f"{self.name} is lost: {why}; call tl_devicefix.init_hosts() and load the model again"
+            f"{self.name}{held_by(self.name)} is lost: {why}; call tl_devicefix.init_hosts() and "
+            "load the model again"
         )
 
     def end(self) -> None:
