@@ -98,14 +98,12 @@ class Machine:
             and CPU tensors that index are not counted. Printing it shows one line for each pair of
             devices, which ``transfers.by_pair()`` gives to programs.
         is_open (bool): False once the ``with`` block is left.
-        executor (Executor): runs operations on its devices.
-        current (_Current): has the index of this thread's current device.
-        on_peak: called with a device's index whenever more is allocated there than ever before.
     """
 
     def __init__(self, capacities: Sequence[int], executor: Executor) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.executor = executor
+        # Called with a device's index whenever more is allocated there than ever before.
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
         self.current = _Current()
