@@ -168,12 +168,16 @@ def side_by_side(
     ylabel: str = "layer",
 ) -> None:
     """Heat maps of how much is recovered, one for each kind of corrupted prompt."""
-    width = max(9, (1.2 if len(x) <= 16 else 0.8) * len(x))
-    fig, axes = plt.subplots(1, len(results), figsize=(width, 1.7 + 0.4 * len(y)), sharey=True)
+    n, is_wide = len(results), len(x) > 16
+    size = (9, n * (0.8 + 0.25 * len(y))) if is_wide else (max(9, 1.2 * len(x)), 1.7 + 0.4 * len(y))
+    shape = (n, 1) if is_wide else (1, n)
+    fig, axes = plt.subplots(*shape, figsize=size, sharex=is_wide, sharey=True)
     for ax, (name, values) in zip(axes, results.items()):
         image = heatmap(ax, values, x, y, cmap="RdBu", vmin=-1, vmax=1)
-        ax.set(title=name, xlabel=xlabel)
-    axes[0].set_ylabel(ylabel)
+        ax.set_title(name)
+        ax.label_outer()
+    fig.supxlabel(xlabel)
+    fig.supylabel(ylabel)
     fig.suptitle(title)
     fig.colorbar(image, ax=axes, label="recovered")
     plt.show()
