@@ -125,5 +125,5 @@ def test_the_command_lists_activations_and_checks_shards(written, capsys):
     text = capsys.readouterr().out
     assert "shard-00000.safetensors is damaged" in text
     assert text.endswith("3 of 3 shards are not as they were written\n")
-    assert main(["activations", "info", directory + "/none"]) == 1
+    assert main(["activations", "info", directory + "/none"]) == 2
     assert "there are no saved activations" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def refused_and_then_not() -> None:
     from tl_parts import MODEL_CLASS, ours, parts_of_transformer_lens
 
     replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
-    hooked = {"HookedTransformer.from_pretrained", "train"}
+    hooked = {"HookedTransformer.from_pretrained"}
     bridge = {"TransformerBridge.process_weights"}
     assert (hooked if MODEL_CLASS.__name__ == "HookedTransformer" else bridge) <= replaced
     tl_devicefix.disable()

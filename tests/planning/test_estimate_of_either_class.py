@@ -97,7 +97,7 @@ def grows(name: str, few: int, many: int, **options: Any) -> int:
 )
 def test_the_kv_cache_is_that_of_all_tokens(name, layers, width):
     in_blocks = 16 * 2 * 400 * width * 4 * layers
-    assert in_blocks < grows(name, 500, 900) < 1.6 * in_blocks  # a block has its own again
+    assert in_blocks < grows(name, 500, 900) < 2 * in_blocks  # with room, and keys also rotated
 
 
 @a_bridge_s
