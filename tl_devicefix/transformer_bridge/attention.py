@@ -75,11 +75,6 @@ def config_of_sdpa(block: Any) -> Any:
     return None
 
 
-def makes_masks() -> bool:
-    """Whether transformers makes masks for "eager" by its own function, and not by a user's."""
-    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
-
-
 @patches(
     None,
     takes="batch_size q_length kv_length attention_mask kwargs",
