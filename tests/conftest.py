@@ -92,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hosts",
         action="store_true",
         help="run tests/surface with all blocks but the first device's on other hosts, which are "
-        "threads of this process, and compare with this package's own model on one CPU",
+        "threads of this process",
     )
     parser.addoption(
         "--full",

@@ -203,23 +203,6 @@ def test_within_autocast(on_one_cpu, tokens):
     assert 0 < distance("sdpa") <= 1.1 * distance("eager")
 
 
-@of_hooked
-def test_a_hook_that_asks_for_scores_gets_scores(on_one_cpu, tokens):
-    model, result = on_one_cpu("llama"), []
-    attention = model.blocks[1].attn
-
-    def ask(value, hook):
-        heads = value.new_ones(1, 4, attention.cfg.n_heads, attention.cfg.d_head)
-        keys = value.new_ones(1, 4, attention.cfg.n_key_value_heads, attention.cfg.d_head)
-        result.append(attention.calculate_attention_scores(heads, keys))
-
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
-        model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_rot_k", ask)])
-
-    assert type(result[0]) is torch.Tensor
-    assert result[0].shape == (1, attention.cfg.n_heads, 4, 4)
-
-
 @of_bridge
 def test_dropout_of_patterns_in_training(boot, tokens):
     bridge = boot("gpt2", compatible=True, device="cpu").train()

@@ -1,12 +1,8 @@
-"""What is called of TransformerLens with a TransformerBridge, and what is left out.
-
-Names that only TransformerLens 4 has are imported where they are called.
-"""
+"""Calls of what only a TransformerBridge has, and transformer_lens.tools."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import io
 import tempfile
@@ -14,84 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import model_calls
-import module_calls
-import result_calls
 import torch
-from model_calls import moved
-from module_calls import metric, trained
-from registry import LAST, RESID, TEXT, Calls, Run, arguments, gradients_of, left_out, steer
+from calls import FEW, OF_MODEL, RESID, TEXT, attributes, gradients_of, metric, moved, steer
+from surface import LAST, Call, Run
+from transformer_lens.tools import analysis as tools
 
-CALLS = Calls()
-for _module in (model_calls, result_calls, module_calls):
-    CALLS.add(_module.CALLS, "TransformerBridge")
-call = CALLS.call
+analysis: Any = tools  # each version has others of its functions
 
 # --------------------------------------------------------------------------------------------
-# TransformerBridge: what HookedTransformer does not have
-
-FEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-
-CALLS.attributes("TransformerBridge", "model", "attn_head_labels", "hook_aliases")
-CALLS.methods(
-    "TransformerBridge",
-    "model",
-    {
-        **dict.fromkeys(
-            (
-                *("QK_for_attn_layers", "OV_for_attn_layers", "layer_types"),
-                *("composition_layer_indices", "get_params", "tl_parameters"),
-                "tl_named_parameters",
-            ),
-            arguments(),
-        ),
-        "stack_params_for": arguments("attn", "attn.W_Q"),
-        "block_hooks": arguments(LAST),
-        "block_submodules": arguments(LAST),
-        "generate several_texts": arguments([TEXT, "w5 w6"], **FEW, verbose=False),
-    },
-)
-CALLS.calls(
-    "TransformerBridge",
-    {
-        "QK_for_attn_layers gradient": lambda run: gradients_of(
-            run, lambda model: model.QK_for_attn_layers()[1].AB.pow(2).sum()
-        ),
-        "blocks_with": lambda model: [index for index, _ in model.blocks_with("attn")],
-        "original_model": lambda model, at_home: model.original_model(at_home).logits,
-        "hook_dict": lambda model: list(model.hook_dict),
-        "mod_dict": lambda model: list(model.mod_dict),
-        "tokenizer": lambda model: model.tokenizer.vocab_size,
-        "get_hook_point": lambda model: model.get_hook_point(RESID).name,
-        "check_hooks_to_add": lambda run, model: check_hook(model, steer(run)),
-        "clear_hook_registry": lambda run: without_registry(run.changeable(), run),
-        "parameters": lambda model: [each.cpu() for each in model.parameters()],
-        "named_parameters": lambda model: on_cpu(dict(model.named_parameters())),
-        "state_dict": lambda model: on_cpu(model.state_dict()),
-        "load_state_dict": moved(lambda model: model.load_state_dict(model.state_dict())),
-        "hf_generate": lambda model, at_home: model.hf_generate(at_home, **FEW, stop_at_eos=False),
-        "hf_generate text": lambda model: model.hf_generate(TEXT, **FEW),
-        "forward start_to_stop": lambda model, tokens: model(
-            model(tokens, stop_at_layer=1), start_at_layer=1, stop_at_layer=4
-        ),
-        "forward several_texts": lambda model: model([TEXT, "w5 w6"]),
-        "forward predictions": lambda model: model(TEXT, return_type="predictions"),
-        "train": lambda run, tokens: run.changeable().train()(tokens),
-        "input_to_embed and_on": lambda model, tokens: model(
-            model.input_to_embed(tokens)[0], start_at_layer=0
-        ),
-        "run_with_hooks block_input": lambda run, model, tokens: model.run_with_hooks(
-            tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in", steer(run))]
-        ),
-        "run_with_hooks attention": lambda model, tokens: model.run_with_hooks(
-            tokens, fwd_hooks=[(f"blocks.{LAST}.attn.hook_pattern", lambda a, hook: a * 0.5)]
-        ),
-        "run_with_hooks stop_at_layer": lambda run, model, tokens: model.run_with_hooks(
-            tokens, fwd_hooks=[("blocks.2.hook_resid_post", steer(run))], stop_at_layer=4
-        ),
-        "to twice": moved(lambda model: model.to(model.cfg.device).to(torch.float64)),
-    },
-)
+# TransformerBridge
 
 
 def on_cpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,41 +32,74 @@ def check_hook(model: Any, hook: Any) -> Any:
     return model.check_hooks_to_add(**{name: arguments[name] for name in arguments.keys() & asked})
 
 
-def without_registry(model: Any, run: Run) -> Any:
+def without_registry(run: Run) -> Any:
+    model = run.changeable()
     model.clear_hook_registry()
     return model(run.tokens)
 
 
-@call("TransformerBridge.close")
-def close(run: Run) -> Any:
-    run.changeable().close()
-
+OF_BRIDGE: dict[str, Call] = {
+    **OF_MODEL,
+    **attributes("model", "attn_head_labels", "hook_aliases"),
+    **{
+        name: lambda model, name=name: getattr(model, name)()
+        for name in (
+            *("QK_for_attn_layers", "OV_for_attn_layers", "layer_types", "get_params"),
+            *("composition_layer_indices", "tl_parameters", "tl_named_parameters"),
+        )
+    },
+    "stack_params_for": lambda model: model.stack_params_for("attn", "attn.W_Q"),
+    "block_hooks": lambda model: model.block_hooks(LAST),
+    "block_submodules": lambda model: model.block_submodules(LAST),
+    "blocks_with": lambda model: [index for index, _ in model.blocks_with("attn")],
+    "QK_for_attn_layers gradient": lambda run: gradients_of(
+        run, lambda model: model.QK_for_attn_layers()[1].AB.pow(2).sum()
+    ),
+    "original_model": lambda model, at_home: model.original_model(at_home).logits,
+    "hook_dict": lambda model: list(model.hook_dict),
+    "mod_dict": lambda model: list(model.mod_dict),
+    "tokenizer": lambda model: model.tokenizer.vocab_size,
+    "get_hook_point": lambda model: model.get_hook_point(RESID).name,
+    "check_hooks_to_add": lambda run, model: check_hook(model, steer(run)),
+    "clear_hook_registry": without_registry,
+    "close": lambda run: run.changeable().close(),
+    "parameters": lambda model: [each.cpu() for each in model.parameters()],
+    "named_parameters": lambda model: on_cpu(dict(model.named_parameters())),
+    "state_dict": lambda model: on_cpu(model.state_dict()),
+    "load_state_dict": moved(lambda model: model.load_state_dict(model.state_dict())),
+    "to twice": moved(lambda model: model.to(model.cfg.device).to(torch.float64)),
+    "hf_generate": lambda model, at_home: model.hf_generate(at_home, **FEW, stop_at_eos=False),
+    "hf_generate text": lambda model: model.hf_generate(TEXT, **FEW),
+    "generate several_texts": lambda model: model.generate([TEXT, "w5 w6"], **FEW, verbose=False),
+    "forward start_to_stop": lambda model, tokens: model(
+        model(tokens, stop_at_layer=1), start_at_layer=1, stop_at_layer=4
+    ),
+    "forward several_texts": lambda model: model([TEXT, "w5 w6"]),
+    "forward predictions": lambda model: model(TEXT, return_type="predictions"),
+    "train": lambda run, tokens: run.changeable().train()(tokens),
+    "input_to_embed and_on": lambda model, tokens: model(
+        model.input_to_embed(tokens)[0], start_at_layer=0
+    ),
+    "run_with_hooks block_input": lambda run, model, tokens: model.run_with_hooks(
+        tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in", steer(run))]
+    ),
+    "run_with_hooks attention": lambda model, tokens: model.run_with_hooks(
+        tokens, fwd_hooks=[(f"blocks.{LAST}.attn.hook_pattern", lambda a, hook: a * 0.5)]
+    ),
+    "run_with_hooks stop_at_layer": lambda run, model, tokens: model.run_with_hooks(
+        tokens, fwd_hooks=[("blocks.2.hook_resid_post", steer(run))], stop_at_layer=4
+    ),
+}
 
 # --------------------------------------------------------------------------------------------
-# transformer_lens.tools: what takes a model
+# transformer_lens.tools
 
-
-@call("ActivationCache.logit_lens")
-def cached_logit_lens(run: Run) -> Any:
-    return run.cache.logit_lens()
-
-
-class Analysis:
-    """The analysis tools, which TransformerLens 2 lacks."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("transformer_lens.tools.analysis"), name)
-
-
-analysis: Any = Analysis()
+LAST_TOKEN = torch.tensor([8, 8])
+"""Its position in each sequence."""
 
 
 def logits_of_two_words(run: Run) -> Any:
     return lambda tokens: run.model(tokens)[:, -1, [5, 7]]
-
-
-LAST_TOKEN = torch.tensor([8, 8])
-"""Its position in each sequence."""
 
 
 def learned(run: Run) -> Any:
@@ -169,15 +129,17 @@ def interchange(run: Run) -> tuple[Any, ...]:
     return run.model, RESID, subspace, run.at_home, source, logits_of_two_words(run)
 
 
-def direct_path(run: Run) -> dict[str, Any]:
-    return {
-        "model": run.model,
-        "corrupted_tokens": run.tokens[:1, :2],
-        "clean_cache": run.model.run_with_cache(run.other_tokens[:1, :2])[1],
-        "corrupted_cache": run.model.run_with_cache(run.tokens[:1, :2])[1],
-        "patching_metric": metric,
-        "verbose": False,
-    }
+def patch_direct_path(run: Run) -> Any:
+    return analysis.get_act_patch_direct_path(
+        model=run.model,
+        corrupted_tokens=run.tokens[:1, :2],
+        clean_cache=run.model.run_with_cache(run.other_tokens[:1, :2])[1],
+        corrupted_cache=run.model.run_with_cache(run.tokens[:1, :2])[1],
+        patching_metric=metric,
+        src_layer=2,
+        src_head=1,
+        verbose=False,
+    )
 
 
 def attribution(run: Run, granularity: str) -> Any:
@@ -191,200 +153,100 @@ def attribution(run: Run, granularity: str) -> Any:
 
 
 def faithful(run: Run) -> Any:
-    result = attribution(run, "edge")
-    circuit = sorted(result.edge_scores, key=str)[20:]
+    circuit = sorted(attribution(run, "edge").edge_scores, key=str)[20:]
     return analysis.faithfulness(
         run.changeable(), run.tokens[:1, :2], run.other_tokens[:1, :2], metric, circuit
     )
 
 
-CALLS.calls(
-    "analysis",
-    {
-        "logit_lens": lambda model, tokens: analysis.logit_lens(model, tokens, incl_mid=True),
-        "logit_lens text": lambda model: analysis.logit_lens(model, TEXT, top_k=3),
-        "logit_lens cache": lambda model, cache: analysis.logit_lens(model, cache=cache),
-        "logit_lens cache_on_the_CPU": lambda model, cache: analysis.logit_lens(
-            model, cache=cache.to("cpu")
-        ),
-        "logit_readout": lambda model, cache: analysis.logit_readout(
-            model, cache["resid_post", LAST]
-        ),
-        "direct_logit_attribution": lambda model, tokens: analysis.direct_logit_attribution(
-            model, tokens, "w5", "w7"
-        ),
-        "direct_logit_attribution head": lambda model, tokens: analysis.direct_logit_attribution(
-            model, tokens, "w5", unit="head"
-        ),
-        "direct_logit_attribution layer": lambda model, cache: analysis.direct_logit_attribution(
-            model, answer_tokens="w5", unit="layer", cache=cache
-        ),
-        "attribution_patch node": lambda run: attribution(run, "node"),
-        "attribution_patch edge": lambda run: attribution(run, "edge"),
-        "attention_head_subspace_affinity Q": lambda model: (
-            analysis.attention_head_subspace_affinity(model, target_role="Q")
-        ),
-        "attention_head_subspace_affinity V": lambda model: (
-            analysis.attention_head_subspace_affinity(model, target_role="V")
-        ),
-        "get_act_patch_direct_path": lambda run: analysis.get_act_patch_direct_path(
-            **direct_path(run), src_layer=2, src_head=1
-        ),
-        "collect_activations": lambda run, model, tokens: analysis.collect_activations(
-            model, RESID, tokens, logits_of_two_words(run), positions=LAST_TOKEN
-        ),
-        "run_with_intervention": lambda run: analysis.run_with_intervention(
-            *interchange(run), positions=LAST_TOKEN
-        ),
-        "intervened_logits": lambda run: analysis.intervened_logits(
-            *interchange(run), positions=LAST_TOKEN
-        ),
-        "faithfulness": faithful,
-        "fit_das": learned,
-    },
-)
+OF_ANALYSIS: dict[str, Call] = {
+    "logit_lens": lambda model, tokens: analysis.logit_lens(model, tokens, incl_mid=True),
+    "logit_lens text": lambda model: analysis.logit_lens(model, TEXT, top_k=3),
+    "logit_lens cache": lambda model, cache: analysis.logit_lens(model, cache=cache),
+    "logit_lens cache_on_the_CPU": lambda model, cache_on_cpu: analysis.logit_lens(
+        model, cache=cache_on_cpu
+    ),
+    "logit_readout": lambda model, cache: analysis.logit_readout(model, cache["resid_post", LAST]),
+    "direct_logit_attribution": lambda model, tokens: analysis.direct_logit_attribution(
+        model, tokens, "w5", "w7"
+    ),
+    "direct_logit_attribution head": lambda model, tokens: analysis.direct_logit_attribution(
+        model, tokens, "w5", unit="head"
+    ),
+    "direct_logit_attribution layer": lambda model, cache: analysis.direct_logit_attribution(
+        model, answer_tokens="w5", unit="layer", cache=cache
+    ),
+    "attribution_patch node": lambda run: attribution(run, "node"),
+    "attribution_patch edge": lambda run: attribution(run, "edge"),
+    "attention_head_subspace_affinity": lambda model: [
+        analysis.attention_head_subspace_affinity(model, target_role=role) for role in "QV"
+    ],
+    "get_act_patch_direct_path": patch_direct_path,
+    "collect_activations": lambda run, model, tokens: analysis.collect_activations(
+        model, RESID, tokens, logits_of_two_words(run), positions=LAST_TOKEN
+    ),
+    "run_with_intervention": lambda run: analysis.run_with_intervention(
+        *interchange(run), positions=LAST_TOKEN
+    ),
+    "intervened_logits": lambda run: analysis.intervened_logits(
+        *interchange(run), positions=LAST_TOKEN
+    ),
+    "faithfulness": faithful,
+    "fit_das": learned,
+}
 
 
-def saved_and_loaded(run: Run) -> Any:
+def saved_and_loaded(lens: Any) -> Any:
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "lens.pt")
-        run.lens.save(path)
-        return type(run.lens).load(path).jacobians
+        lens.save(path)
+        return type(lens).load(path).jacobians
 
 
-def with_hooks(make: Callable[[Any, Any], Any]) -> Callable[[Run], Any]:
+def with_hooks(make: Callable[[Any, Any], Any]) -> Call:
     """A forward with the hooks that a lens makes."""
     return lambda run: run.model.run_with_hooks(run.tokens, fwd_hooks=make(run.lens, run.model))
 
 
-CALLS.calls(
-    "JacobianLens",
-    {
-        "readout": lambda lens, model, tokens: lens.readout(model, tokens[:1], top_k=3),
-        "readout text": lambda lens, model: lens.readout(model, TEXT, return_full_logits=True),
-        "lens_vectors": lambda lens, model: lens.lens_vectors(model, ["w5", "w7"], 3),
-        "lens_vector_dictionary": lambda lens, model: lens.lens_vector_dictionary(model, 3),
-        "transport": lambda lens, cache: lens.transport(cache["resid_post", 3], 3),
-        "decompose": lambda lens, model: lens.decompose(model, TEXT, 3, position=-1, k=3),
-        "coordinate_patch": lambda lens, model: lens.coordinate_patch(
-            model, TEXT, 3, "w5", "w7", position=-1, k=3
-        ),
-        "occupancy": lambda lens, model: lens.occupancy(
-            model, TEXT, 3, position=-1, max_atoms=3, num_control_dictionaries=2
-        ),
-        "fraction_of_variance": lambda lens, model: lens.fraction_of_variance(
-            model, TEXT, [2, 3], k=3, skip_first=1
-        ),
-        "swap_clamp_hooks": lambda lens, model, tokens, cache: model.run_with_hooks(
-            tokens, fwd_hooks=lens.swap_clamp_hooks(model, "w5", "w7", [2, 3], cache)
-        ),
-        "steering_hooks": with_hooks(lambda lens, model: lens.steering_hooks(model, "w5", [2, 3])),
-        "ablation_hooks": with_hooks(
-            lambda lens, model: lens.ablation_hooks(model, ["w5", "w7"], [2, 3])
-        ),
-        "swap_hooks": with_hooks(lambda lens, model: lens.swap_hooks(model, "w5", "w7", [2, 3])),
-        "coordinate_patch_hooks": with_hooks(
-            lambda lens, model: lens.coordinate_patch_hooks(
-                model, "w5", "w7", [3], positions=[2], k=3
-            )
-        ),
-        "fit": lambda lens, model: type(lens).fit(
-            model,
-            [TEXT],
-            corpus="words",
-            dim_batch=4,
-            max_seq_len=7,
-            skip_first_positions=1,
-            show_progress=False,
-        ),
-        "save": saved_and_loaded,
-        "validate_model": lambda lens, model: lens.validate_model(model).n_prompts,
-        "source_layers": lambda lens: lens.source_layers,
-        "clear_device_cache": lambda lens: lens.clear_device_cache(),
-        "merge": lambda lens: type(lens).merge([lens, lens]).jacobians,
-    },
-)
-
-
-@call("training.train")
-def train(run: Run) -> Any:
-    from transformer_lens.tools.training import TrainConfig, train
-
-    return trained(run, train, TrainConfig)
-
-
-# --------------------------------------------------------------------------------------------
-
-
-LEFT_OUT: dict[str, str] = {
-    **module_calls.LEFT_OUT,
-    **left_out(
-        """
-TransformerBridge.boot_transformers process_weights enable_compatibility_mode:
-    tests/transformer_bridge/test_parity.py
-TransformerBridge.boot_native boot_tl_legacy: one device: it places nothing
-TransformerBridge.check_model_support list_supported_models: no model
-TransformerBridge.init_weights: draws anew, so there is nothing to compare with
-TransformerBridge.cuda: needs CUDA devices
-TransformerBridge.mps: needs Apple's devices
-TransformerBridge.diffusion_generate: of diffusion language models
-TransformerBridge.encoder_output: of audio encoders
-TransformerBridge.prepare_multimodal_inputs: of models that also take images
-TransformerBridge.predict_next_sentence to_sentence_pair_tokens: of BERT
-ActivationCache.ssm_layers compute_ssm_state compute_ssm_effective_attention: of state-space layers
-HookPoint.enable_reshape: converts what one hook point sees
-JacobianLens.load: see JacobianLens.save
-JacobianLens.from_pretrained: fetches a lens
-patching.get_act_patch_direct_path: called as analysis.get_act_patch_direct_path
-patching.get_act_patch_direct_path_all_sources: as get_act_patch_direct_path, of every head
-patching.PatchingResult: a result; it holds what is compared
-training.TrainConfig: a config; used by train
-analysis.get_act_patch_direct_path_all_sources: as get_act_patch_direct_path, of every head
-analysis.JacobianLens: its methods are compared
-analysis.random_init_bridge: boots a model without its weights, on one device
-analysis.reinitialized: draws anew, so there is nothing to compare with
-analysis.EdgeAttributionConfig FaithfulnessConfig JSpaceDecomposition LearnedSubspace Node
-    NormMatchedPlacebo SparseProbeConvergenceError SubspaceBasis SubspaceInterchange
-    arbitrary_targets fit_sparse_probe sweep_sparse_probe get_sparse_decomposition
-    mean_difference_basis neuron_basis probe_basis orthonormal_subspace projection_kernel
-    random_projection_kernel_moments random_basis random_neuron_basis solve_coordinate_patch:
-    no model
-analysis.AttentionHeadRef AttributionResult BackwardLensLayerResult BackwardLensMatrixResult
-    BackwardLensResult CoordinatePatch DirectLogitAttribution HeadAffinityPair HeadAffinityResult
-    JSpaceOccupancy JSpaceVarianceProfile JacobianLensReadout LinearGradientFactors ProjectedFactor
-    ProjectionKernelResult RandomSubspaceReference VocabularyRanking WeightLayout
-    estimate_occupancy solve_coordinate_patch_positions:
-    TransformerLens 3.9's alone, and no model
-analysis.BackwardLens: TransformerLens 3.9's alone
-"""
+OF_LENS: dict[str, Call] = {
+    "readout": lambda lens, model, tokens: lens.readout(model, tokens[:1], top_k=3),
+    "readout text": lambda lens, model: lens.readout(model, TEXT, return_full_logits=True),
+    "lens_vectors": lambda lens, model: lens.lens_vectors(model, ["w5", "w7"], 3),
+    "lens_vector_dictionary": lambda lens, model: lens.lens_vector_dictionary(model, 3),
+    "transport": lambda lens, cache: lens.transport(cache["resid_post", 3], 3),
+    "decompose": lambda lens, model: lens.decompose(model, TEXT, 3, position=-1, k=3),
+    "coordinate_patch": lambda lens, model: lens.coordinate_patch(
+        model, TEXT, 3, "w5", "w7", position=-1, k=3
     ),
+    "occupancy": lambda lens, model: lens.occupancy(
+        model, TEXT, 3, position=-1, max_atoms=3, num_control_dictionaries=2
+    ),
+    "fraction_of_variance": lambda lens, model: lens.fraction_of_variance(
+        model, TEXT, [2, 3], k=3, skip_first=1
+    ),
+    "swap_clamp_hooks": lambda lens, model, tokens, cache: model.run_with_hooks(
+        tokens, fwd_hooks=lens.swap_clamp_hooks(model, "w5", "w7", [2, 3], cache)
+    ),
+    "steering_hooks": with_hooks(lambda lens, model: lens.steering_hooks(model, "w5", [2, 3])),
+    "ablation_hooks": with_hooks(
+        lambda lens, model: lens.ablation_hooks(model, ["w5", "w7"], [2, 3])
+    ),
+    "swap_hooks": with_hooks(lambda lens, model: lens.swap_hooks(model, "w5", "w7", [2, 3])),
+    "coordinate_patch_hooks": with_hooks(
+        lambda lens, model: lens.coordinate_patch_hooks(model, "w5", "w7", [3], positions=[2], k=3)
+    ),
+    "fit": lambda lens, model: type(lens).fit(
+        model,
+        [TEXT],
+        corpus="words",
+        dim_batch=4,
+        max_seq_len=7,
+        skip_first_positions=1,
+        show_progress=False,
+    ),
+    "save": saved_and_loaded,
+    "validate_model": lambda lens, model: lens.validate_model(model).n_prompts,
+    "source_layers": lambda lens: lens.source_layers,
+    "clear_device_cache": lambda lens: lens.clear_device_cache(),
+    "merge": lambda lens: type(lens).merge([lens, lens]).jacobians,
 }
-"""What the sweep does not call, and why."""
-
-TRAINS = "the model is in training mode"
-RECORDS = "transformers was asked for hidden states or attentions"
-REFUSED_OVER_HOSTS = {
-    **{f"TransformerBridge.{name}": why for name, why in model_calls.REFUSED_OVER_HOSTS.items()},
-    "TransformerBridge.to twice": model_calls.STAY,
-    "TransformerBridge.load_state_dict": model_calls.ARE_FROZEN,
-    "TransformerBridge.train": TRAINS,
-    "training.train": TRAINS,
-    "TransformerBridge.original_model": RECORDS,
-    "TransformerBridge.hf_generate": RECORDS,
-    "TransformerBridge.hf_generate text": RECORDS,
-}
-"""What is refused if blocks are on other hosts, and why."""
-
-NEW_IN_4 = frozenset(
-    left_out(
-        """
-TransformerBridge.W_pos W_E_pos add_caching_hooks get_caching_hooks cache_all cache_some close
-    input_to_embed mod_dict
-analysis.logit_lens logit_readout faithfulness collect_activations run_with_intervention
-    intervened_logits fit_das
-ActivationCache.logit_lens
-training.train
-"""
-    )
-)
-"""What is compared, and not in TransformerLens 3.9.0."""

@@ -6,16 +6,13 @@ With a TransformerBridge.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 from unittest import mock
 
 import pytest
-from bridge_calls import CALLS, LEFT_OUT, NEW_IN_4, REFUSED_OVER_HOSTS
-from public import RESULTS, public_names
-from registry import Run
-from sweeping import Sweep
+from bridge_calls import OF_ANALYSIS, OF_BRIDGE, OF_LENS
+from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, trained
+from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
 from transformer_lens.tools.analysis import JacobianLens
@@ -28,41 +25,96 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning"),
 ]
 
-AS_BOOTED = "llama as booted"
-KINDS = {"gpt2": (3,), "llama": (1, 4), AS_BOOTED: (3,)}
-"""On how many devices; in compatibility mode unless it says otherwise."""
-PATCHED = ("llama", 4)
-"""Where `patching` is swept: it is a forward for each layer, head and position."""
-WHERE_THAT_MATTERS = ("TransformerBridge.", "JacobianLens.", "analysis.")
-"""What a Bridge as booted is swept for."""
-if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
-    KINDS, PATCHED = {"gpt2": (3,), AS_BOOTED: (3,)}, ("gpt2", 3)
-    WHERE_THAT_MATTERS = ("JacobianLens.",)
-NEEDS_SEVERAL = ("evals.ioi_eval",)
-"""What hands the model tokens from the CPU, which TransformerLens 4 does not take to one device."""
 PUBLIC = public_names(
-    (TransformerBridge, JacobianLens, *RESULTS),
+    (TransformerBridge, JacobianLens),
     ("patching", "head_detector", "evals", "tools.analysis", "tools.training"),
 )
 
 
-def test_every_public_name_is_swept_or_left_out_with_a_reason():
-    assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
-    assert CALLS.keys() & LEFT_OUT.keys() == set()
+def train(run):
+    from transformer_lens.tools.training import TrainConfig, train  # of TransformerLens 4
+
+    return trained(run, train, TrainConfig)
 
 
-def test_what_is_compared_exists():
-    """In some version; `NEW_IN_4` says which names TransformerLens 3.9.0 lacks."""
-    missing = CALLS.keys() - set(PUBLIC)
-    assert missing == (NEW_IN_4 if has_hooked_transformer() else set())
+CALLS = {
+    **{f"TransformerBridge.{name}": call for name, call in OF_BRIDGE.items()},
+    **IN_COMMON,
+    "ActivationCache.logit_lens": lambda cache: cache.logit_lens(),
+    **{f"analysis.{name}": call for name, call in OF_ANALYSIS.items()},
+    **{f"JacobianLens.{name}": call for name, call in OF_LENS.items()},
+    "training.train": train,
+}
+LEFT_OUT = {
+    *FETCH_DATA,
+    *("JacobianLens.load", "JacobianLens.from_pretrained"),  # see JacobianLens.save; fetches one
+    # Called as analysis.get_act_patch_direct_path; the same of every head
+    *(f"{module}.get_act_patch_direct_path_all_sources" for module in ("analysis", "patching")),
+    "patching.get_act_patch_direct_path",
+    "analysis.reinitialized",  # draws anew, so there is nothing to compare with
+    # Of state space models; what one hook point sees
+    *("ActivationCache.ssm_layers", "ActivationCache.compute_ssm_state"),
+    *("ActivationCache.compute_ssm_effective_attention", "HookPoint.enable_reshape"),
+    *(
+        f"TransformerBridge.{name}"
+        for name in (
+            # tests/transformer_bridge
+            *("boot_transformers", "process_weights", "enable_compatibility_mode"),
+            *("boot_native", "boot_tl_legacy"),  # one device: they place nothing
+            *("check_model_support", "list_supported_models"),  # no model
+            "init_weights",  # draws anew
+            *("cuda", "mps"),
+            # Of models of other kinds
+            *("diffusion_generate", "encoder_output", "prepare_multimodal_inputs"),
+            *("predict_next_sentence", "to_sentence_pair_tokens"),
+        )
+    ),
+}
+TRAINS = "the model is in training mode"
+RECORDS = "transformers was asked for hidden states or attentions"
+REFUSED_OVER_HOSTS = {
+    "TransformerBridge.to dtype": STAY,
+    "TransformerBridge.to twice": STAY,
+    "TransformerBridge.load_state_dict": ARE_FROZEN,
+    "TransformerBridge.train": TRAINS,
+    "training.train": TRAINS,
+    "TransformerBridge.original_model": RECORDS,
+    "TransformerBridge.hf_generate": RECORDS,
+    "TransformerBridge.hf_generate text": RECORDS,
+}
+
+AS_BOOTED = "llama as booted"
+KINDS = {"gpt2": (3,), "llama": (1, 4), AS_BOOTED: (3,)}
+"""On how many devices; in compatibility mode unless it says otherwise."""
+if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
+    KINDS = {"gpt2": (3,)}
+
+
+def test_every_public_name_is_called_or_left_out():
+    known = {call.split()[0] for call in CALLS} | LEFT_OUT
+    assert PUBLIC - known == set()
+    if not has_hooked_transformer():
+        assert known - PUBLIC == set()
+
+
+def kinds_of(call):
+    """With which kinds of models something is called."""
+    if call.startswith("JacobianLens."):
+        return {AS_BOOTED: (3,)}  # which refuses compatibility mode
+    if call.startswith("patching."):
+        return {"llama": (4,)}  # a forward for each layer, head and position
+    if call == "evals.ioi_eval":  # which hands over tokens on the CPU: one device refuses them
+        return {"gpt2": (3,), "llama": (4,)}
+    if call.startswith(("TransformerBridge.", "analysis.")):
+        return KINDS
+    return {kind: numbers for kind, numbers in KINDS.items() if kind != AS_BOOTED}
 
 
 @pytest.fixture(scope="module")
-def runs(checkpoints, tokens, request):
+def runs(checkpoints, tokens):
     """`runs("gpt2", 4)`: a Bridge over devices of a machine that is open for the whole module.
 
-    Without a number of devices, the unpatched one on the CPU, or over hosts (`--hosts`) this
-    package's own. Booted once; calls change copies.
+    Without a number of devices, the unpatched one on the CPU. Booted once; calls change copies.
     """
 
     def boot(kind, **options):
@@ -73,65 +125,44 @@ def runs(checkpoints, tokens, request):
 
     def get(kind, n_devices=None):
         if n_devices is None:
-            own = request.config.getoption("--hosts")
-            with contextlib.nullcontext() if own else tl_devicefix.disabled():
+            with tl_devicefix.disabled():
                 return Run(boot(kind, device="cpu"), tokens, unused=boot(kind, device="cpu"))
         bridge = boot(kind, n_devices=n_devices)
-        at_home = tokens.to(bridge.cfg.device)
-        return Run(bridge, at_home, unused=boot(kind, n_devices=n_devices))
+        return Run(bridge, tokens.to(bridge.cfg.device), unused=boot(kind, n_devices=n_devices))
 
     with tl_devicefix.simulate(4):
         yield cache(get)
 
 
-@pytest.fixture(scope="module")
-def sweep(runs, request):
-    return Sweep(CALLS, runs, request.config.getoption("--hosts"), REFUSED_OVER_HOSTS, unpatched)
-
-
 @contextlib.contextmanager
-def unpatched() -> Iterator[None]:
+def unpatched():
     """TransformerLens as installed, but that it reads transformers 5.24's name of a KV cache."""
     with tl_devicefix.disabled():
         update = AttentionBridge._update_kv_cache
 
-        def knowing(self: Any, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        def knowing(self, *args, cache=None, **kwargs):
             return update(self, *args, **{"past_key_values": cache, **kwargs})
 
         with mock.patch.object(AttentionBridge, "_update_kv_cache", knowing):
             yield
 
 
-NOT_IN_3 = (
-    # Makes a random generator on the device, and simulated ones have none.
-    ("JacobianLens.occupancy", AS_BOOTED),
+@pytest.mark.cover(("call",), ("kind", "n_devices"))
+@pytest.mark.parametrize(
+    ("call", "kind", "n_devices"),
+    [
+        (call, kind, n_devices)
+        for call in CALLS
+        if call.split()[0] in PUBLIC
+        for kind, numbers in kinds_of(call).items()
+        for n_devices in numbers
+    ],
 )
-"""What is not swept on TransformerLens 3.9."""
-
-
-def every_call() -> Iterator[Any]:
-    """A parameter for each call, kind and number of devices."""
-    for name, cases in CALLS.items():
-        for case in cases if name in PUBLIC else ():
-            for kind, numbers in KINDS.items():
-                if name.startswith("JacobianLens.") and kind != AS_BOOTED:
-                    continue  # which refuses compatibility mode
-                if not name.startswith(WHERE_THAT_MATTERS) and kind == AS_BOOTED:
-                    continue
-                if has_hooked_transformer() and (name, kind) in NOT_IN_3:
-                    continue
-                for n in numbers:
-                    if name.startswith("patching.") and (kind, n) != PATCHED:
-                        continue
-                    if name in NEEDS_SEVERAL and n == 1:
-                        continue
-                    yield pytest.param(name, case, kind, n)
-
-
-EVERY_CALL = list(every_call())
-
-
-@pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), EVERY_CALL)
-def test_it_is_as_on_one_device(name, case, kind, n_devices, runs, sweep):
-    sweep.check(name, case, kind, runs(kind, n_devices))
+def test_it_is_as_on_one_device(call, kind, n_devices, runs, pytestconfig):
+    if has_hooked_transformer() and call == "JacobianLens.occupancy":
+        pytest.skip("TransformerLens 3.9 makes a random generator on the device, simulated or not")
+    if pytestconfig.getoption("--hosts") and call in REFUSED_OVER_HOSTS:
+        with pytest.raises(RuntimeError, match=REFUSED_OVER_HOSTS[call]):
+            runs(kind, n_devices).call(CALLS[call])
+    else:
+        assert_as_on_one_device(CALLS[call], runs(kind, n_devices), runs(kind), unpatched)

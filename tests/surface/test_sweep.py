@@ -2,77 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import version
-from typing import Any
 
 import pytest
-from hooked_calls import CALLS, LEFT_OUT, NEW_IN_3, REFUSED_OVER_HOSTS, WITHOUT_DEVICES
+from calls import (
+    ARE_FROZEN,
+    FETCH_DATA,
+    IN_COMMON,
+    OF_MODEL,
+    RESID,
+    STAY,
+    hooked,
+    moved,
+    steer,
+    trained,
+    with_more_hooks,
+)
 from packaging.version import Version
-from public import RESULTS, public_names
-from registry import Run
 from spread_of_either_class import *  # noqa: F403
-from sweeping import Sweep
+from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens import HookedTransformer
+from transformer_lens.train import HookedTransformerTrainConfig, train
+
+import tl_devicefix
+
+PUBLIC = public_names((HookedTransformer,), ("patching", "head_detector", "evals", "train"))
+OF_HOOKED = {
+    "get_residual": lambda model, at_home: model.get_residual(model.embed(at_home), 0),
+    "check_hooks_to_add": lambda run, model: model.check_hooks_to_add(
+        model.hook_dict[RESID], RESID, steer(run)
+    ),
+    "check_and_add_hook": lambda run: hooked(
+        run, lambda model: model.check_and_add_hook(model.hook_dict[RESID], RESID, steer(run))
+    ),
+    "get_pos_offset": lambda model: model.get_pos_offset(None, 2),
+    "move_model_modules_to_device": moved(lambda model: model.move_model_modules_to_device()),
+    "setup": moved(lambda model: model.setup()),
+    "set_tokenizer": moved(lambda model: model.set_tokenizer(model.tokenizer)),
+    "set_ungroup_grouped_query_attention": with_more_hooks(
+        "set_ungroup_grouped_query_attention", "blocks.4.attn.hook_v"
+    ),
+}
+CALLS = {
+    **{f"HookedTransformer.{name}": call for name, call in {**OF_MODEL, **OF_HOOKED}.items()},
+    **IN_COMMON,
+    "train.train": lambda run: trained(run, train, HookedTransformerTrainConfig),
+}
+LEFT_OUT = {
+    *FETCH_DATA,
+    # Of state space models, which only a Bridge has.
+    *("ActivationCache.ssm_layers", "ActivationCache.compute_ssm_state"),
+    *("ActivationCache.compute_ssm_effective_attention", "HookPoint.enable_reshape"),
+    *(
+        f"HookedTransformer.{name}"
+        for name in (
+            # tests/parity
+            *("from_pretrained", "from_pretrained_no_processing", "load_and_process_state_dict"),
+            *("process_weights_", "fill_missing_keys", "fold_layer_norm", "fold_value_biases"),
+            *("center_unembed", "center_writing_weights", "refactor_factored_attn_matrices"),
+            "init_weights",  # draws anew, so there is nothing to compare with
+            *("cuda", "mps"),
+            *("load_sample_training_dataset", "sample_datapoint"),  # fetch data
+        )
+    ),
+}
+REFUSED_OVER_HOSTS = {"HookedTransformer.to dtype": STAY, "train.train": ARE_FROZEN}
 
 KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
 """On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
-PUBLIC = public_names(
-    (HookedTransformer, *RESULTS), ("patching", "head_detector", "evals", "train")
-)
 
 
-def test_every_public_name_is_swept_or_left_out_with_a_reason():
-    assert set(PUBLIC) - CALLS.keys() - LEFT_OUT.keys() == set()
-    assert CALLS.keys() & LEFT_OUT.keys() == set()
-
-
-def test_what_is_compared_exists():
-    """In some version; `NEW_IN_3` says which names TransformerLens 2.18.0 lacks."""
-    missing = (CALLS.keys() | LEFT_OUT.keys()) - set(PUBLIC)
-    assert missing & CALLS.keys() <= NEW_IN_3
+def test_every_public_name_is_called_or_left_out():
+    known = {call.split()[0] for call in CALLS} | LEFT_OUT
+    assert PUBLIC - known == set()
     if Version(version("transformer_lens")) >= Version("3.9"):
-        assert missing == set()
+        assert known - PUBLIC == set()
 
 
-@pytest.fixture(scope="module")
-def sweep(references, from_pretrained, tokens, request):
-    over_hosts = request.config.getoption("--hosts")  # with this package's own on one CPU
-    load = cache(lambda kind: from_pretrained(kind, device="cpu")) if over_hosts else references
-    return Sweep(CALLS, lambda kind: Run(load(kind), tokens), over_hosts, REFUSED_OVER_HOSTS)
-
-
-@pytest.fixture
-def run(kind, n_devices, models, tokens):
-    return Run(models(kind, n_devices), tokens)
-
-
-REFUSED = (
-    "SVDInterpreter.get_singular_vectors",
-    "HookedTransformer.set_use_attn_in",
-    "HookedTransformer.W_gate",
-)
-"""What TransformerLens itself does not do for some of the models."""
-
-SEVERAL_AT_ONCE = pytest.mark.full("it calls those of each kind of activation, run by default")
-
-
-def every_call() -> Iterator[Any]:
+def every_call():
     """A parameter for each call, kind and number of devices."""
-    for name, cases in CALLS.items():
-        fails = name not in WITHOUT_DEVICES and name not in REFUSED
-        is_patching = name.startswith("patching.")
-        several = [SEVERAL_AT_ONCE] if is_patching and name.endswith("_every") else []
-        for case in cases if name in PUBLIC else ():
-            for kind, numbers in KINDS.items():
-                # Patching is a forward for each layer, head and position: not everywhere.
-                for n in numbers if not is_patching else (numbers[-1],):
-                    marks = [pytest.mark.fails_unpatched] if fails and n > 1 else []
-                    yield pytest.param(name, case, kind, n, marks=[*marks, *several])
+    for call in CALLS:
+        if call.split()[0] not in PUBLIC:
+            continue
+        is_patching = call.startswith("patching.")
+        marks = []
+        if is_patching and call.endswith("_every"):
+            marks.append(pytest.mark.full("it calls those of each kind of activation"))
+        for kind, numbers in KINDS.items():
+            # Patching is a forward for each layer, head and position: not everywhere.
+            for n_devices in numbers[-1:] if is_patching else numbers:
+                yield pytest.param(call, kind, n_devices, marks=marks)
 
 
-@pytest.mark.cover(("name", "case"), ("kind", "n_devices"))
-@pytest.mark.parametrize(("name", "case", "kind", "n_devices"), list(every_call()))
-def test_it_is_as_on_one_device(name, case, kind, n_devices, run, sweep):
-    sweep.check(name, case, kind, run)
+@pytest.mark.cover(("call",), ("kind", "n_devices"))
+@pytest.mark.parametrize(("call", "kind", "n_devices"), list(every_call()))
+def test_it_is_as_on_one_device(call, kind, n_devices, models, references, tokens, pytestconfig):
+    run, reference = Run(models(kind, n_devices), tokens), Run(references(kind), tokens)
+    if pytestconfig.getoption("--hosts") and call in REFUSED_OVER_HOSTS:
+        with pytest.raises(RuntimeError, match=REFUSED_OVER_HOSTS[call]):
+            run.call(CALLS[call])
+    else:
+        assert_as_on_one_device(CALLS[call], run, reference, tl_devicefix.disabled)

@@ -57,9 +57,7 @@ def test_an_architecture(name, compatible, tokenizer, tmp_path):
     mask[0, :3] = 0
 
     def run():
-        first, cache = bridge(tokens, return_type="logits_and_cache", use_cache=True)
-        later = bridge(tokens[:, :1], past_key_values=cache) if hasattr(cache, "update") else None
-        return first, later, bridge(tokens), bridge(tokens, attention_mask=mask)
+        return bridge(tokens), bridge(tokens, attention_mask=mask)
 
     with tl_devicefix.disabled():
         expected = run()
@@ -81,4 +79,4 @@ def test_an_architecture(name, compatible, tokenizer, tmp_path):
         if compatible:
             spread.enable_compatibility_mode(disable_warnings=True)
         assert len(spread.placement.devices) == 2
-        assert_agrees(spread(tokens).cpu(), expected[2], tolerance=1e-5)
+        assert_agrees(spread(tokens).cpu(), expected[0], tolerance=1e-5)

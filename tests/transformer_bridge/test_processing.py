@@ -10,7 +10,7 @@ import torch
 import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
-from hf_models import D_VOCAB, GROUPED, make_hf_model, save_checkpoint
+from hf_models import D_VOCAB, make_hf_model, save_checkpoint
 from racing import asynchronous
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -129,26 +129,6 @@ def test_after_steps_that_are_refused_it_can_be_done_with_others(machine, boot, 
 
     expected = references("llama", compatible=True)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected.state_dict()))
-
-
-FALCON = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
-FALCON |= {"mamba_d_state": 4, "mamba_chunk_size": 4, "head_dim": 4, "attention_bias": True}
-
-
-@pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4")
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize(("kind", "own"), [("PhiConfig", {}), ("FalconH1Config", FALCON)])
-def test_value_biases_that_several_heads_share_are_folded(kind, own, tokenizer, tmp_path, tokens):
-    config = getattr(transformers, kind)(**GROUPED, **own)
-    save_checkpoint(make_hf_model(config, torch.float64), tokenizer, tmp_path)
-    options = {"device": "cpu", "dtype": torch.float64}
-    bridge = TransformerBridge.boot_transformers(str(tmp_path), **options)
-    before = bridge(tokens).log_softmax(-1)
-
-    bridge.enable_compatibility_mode(fold_ln=False, center_writing_weights=False)
-
-    assert_agrees(bridge(tokens).log_softmax(-1), before)
-    assert not any(block.attn.v.bias.any() for block in bridge.blocks)
 
 
 def test_a_device_without_room_is_named_with_what_was_being_processed(boot):

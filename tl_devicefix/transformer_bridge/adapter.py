@@ -14,7 +14,6 @@ from tl_devicefix.transformer_bridge import (  # noqa: F401  # which have patche
     alignment,
     block,
     forward,
-    gathering,
     loading,
     processing,
 )

@@ -196,11 +196,3 @@ def _in_bridge(name: str, bridge: Any) -> str:
         if path and path != component and name.startswith(f"{path}."):
             return f"{component}.{name[len(path) + 1 :]}"
     return name
-
-
-def device_of(weights: Mapping[str, torch.Tensor]) -> torch.device | None:
-    """Where most of some weights lie, in bytes; None if there are none."""
-    nbytes_on: dict[torch.device, int] = {}
-    for tensor in weights.values():
-        nbytes_on[tensor.device] = nbytes_on.get(tensor.device, 0) + tensor.nbytes
-    return max(nbytes_on, key=lambda device: nbytes_on[device]) if nbytes_on else None

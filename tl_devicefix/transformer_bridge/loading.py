@@ -71,17 +71,8 @@ def boot_transformers(
         ValueError: if the arguments do not fit together, or the model does not fit.
         TypeError: if there is no such argument; it names what may be meant.
     """
-    if attn_implementation is None:
-        return _boot(original, args, kwargs)
     check_attn_implementation(attn_implementation)
-    bridge = _boot(original, args, kwargs)
-    set_attn_implementation(bridge, attn_implementation)
-    return bridge
-
-
-def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Boot a model by the arguments of the installed `boot_transformers`."""
-    takes = inspect.signature(boot)
+    takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
     for name in kwargs.keys() & later.keys() - takes.parameters.keys():
         raise TypeError(
@@ -92,21 +83,25 @@ def _boot(boot: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     options = bound.arguments
     if options.get("hf_model") is None:
         refuse_directory(str(options["model_name"]))
+    if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
+        options["dtype"] = torch_dtype(options["dtype"])
     try:
-        return _boot_by(boot, bound)
+        bridge = _boot(original, bound)
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
         raise
+    if attn_implementation is not None:
+        set_attn_implementation(bridge, attn_implementation)
+    return bridge
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
 
 
-def _boot_by(boot: Any, bound: inspect.BoundArguments) -> Any:
+def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
+    """Boot a model by the arguments of the installed `boot_transformers`."""
     options = bound.arguments
-    if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
-        options["dtype"] = torch_dtype(options["dtype"])
     if options.get("hf_model") is not None or not _spreads(options):
         if options.get("hf_model") is None and options.get("device") is None:
             options["device"] = simulated_device()
@@ -134,12 +129,10 @@ def _boot_over_devices(boot: Any, options: dict[str, Any], elsewhere: contextlib
     """Boot a model; it is complete once `elsewhere` has ended, where other hosts load."""
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
-        trusted = options.get("trust_remote_code", False)
-        read_config(name, trust_remote_code=trusted)
+        read_config(name, trust_remote_code=options.get("trust_remote_code", False))
     planned = _PlannedClass(options, elsewhere)
-    arguments = dict(options)
-    for name in ("device", "n_devices", "max_memory"):
-        arguments.pop(name, None)
+    ours = "device", "n_devices", "max_memory"
+    arguments = {name: value for name, value in options.items() if name not in ours}
     # TransformerLens lets transformers place the model if there is a map; the plan's is put in
     # when the model's class is asked for it, as only then the config is final.
     arguments |= {"device_map": {"": "cpu"}, "model_class": planned}
@@ -216,7 +209,8 @@ class _PlannedClass:
             hub = {name: options[name] for name in ("revision",) if name in options}
             loading = loading_elsewhere(self.placement.of_this_process, *load, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
-            with _not_dispatched():
+            # Without hooks of accelerate's, which would look for all weights.
+            with mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None):
                 hf_model = real.from_pretrained(model_name, **kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
             _bring_root_home(hf_model, self.placement.home)
@@ -246,30 +240,20 @@ def _is_of_worker(device_map: Any) -> bool:
     return any(isinstance(device, torch.device) and is_elsewhere(device) for device in devices)
 
 
-def _not_dispatched() -> contextlib.AbstractContextManager[Any]:
-    """Within it, transformers adds no hooks of accelerate's, which would look for all weights."""
-    return mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None)
-
-
 @contextlib.contextmanager
 def _without_all_values() -> Iterator[None]:
     """Within it, TransformerLens makes a Bridge's modules also of weights without values.
 
     It splits fused matrices as it wraps them.
     """
-    own = {name: module for name, module in sys.modules.items() if name.startswith(_TL)}
+    check = "require_readable_weight"
     with contextlib.ExitStack() as stack:
-        for name, module in own.items():
-            if hasattr(module, _CHECK) and not name.endswith("quantization"):
-                stack.enter_context(mock.patch.object(module, _CHECK, _as_it_is))
+        for name, module in dict(sys.modules).items():
+            is_own = name.startswith("transformer_lens.") and not name.endswith("quantization")
+            if is_own and hasattr(module, check):
+                as_it_is = mock.patch.object(module, check, lambda weight, *_, **__: weight)
+                stack.enter_context(as_it_is)
         yield
-
-
-def _as_it_is(weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return weight
-
-
-_TL, _CHECK = "transformer_lens.", "require_readable_weight"
 
 
 def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.block import forget
-from tl_devicefix.transformer_bridge.components import Unit, bridge_components, device_of, units
+from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -49,7 +49,6 @@ from tl_devicefix.weight_processing.steps import (
     center,
     center_unembed_weights,
     fold_layer_norm_into_unembed,
-    fold_value_biases_of_block,
 )
 
 _log = logging.getLogger(__name__)
@@ -198,7 +197,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
         elif unit.name == "unembed":
             processing.of_unembed(processed)
         elif unit.name.startswith("blocks."):
-            processing.of_block(processed, unit.components[unit.name])
+            processing.of_block(processed)
         _replace(unit, originals, processed)
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
@@ -206,12 +205,11 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
 
 
 def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
-    """Where a unit is processed: where most of it lies, or, if it is offloaded, where it runs."""
+    """Where a unit is processed: where it lies, or, if it is offloaded, where it runs."""
     placement: Placement | None = getattr(bridge, "placement", None)
-    lies_on = device_of(unit.weights)
-    if placement is None or lies_on is None:
-        return lies_on or HOST
-    return placement.device_for(unit.name)
+    if placement is not None and unit.weights:
+        return placement.device_for(unit.name)
+    return next((weight.device for weight in unit.weights.values()), HOST)
 
 
 def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
@@ -260,7 +258,7 @@ class Processing:
         self.cfg = cfg
         self.adapter = adapter
 
-    def of_block(self, weights: Weights, block: Any) -> None:
+    def of_block(self, weights: Weights) -> None:
         """Process one block's weights in place, which are named as those of block 0."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
@@ -272,7 +270,7 @@ class Processing:
         if steps.center_writing_weights:
             _center_writing_weights(weights, cfg, adapter)
         if steps.fold_value_biases and f"{_BLOCK}attn.v.bias" in weights:
-            _fold_value_biases(weights, cfg, block.attn.o.original_component)
+            _on_attention(ProcessWeights.fold_value_biases, weights, cfg, adapter)
         if steps.recenter_b_O and f"{_BLOCK}attn.o.bias" in weights:
             weights[f"{_BLOCK}attn.o.bias"] -= weights[f"{_BLOCK}attn.o.bias"].mean()
         if steps.refactor_factored_attn_matrices:
@@ -346,24 +344,6 @@ def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
     ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
     for name in stand_ins:
         del weights[name]
-
-
-def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
-    """Fold value biases into b_O; TransformerLens fails where several heads share one of values.
-
-    Args:
-        weights: the block's.
-        cfg: the Bridge's config.
-        output: transformers' layer of W_O, an nn.Linear or a Conv1D.
-    """
-    W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
-    W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T
-    W_O = W_O.reshape(cfg.n_heads, -1, cfg.d_model)
-    b_O = weights.get(f"{_BLOCK}attn.o.bias", W_O.new_zeros(cfg.d_model))
-    block = {"attn.W_O": W_O, "attn.b_V": b_V.reshape(-1, W_O.shape[1]), "attn.b_O": b_O}
-    fold_value_biases_of_block(block)
-    weights[f"{_BLOCK}attn.o.bias"] = block["attn.b_O"]
-    weights[f"{_BLOCK}attn.v.bias"] = torch.zeros_like(b_V)
 
 
 def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
