@@ -75,6 +75,24 @@ def test_nothing_of_every_query_and_key_is_made(name, compatible, sdpa):
     assert not made.of_pairs(29)
 
 
+def test_a_function_for_masks_of_a_user_s_own(sdpa, tokens):
+    bridge = sdpa("llama", compatible=False)
+    original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+    def everything(**options):
+        return torch.zeros_like(original(**options))
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = everything
+    try:
+        actual, expected = bridge(tokens), installed(bridge, lambda bridge: bridge(tokens))
+        assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is everything
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+    assert_agrees(actual, expected)
+    assert not torch.allclose(actual, bridge(tokens))
+
+
 def test_disabled_leaves_the_masks_of_transformers_as_they_were(sdpa, tokens):
     sdpa("llama", compatible=False)(tokens)
 
