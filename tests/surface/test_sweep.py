@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 from calls import (
+    ARE_FROZEN,
     FETCH_DATA,
     IN_COMMON,
     OF_MODEL,
@@ -65,7 +66,7 @@ LEFT_OUT = {
         )
     ),
 }
-REFUSED_OVER_HOSTS = {"HookedTransformer.to dtype": STAY, "train.train": STAY}
+REFUSED_OVER_HOSTS = {"HookedTransformer.to dtype": STAY, "train.train": ARE_FROZEN}
 
 KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
 """On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
