@@ -82,6 +82,11 @@ def test_others_go_on_where_some_were(n_batches, written):
         written.activations(RESID, **{**options, "seed": 2}).load_state_dict(first.state_dict())
 
 
+def test_another_shuffle_is_refused(written):
+    with pytest.raises(ValueError, match="shuffle must be True or False, but is 'exact'"):
+        written.activations(RESID, 7, shuffle="exact")
+
+
 def test_there_is_no_end_of_them_where_epochs_is_none_but_of_the_thread_that_reads(
     written,
 ):

@@ -42,6 +42,10 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
     "more layers than there are": ({"first_n_layers": 9}, ("9 layers", "5", "first_n_layers")),
+    "two names of one checkpoint": (
+        {"checkpoint_value": 2000, "checkpoint_label": 1000},
+        ("not both",),
+    ),
     "quantising": ({"load_in_4bit": True}, ("load_in_4bit",)),
     **{
         f"a misspelt {meant}": ({misspelt: 4}, (repr(misspelt), repr(meant)))

@@ -254,3 +254,13 @@ def test_a_model_whose_processing_is_refused_is_as_it_was(checkpoints, machine, 
 
     assert model.cfg.normalization_type == norm
     assert torch.equal(model(tokens), expected)
+
+
+def test_weights_that_a_subclass_has_beside_the_components_are_loaded_too(unprocessed, machine):
+    weights = {**unprocessed("solu").state_dict(), "extra.weight": torch.full((2, 2), 7.0)}
+    model = unprocessed("solu")
+    model.extra = torch.nn.Linear(2, 2, bias=False)
+
+    model.load_and_process_state_dict(weights, fold_ln=False)
+
+    assert (model.extra.weight == 7).all()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tl_devicefix.simulation import simulate
 
@@ -344,6 +345,12 @@ def hooked(hook: Any) -> Any:
     return differentiate
 
 
+def recomputed(x: torch.Tensor) -> None:
+    others = [x, torch.ones(3, device="sim:1")]
+    product = checkpoint(lambda x: x.sin() * others.pop(0), x, use_reentrant=False)
+    product.sum().backward()
+
+
 def without_room(x: torch.Tensor) -> None:
     y = (torch.ones(1 << 20, device="sim:0") * x[0]).exp()
     y.backward(torch.ones(1, device="sim:0").expand(1 << 20))
@@ -362,6 +369,7 @@ def without_room(x: torch.Tensor) -> None:
             r"invalid gradient at index 0.*sim:0 but got sim:1",
         ),
         (lambda x: FailingBackward.apply(x).sum().backward(), RuntimeError, "same device"),
+        (recomputed, RuntimeError, "same device"),
         (without_room, torch.OutOfMemoryError, "Tried to allocate"),
     ],
 )

@@ -45,7 +45,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: whether the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for a size or number below 1, or a device that is not here.
+        ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class TokenBatches(Iterator[torch.Tensor]):
         group_bytes: int,
         by_token: bool,
     ) -> None:
+        if shuffle not in (True, False):
+            raise ValueError(f"shuffle must be True or False, but is {shuffle!r}")
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {value!r}")

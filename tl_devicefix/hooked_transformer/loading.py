@@ -185,6 +185,10 @@ def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[st
             "model with transformers and pass it as hf_model"
         )
     if arguments.get("checkpoint_label") is not None:
+        if arguments["checkpoint_value"] is not None:
+            raise ValueError(
+                "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
+            )
         arguments["checkpoint_value"] = arguments["checkpoint_label"]
     checkpoint_named = any(
         arguments.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")

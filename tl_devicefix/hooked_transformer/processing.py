@@ -159,6 +159,10 @@ def load_and_process_state_dict(
                 placement = placement.reweighed(self)
                 settle(self, placement)  # the norms are other modules now
         fill(self, source, placement, steps)
+        units, own = set(processing_units(self.cfg)), self.state_dict()
+        for name in state_dict.keys() & own.keys():  # what a subclass has beside them
+            if processing_unit(name) not in units:
+                own[name].copy_(state_dict[name])
 
 
 @patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")

@@ -155,3 +155,22 @@ def applying(apply: Callable[..., Any]) -> Callable[..., Any]:
         return _kept(lambda: apply(self, *args), lambda: (None,) * len(self.needs_input_grad))
 
     return apply_kept
+
+
+def saving(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `saved_tensors_hooks.__init__`, so that errors of the unpacking hook are kept."""
+
+    def init_kept(self: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        def pack_with_kind(tensor: torch.Tensor) -> Any:
+            return pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
+
+        def unpack_kept(packed: Any) -> Any:
+            value, (shape, dtype, device) = packed
+            if not _running.engines:
+                return unpack(value)
+            otherwise = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
+            return _kept(lambda: unpack(value), otherwise)
+
+        init(self, pack_with_kind, unpack_kept)
+
+    return init_kept

@@ -175,7 +175,9 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
     ):
         _replace(stack, owner, name, backward.registering(getattr(owner, name)))
     function = torch.autograd.function.BackwardCFunction
+    saved = torch.autograd.graph.saved_tensors_hooks
     _replace(stack, function, "apply", backward.applying(function.apply))
+    _replace(stack, saved, "__init__", backward.saving(saved.__init__))
 
 
 def _open_safetensors(stack: ExitStack) -> None:
