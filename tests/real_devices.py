@@ -38,8 +38,7 @@ LEAST = 1e-4 if TYPE else 0.0
 
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-OF_SIMULATED_HOSTS = ("placement/test_hosts.py", "planning/test_over_hosts.py")
-NOT_RUN = ("simulation", "racing", *OF_SIMULATED_HOSTS) if TYPE else ()
+NOT_RUN = ("simulation", "racing", "placement/test_hosts.py") if TYPE else ()
 """Tests that are of simulated devices themselves."""
 
 _OF_SIMULATED_ONES = {

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from hf_models import HF_CONFIGS, make_hf_model
+from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import StaticCache
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
+from tl_devicefix.multihost.checkpoint_files import differences, files_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 # --------------------------------------------------------------------------------------------
@@ -344,6 +346,20 @@ def other_files(checkpoints, tmp_path, monkeypatch):
     here = worker.differences
     monkeypatch.setattr(worker, "differences", lambda files, name, hub: here(files, str(copy), hub))
     return copy
+
+
+def test_a_header_is_compared_whole(tmp_path):
+    folders = [tmp_path / name for name in ("here", "there")]
+    for folder, letter in zip(folders, "ab"):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        text = {"text": "a" * 100_000 + letter + "a" * 2**21}
+        save_file({"weight": torch.ones(2)}, folder / "model.safetensors", text)
+    here, there = folders
+
+    assert differences(files_of(str(here), {}), str(here), {}) == []
+    (told,) = differences(files_of(str(here), {}), str(there), {})
+    assert "model.safetensors of the same size" in told
 
 
 def a_value(directory: Path) -> None:

@@ -264,3 +264,5 @@ def test_weights_that_a_subclass_has_beside_the_components_are_loaded_too(unproc
     model.load_and_process_state_dict(weights, fold_ln=False)
 
     assert (model.extra.weight == 7).all()
+    with pytest.raises(ValueError, match=r"extra.weight has shape \(1,\)"):
+        model.load_and_process_state_dict({**weights, "extra.weight": torch.ones(1)})

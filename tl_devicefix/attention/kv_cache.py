@@ -63,9 +63,9 @@ def rotated_keys(
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
     """Whether new keys can be written in place; a graph still needs the old tensors."""
-    if torch.is_grad_enabled() or package_of(type(entry).append) != "transformer_lens":
+    if torch.is_grad_enabled() or why_not_here() is not None:
         return False
-    if why_not_here() is not None:
+    if package_of(type(entry).append) != "transformer_lens":
         return False
     return all(
         past.dim() == 4

@@ -8,6 +8,7 @@ block, and whose other matrices have no values; the given model is not touched.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,16 +64,14 @@ class StateDictSource:
 
     computes = False
 
-    def __init__(self, state_dict: Weights) -> None:
-        self._state_dict = state_dict
+    def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        self._units: dict[str, Weights] = {}
+        for name, tensor in state_dict.items():
+            self._units.setdefault(processing_unit(name), {})[name_in_unit(name)] = tensor
 
     def read(self, unit: str, device: torch.device) -> Weights:
         """See `Source.read`."""
-        return {
-            name_in_unit(name): tensor
-            for name, tensor in self._state_dict.items()
-            if processing_unit(name) == unit
-        }
+        return dict(self._units.get(unit, {}))
 
 
 _META = torch.device("meta")

@@ -88,15 +88,14 @@ def run_attention(
         q = _rotated(attn, q, offset, attention_mask, tables.of_queries)
         if is_hooked:
             q = call_hook_point(modules, "hook_rot_q", q)
-        if entry is not None and not torch.is_grad_enabled():
 
-            def rotate(some: Heads, start: int) -> Heads:
-                of_some = tuple(table[:, start:] for table in tables.of_keys)
-                return _rotated(attn, some, start, attention_mask, of_some)
+        def rotate(some: Heads, start: int = 0) -> Heads:
+            of_keys = tables.of_keys
+            of_some = tuple(table[:, start:] for table in of_keys) if start else of_keys
+            return _rotated(attn, some, start, attention_mask, of_some)
 
-            k = kv_cache.rotated_keys(entry, k, tables.names, rotate)
-        else:
-            k = _rotated(attn, k, 0, attention_mask, tables.of_keys)
+        names = tables.names
+        k = rotate(k) if entry is None else kv_cache.rotated_keys(entry, k, names, rotate)
         if is_hooked:
             k = call_hook_point(modules, "hook_rot_k", k)
     if by_sdpa and is_hooked and not _takes_sdpa(attn, q, k):

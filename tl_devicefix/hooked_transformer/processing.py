@@ -97,7 +97,7 @@ def one_step(
         step = functools.partial(_process, Steps(**{method: True}))
     if method == "refactor_factored_attn_matrices":
         check_refactorable(self.cfg, is_grouped=self.cfg.n_key_value_heads is not None)
-    source = StateDictSource(dict(state_dict))
+    source = StateDictSource(state_dict)
     result: Weights = {}
     for unit in dict.fromkeys(map(processing_unit, state_dict)):
         weights = source.read(unit, torch.device("cpu"))
@@ -139,8 +139,14 @@ def load_and_process_state_dict(
     """
     refuse_unfinished(self)
     refuse_weights(self.parameters())
-    source = StateDictSource(self.fill_missing_keys(dict(state_dict)))
-    for unit in processing_units(self.cfg):
+    source, own = StateDictSource(self.fill_missing_keys(dict(state_dict))), self.state_dict()
+    units = processing_units(self.cfg)
+    beside = [  # what a subclass has beside the components
+        name for name in state_dict if name in own and processing_unit(name) not in units
+    ]
+    for name in beside:
+        _check_weight(name, state_dict[name], own[name])
+    for unit in units:
         complete_unit(self, unit, source.read(unit, torch.device("cpu")))
     steps = Steps(
         fold_ln,
@@ -159,10 +165,9 @@ def load_and_process_state_dict(
                 placement = placement.reweighed(self)
                 settle(self, placement)  # the norms are other modules now
         fill(self, source, placement, steps)
-        units, own = set(processing_units(self.cfg)), self.state_dict()
-        for name in state_dict.keys() & own.keys():  # what a subclass has beside them
-            if processing_unit(name) not in units:
-                own[name].copy_(state_dict[name])
+        for name in beside:
+            value = state_dict[name]
+            slicing.write(self, name, value, value, own[name].device)
 
 
 @patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")

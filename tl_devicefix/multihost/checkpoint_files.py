@@ -69,4 +69,5 @@ def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
         header = json.loads(file.read(length))
     data = 8 + length
     spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-    return [(0, data), *((data + first, data + end) for first, end in spans)]
+    of_header = [(first, min(first + _WHOLE, data)) for first in range(0, data, _WHOLE)]
+    return [*of_header, *((data + first, data + end) for first, end in spans)]
