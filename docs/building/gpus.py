@@ -10,30 +10,30 @@ from itertools import count
 
 import tl_devicefix
 
-MODELS = (
-    "meta-llama/Llama-3.1-8B",
-    "google/gemma-2-27b",
-    "Qwen/Qwen2.5-32B",
-    "meta-llama/Llama-3.1-70B",
-    "Qwen/Qwen2.5-72B",
-    "meta-llama/Llama-3.1-405B",
-)
-GPUS = (24, 40, 80, 140)
-"""Memory in GiB; that of an H200 is sold as 141 GB."""
+MODELS = {
+    "Llama 3.1 8B": "meta-llama/Llama-3.1-8B",
+    "Gemma 2 27B": "google/gemma-2-27b",
+    "Qwen2.5 32B": "Qwen/Qwen2.5-32B",
+    "Llama 3.1 70B": "meta-llama/Llama-3.1-70B",
+    "Qwen2.5 72B": "Qwen/Qwen2.5-72B",
+    "Llama 3.1 405B": "meta-llama/Llama-3.1-405B",
+}
+GPUS = {"24 GB": 24, "40 GB": 40, "80 GB": 80, "141 GB": 140}
+"""Memory in GiB, by what it is sold as."""
 FOR_WEIGHTS = 0.8
 """The share of it that weights may take."""
 
 
 def main() -> None:
     """Print the table."""
-    print("| model | weights |", " | ".join(f"{memory} GiB" for memory in GPUS), "|")
+    print("| model | weights |", " | ".join(GPUS), "|")
     print("|" + "---|" * (2 + len(GPUS)))
     with tl_devicefix.simulate(64, "1TiB", values=False):
-        for name in MODELS:
-            needed = [devices(name, memory) for memory in GPUS]
+        for called, name in MODELS.items():
+            needed = [devices(name, memory) for memory in GPUS.values()]
             placement = tl_devicefix.plan(name, n_devices=1, dtype="bfloat16")
             weights = f"{placement.bytes_on(0) / 2**30:.0f} GiB"
-            print(f"| {name} | {weights} |", " | ".join(map(str, needed)), "|")
+            print(f"| {called} | {weights} |", " | ".join(map(str, needed)), "|")
 
 
 def devices(name: str, memory: int) -> int:

@@ -297,7 +297,7 @@ def _existing(device: torch.device, named: str) -> torch.device:
         if (sites := sites_here()) and site_of(torch.device(device.type, 0), sites) is not None:
             present = f"the hosts have {len(sites)} ({listed(sites)})"
         raise ValueError(
-            f"device {named!r} does not exist: {present}; name one that is there, or use fewer"
+            f"device {named!r} does not exist: {present}; name one that is there"
         )
     return device
 
