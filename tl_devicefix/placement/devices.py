@@ -296,9 +296,7 @@ def _existing(device: torch.device, named: str) -> torch.device:
         present = f"this machine has {count} device(s) of type {device.type!r}"
         if (sites := sites_here()) and site_of(torch.device(device.type, 0), sites) is not None:
             present = f"the hosts have {len(sites)} ({listed(sites)})"
-        raise ValueError(
-            f"device {named!r} does not exist: {present}; name one that is there"
-        )
+        raise ValueError(f"device {named!r} does not exist: {present}; name one that is there")
     return device
 
 
