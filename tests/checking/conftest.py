@@ -1,7 +1,5 @@
 """Models to check: spread over the devices of `machine`, for one test to change as it likes."""
 
-from __future__ import annotations
-
 import pytest
 from either_class import BRIDGE, cls  # noqa: F401
 

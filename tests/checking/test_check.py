@@ -1,10 +1,7 @@
 """`tl_devicefix.check` of a HookedTransformer: what is its own, and what is put into it."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,12 +29,12 @@ def cls():
     return HOOKED
 
 
-def findings(model: Any) -> list[tuple[str, str]]:
+def findings(model):
     """The kind and name of what a check finds."""
     return [(finding.kind, finding.name) for finding in check(model).findings]
 
 
-def linear(device: str) -> nn.Linear:
+def linear(device):
     return nn.Linear(D_MODEL, D_MODEL).to(device)
 
 
@@ -146,7 +143,7 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
 
 def test_a_model_without_a_placement_is_compared_with_its_config():
     with tl_devicefix.disabled():
-        model: Any = build_toy(attention_only_config())
+        model = build_toy(attention_only_config())
     with tl_devicefix.simulate(2):
         assert check(model)
         model.blocks[2].to("sim:1")
@@ -178,7 +175,7 @@ def test_a_model_that_is_not_on_its_device_yet(machine):
 # What checking and repairing do to the model
 
 
-def everything_in(model: Any) -> dict[str, Any]:
+def everything_in(model):
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     modules = {name: set(vars(module)) for name, module in model.named_modules()}
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -219,9 +216,7 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, referenc
 # docs/check.md
 
 
-def test_the_documented_example_prints_what_is_documented(
-    capsys,
-):
+def test_the_documented_example_prints_what_is_documented(capsys):
     document = Path(__file__).parents[2] / "docs" / "check.md"
     code, printed = (block.partition("\n")[2] for block in document.read_text().split("```")[1:4:2])
 
@@ -231,7 +226,7 @@ def test_the_documented_example_prints_what_is_documented(
     assert without_sizes(shown).endswith(without_sizes(printed))
 
 
-def without_sizes(text: str) -> str:
+def without_sizes(text):
     """Masks are larger in TransformerLens 2, so sizes differ by version."""
     words = (word for word in text.split() if word not in ("KiB", "MiB", "(home)"))
     return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())

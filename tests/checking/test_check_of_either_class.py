@@ -1,7 +1,5 @@
 """`tl_devicefix.check` of either class: each fault is found and named, the given line mends it."""
 
-from __future__ import annotations
-
 import pytest
 from comparison import assert_agrees
 from either_class import BRIDGE, CLASSES, HOOKED
@@ -13,7 +11,7 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
-UNPATCHED: dict[str, list[tuple[str, dict[str, bool]]]] = {
+UNPATCHED = {
     HOOKED: [("bloom", {})],  # of which no one has set W_pos
     BRIDGE: [("gpt2", {"compatible": False}), ("gpt2", {"compatible": True})],
 }

@@ -1,10 +1,7 @@
 """Modules that people attach to a block: they are at home, and run on any block."""
 
-from __future__ import annotations
-
 import copy
 from collections import namedtuple
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +13,22 @@ from torch import nn
 class Probe(nn.Module):
     """A module of a user's own."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(-1, 1, width))
 
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, residual):
         return residual * self.scale
 
 
 class Beside(nn.Module):
     """A wrapper: a module of TransformerLens, and a probe beside it."""
 
-    def __init__(self, inside: nn.Module, probe: Probe) -> None:
+    def __init__(self, inside, probe):
         super().__init__()
         self.inside, self.probe = inside, probe
 
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, residual):
         return self.inside(residual) + self.probe(residual)
 
 
@@ -41,11 +38,11 @@ Read = namedtuple("Read", ["residual", "norms"])
 class Reader(Probe):
     """A module whose results are nested."""
 
-    def forward(self, residual: torch.Tensor) -> Any:
+    def forward(self, residual):
         return Read(super().forward(residual), {"norm": (residual * self.scale).norm(dim=-1)})
 
 
-def torch_s_module(model: Any) -> None:
+def torch_s_module(model):
     width = model.cfg.d_model
     linear = nn.Linear(width, width)
     with torch.no_grad():
@@ -54,7 +51,7 @@ def torch_s_module(model: Any) -> None:
     model.blocks[4].mlp = nn.Sequential(linear, nn.GELU()).to(model.cfg.device)
 
 
-def wrappers(model: Any) -> None:
+def wrappers(model):
     for layer in (1, 4):
         probe = Probe(model.cfg.d_model).to(model.cfg.device)
         model.blocks[layer].mlp = Beside(model.blocks[layer].mlp, probe)
@@ -130,7 +127,7 @@ def test_a_forward_of_its_own_comes_back_when_it_is_removed(model, tokens):
     def double(residual):
         return residual * 2 * probe.scale
 
-    probe.forward = double  # type: ignore[method-assign]
+    probe.forward = double
     model.blocks[4].mlp = probe
     model.setup()
     changed = model(tokens)

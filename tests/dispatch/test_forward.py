@@ -3,11 +3,6 @@
 All public methods of a few models are in tests/surface; here are other kinds of models, elsewhere.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from comparison import assert_agrees
@@ -17,7 +12,6 @@ from offloads import assert_at_rest
 
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
-Call = Callable[[Any, torch.Tensor], Any]
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 somewhere = pytest.mark.parametrize(
     ("kind", "spread"),
@@ -37,22 +31,22 @@ somewhere = pytest.mark.parametrize(
 )
 
 
-def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def at_home(model, tokens):
     return tokens.to(home_of(model))
 
 
-def masked(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def masked(model, tokens):
     """A mask, with three pads on the left of the first sequence."""
     return at_home(model, padded(tokens))
 
 
-def from_layer_to_layer(model: Any, tokens: torch.Tensor) -> Any:
+def from_layer_to_layer(model, tokens):
     mask = masked(model, tokens)
     residual = model(tokens, attention_mask=mask, stop_at_layer=1)
     return residual, model(residual, attention_mask=mask, start_at_layer=1, stop_at_layer=-1)
 
 
-def in_pieces(model: Any, tokens: torch.Tensor) -> Any:
+def in_pieces(model, tokens):
     """A prompt in pieces; then continuations of its frozen prefix."""
     cache, frozen = (new_kv_cache(model, len(tokens)) for _ in range(2))
     pieces = [model(piece, past_kv_cache=cache) for piece in tokens.split([4, 1, 4], dim=1)]
@@ -61,19 +55,19 @@ def in_pieces(model: Any, tokens: torch.Tensor) -> Any:
     return pieces, [model(tokens[:, 5:] + i, past_kv_cache=frozen) for i in range(2)]
 
 
-def left_padded_in_pieces(model: Any, tokens: torch.Tensor) -> Any:
+def left_padded_in_pieces(model, tokens):
     cache = new_kv_cache(model, batch_size=2)
     first = model(SENTENCES, padding_side="left", past_kv_cache=cache)
     return first, model(tokens[:, :2], past_kv_cache=cache)
 
 
-def sampled(model: Any, tokens: torch.Tensor) -> Any:
+def sampled(model, tokens):
     torch.manual_seed(0)
     sampling = {"do_sample": True, "top_k": 5, "temperature": 0.5, "freq_penalty": 2.0}
     return model.generate(SENTENCES, padding_side="left", **{**GREEDY, **sampling})
 
 
-CALLS: dict[str, Call] = {
+CALLS = {
     "a mask": lambda model, tokens: model(tokens, attention_mask=masked(model, tokens)),
     "text": lambda model, tokens: model(SENTENCES, return_type="both", padding_side="right"),
     **{

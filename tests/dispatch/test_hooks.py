@@ -3,11 +3,6 @@
 What hooks do most often is in tests/surface.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from comparison import assert_agrees
@@ -17,33 +12,32 @@ from kinds import home_of
 import tl_devicefix
 
 LAST = "blocks.4.hook_resid_post"
-Script = Callable[[Any, torch.Tensor], Any]
 
 
 # --------------------------------------------------------------------------------------------
 # A buffer at home that a hook changes
 
 
-def into_several(a: torch.Tensor, zeros: Any) -> Any:
+def into_several(a, zeros):
     values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
     torch.topk(a, 3, out=(values, indices))
     return values, indices
 
 
-def into_a_view(a: torch.Tensor, zeros: Any) -> Any:
+def into_a_view(a, zeros):
     buffer = zeros(a.numel())
     buffer.view_as(a).add_(a)
     return buffer
 
 
-def by_an_evaluated_batch_norm(a: torch.Tensor, zeros: Any) -> Any:
+def by_an_evaluated_batch_norm(a, zeros):
     """Its input is at home, and is not to be written to: others need it as it is."""
     norm = torch.nn.BatchNorm1d(a.shape[-1]).to(a.device).eval()
     rows = zeros(1, a.shape[-1]).expand(3, -1)
     return norm(rows + zeros(1)), norm(rows), norm.running_mean
 
 
-def by_keyword(a: torch.Tensor, zeros: Any) -> Any:
+def by_keyword(a, zeros):
     buffer = zeros(a.shape[-1])
     torch.index_put_(
         input=buffer, indices=[torch.tensor([1], device=a.device)], values=a[0, 0, :1].clone()
@@ -51,25 +45,25 @@ def by_keyword(a: torch.Tensor, zeros: Any) -> Any:
     return buffer
 
 
-def by_batch_norm(a: torch.Tensor, zeros: Any) -> Any:
+def by_batch_norm(a, zeros):
     norm = torch.nn.BatchNorm1d(a.shape[-1]).to(zeros(1).device)
     return norm(a.flatten(0, 1)), norm.running_mean, norm.running_var
 
 
-def by_a_gradient(a: torch.Tensor, zeros: Any) -> Any:
+def by_a_gradient(a, zeros):
     leaf = a.detach().clone().requires_grad_()
     leaf.grad = zeros(*a.shape) + 1
     return leaf.grad
 
 
-def changed_buffers(model: Any, tokens: torch.Tensor) -> Any:
+def changed_buffers(model, tokens):
     ways = (into_several, into_a_view, by_keyword, by_batch_norm, by_an_evaluated_batch_norm)
-    results: dict[str, Any] = {}
+    results = {}
 
-    def zeros(*shape: int) -> torch.Tensor:
+    def zeros(*shape):
         return torch.zeros(*shape, device=model.cfg.device)
 
-    def look(activation: torch.Tensor, hook: Any) -> None:
+    def look(activation, hook):
         results.update({way.__name__: way(activation, zeros) for way in (*ways, by_a_gradient)})
 
     with torch.no_grad():
@@ -81,10 +75,10 @@ def changed_buffers(model: Any, tokens: torch.Tensor) -> Any:
 # More scripts that give what they give on one device
 
 
-def a_vector_that_changes_between_two_uses(model: Any, tokens: torch.Tensor) -> Any:
+def a_vector_that_changes_between_two_uses(model, tokens):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
 
-    def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def steer(activation, hook):
         steered = activation + vector
         vector[::2] += 1
         return steered * vector
@@ -92,10 +86,10 @@ def a_vector_that_changes_between_two_uses(model: Any, tokens: torch.Tensor) -> 
     return model.run_with_hooks(tokens, fwd_hooks=[(LAST, steer)])
 
 
-def a_vector_that_is_used_without_a_graph_first(model: Any, tokens: torch.Tensor) -> Any:
+def a_vector_that_is_used_without_a_graph_first(model, tokens):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
 
-    def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def steer(activation, hook):
         with torch.no_grad():
             scale = (activation * vector).norm()
         return activation + scale * vector
@@ -104,10 +98,10 @@ def a_vector_that_is_used_without_a_graph_first(model: Any, tokens: torch.Tensor
     return vector.grad
 
 
-def a_mask_that_is_edited_between_blocks(model: Any, tokens: torch.Tensor) -> Any:
+def a_mask_that_is_edited_between_blocks(model, tokens):
     mask = torch.ones_like(tokens, device=model.cfg.device)
 
-    def pad(value: torch.Tensor, hook: Any) -> None:
+    def pad(value, hook):
         mask[0, :2] = 0
 
     hooks = [(f"blocks.{N_LAYERS - 2}.hook_resid_post", pad)]

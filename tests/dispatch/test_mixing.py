@@ -1,12 +1,9 @@
 """`mix_devices`: when it is on, for whom, and where results lie."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ def of_this_module_only():
         yield
 
 
-def mixes(model: Any) -> bool:
+def mixes(model):
     """Whether tensors of two of its devices can be added."""
     try:
         assert (model.blocks[0].attn.W_O + model.blocks[4].attn.W_O).device == torch.device("sim:0")
@@ -51,7 +48,7 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
     def hook(gradient):
         seen.append((gradient * at_home).device)
 
-    seen: list[torch.device] = []
+    seen = []
     at_home = torch.ones(2, device="sim:0")
     weight = torch.nn.Parameter(torch.ones(2, device="sim:2"))
     with tl_devicefix.mix_devices():

@@ -1,11 +1,7 @@
 """Moving, copying and saving a model: `to`, `cuda`, `cpu`, `copy.deepcopy`, state dicts."""
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +12,14 @@ from offloads import assert_at_rest
 OFFLOADED = "some of three devices"
 
 
-def zero(*models: Any) -> None:
+def zero(*models):
     with torch.no_grad():
         for model in models:
             for parameter in model.parameters():
                 parameter.zero_()
 
 
-MOVES: dict[str, tuple[Callable[[Any], Any], str]] = {
+MOVES = {
     "to a string": (lambda model: model.to("sim:1"), "sim:1"),
     "to a device": (lambda model: model.to(torch.device("sim:1"), print_details=False), "sim:1"),
     "cuda": (lambda model: model.cuda(torch.device("sim:3")), "sim:3"),
@@ -117,9 +113,14 @@ def test_a_copy_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
     ("kind", "source", "target"), [("llama", 4, 3), ("attention-only", 1, 4), ("llama", 4, 1)]
 )
 def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
-    kind, source, target, load, reference, tokens,
+    kind,
+    source,
+    target,
+    load,
+    reference,
+    tokens,
     tmp_path,
-) :  # fmt: skip
+):
     model, other = load(kind, source), load(kind, target)
     before = devices_of(other)
     torch.save(model.state_dict(), tmp_path / "weights.pt")

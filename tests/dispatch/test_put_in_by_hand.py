@@ -1,13 +1,9 @@
 """What is put into a block by hand from another device is brought to the block, with a warning."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +14,8 @@ from torch import nn
 from tl_devicefix.checking import check
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-Put = Callable[[Any], Any]
 
-
-def weight(model: Any, layer: int) -> tuple[nn.Module, str]:
+def weight(model, layer):
     """A module of a block's MLP that holds a weight, and the weight's name."""
     for module in model.blocks[layer].mlp.modules():
         for name in module._parameters:
@@ -29,30 +23,30 @@ def weight(model: Any, layer: int) -> tuple[nn.Module, str]:
     raise AssertionError
 
 
-def a_parameter(model: Any) -> None:
+def a_parameter(model):
     (module, name), (first, _) = weight(model, 4), weight(model, 0)
     module._parameters[name] = nn.Parameter(2 * first._parameters[name].detach())
 
 
-def data(model: Any) -> None:
+def data(model):
     (module, name), (first, _) = weight(model, 4), weight(model, 0)
     module._parameters[name].data = 2 * first._parameters[name].data
 
 
-def a_module(model: Any) -> None:
+def a_module(model):
     model.blocks[4].mlp = copy.deepcopy(model.blocks[0].mlp)
 
 
-def a_module_that_two_blocks_share(model: Any) -> None:
+def a_module_that_two_blocks_share(model):
     model.blocks[4].mlp = model.blocks[0].mlp
 
 
-def a_parameter_that_two_blocks_share(model: Any) -> None:
+def a_parameter_that_two_blocks_share(model):
     (module, name), (first, _) = weight(model, 4), weight(model, 0)
     module._parameters[name] = first._parameters[name]
 
 
-def masks(model: Any) -> None:
+def masks(model):
     for block in model.blocks:
         block.attn.mask = model.blocks[-1].attn.mask
 
@@ -65,16 +59,16 @@ come from."""
 
 
 @contextlib.contextmanager
-def no_warning() -> Iterator[None]:
+def no_warning():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(put in from another device|are shared)")
         yield
 
 
-by_name: dict[str, Any] = {"ids": lambda put: put.__name__}
+by_name = {"ids": lambda put: put.__name__}
 
 
-def logits_and_gradients(model: Any, tokens: torch.Tensor) -> list[Any]:
+def logits_and_gradients(model, tokens):
     model.zero_grad()
     loss = model(tokens, return_type="loss")
     loss.backward()

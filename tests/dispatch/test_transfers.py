@@ -1,10 +1,6 @@
 """What a run or an analysis copies between devices: what it must, once."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -49,9 +45,13 @@ def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", 1), ("bloom", 3)])
 def test_what_adds_to_the_copies_of_a_forward(
-    spread, model, tokens, mask, at_home,
+    spread,
+    model,
+    tokens,
+    mask,
+    at_home,
     transfers_of,
-) :  # fmt: skip
+):
     plain = transfers_of(model, at_home)
 
     with_loss = transfers_of(model, tokens, return_type="both")
@@ -108,7 +108,7 @@ def test_a_model_on_one_device_pays_nothing(model, at_home, transfers_of):
 # Analyses: what is gathered at home comes from each other device once
 
 
-OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+OF_WEIGHTS = {
     "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
     "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
     "accumulated_bias": (lambda model: model.accumulated_bias(5), ("attn.b_O", "mlp.b_out")),
@@ -138,7 +138,7 @@ def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of
     assert {t.target for t in copied} == {home}
 
 
-OF_CACHES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+OF_CACHES = {
     "one activation": (lambda cache: cache["resid_post", 4], ("blocks.4.hook_resid_post",)),
     "logit lens": (lambda cache: cache.stack_activation("resid_post"), ("hook_resid_post",)),
     "decompose_resid": (lambda cache: cache.decompose_resid(), ("hook_attn_out", "hook_mlp_out")),

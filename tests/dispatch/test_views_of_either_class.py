@@ -1,13 +1,9 @@
 """A view of a model is the model, with hooks of its own: of either class, wherever it is."""
 
-from __future__ import annotations
-
 import gc
 import types
 import weakref
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from torch import nn
 from tl_devicefix.dispatch.views import restore
 
 RESIDUAL = "blocks.3.hook_resid_post"
-WHERE: dict[str, Any] = {
+WHERE = {
     "one device": 1,
     "two devices": 2,
     "with offloaded blocks": {"": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu"},
@@ -57,7 +53,7 @@ def view_of(cls):
     return of_hooked_transformer
 
 
-def halve(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+def halve(activation, hook):
     return activation / 2
 
 
@@ -77,9 +73,9 @@ def test_it_gives_the_same_bits(model, view_of, at_home):
 # The same weights, and nothing else of the model
 
 
-def reached_from(value: Any) -> Iterator[Any]:
+def reached_from(value):
     """All objects that this one leads to, but for what modules and classes define."""
-    seen: set[int] = set()
+    seen = set()
     to_see = [value]
     while to_see:
         thing = to_see.pop()
@@ -138,7 +134,7 @@ def test_it_is_gone_when_it_is_dropped(model, view_of, at_home):
 
 
 def test_what_a_user_s_class_adds_is_the_model_s(model, view_of, at_home):
-    class Recording(type(model)):  # type: ignore[misc]
+    class Recording(type(model)):
         def __init__(self):
             raise AssertionError("called for a view")
 
@@ -165,17 +161,17 @@ def test_what_a_user_s_class_adds_is_the_model_s(model, view_of, at_home):
 # Hooks of its own
 
 
-def add_all_kinds_of_hooks(model: Any, calls: list[Any]) -> None:
+def add_all_kinds_of_hooks(model, calls):
     """Hooks that note what they are called with, in the order in which they are called."""
 
-    def note(text: str, activation: Any, hook: Any) -> None:
+    def note(text, activation, hook):
         # In compatibility mode, a Bridge hands hooks something with an older name for the point.
         calls.append((text, hook.name, getattr(hook, "_target", hook)))
 
-    def noted(text: str) -> Any:
+    def noted(text):
         return partial(note, text)
 
-    def of_torch(module: nn.Module, args: Any, output: Any) -> None:
+    def of_torch(module, args, output):
         calls.append(("torch's own", "", module))
 
     point = model.hook_dict[RESIDUAL]
@@ -187,14 +183,14 @@ def add_all_kinds_of_hooks(model: Any, calls: list[Any]) -> None:
     model.add_hook(RESIDUAL, noted("backward"), dir="bwd")
 
 
-def described(handles: list[Any]) -> list[Any]:
+def described(handles):
     return [
         (h.is_permanent, h.context_level, getattr(h, "user_hook", None), h.hook.id) for h in handles
     ]
 
 
 def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(model, view_of, at_home):
-    calls: list[Any] = []
+    calls = []
     add_all_kinds_of_hooks(model, calls)
     model(at_home, return_type="loss").backward()
     expected = [call[:2] for call in calls]
@@ -213,7 +209,7 @@ def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(model, view_of
 
 def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, view_of, at_home):
     calls = 0
-    seen: list[Any] = []
+    seen = []
 
     def look(activation, hook, *, step=1):
         nonlocal calls
@@ -236,7 +232,7 @@ def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, view_of,
 # Restored
 
 
-def change_everything(view: Any) -> None:
+def change_everything(view):
     block, point = view.blocks[1], view.hook_dict[RESIDUAL]
     add_all_kinds_of_hooks(view, [])
     block.register_forward_pre_hook(lambda block, args: None)
@@ -252,9 +248,9 @@ def change_everything(view: Any) -> None:
     del view.hook_dict["blocks.0.hook_resid_pre"]
 
 
-def state_of(model: Any) -> dict[str, Any]:
+def state_of(model):
     """What restoring must bring back, by the modules' names: all but notes about itself."""
-    state: dict[str, Any] = {}
+    state = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             value = list(value.items()) if isinstance(value, dict) else value

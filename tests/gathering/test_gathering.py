@@ -3,12 +3,8 @@
 Options of `run_with_cache`, and what is computed from a cache, are in tests/surface.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +31,7 @@ def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(m
 @pytest.mark.skipif(installed() < Version("3"), reason="TransformerLens 2 keeps old results")
 def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tokens):
     def stacked(model):
-        activations: dict[str, torch.Tensor] = {}
+        activations = {}
 
         def keep(activation, hook):
             activations[hook.name] = activation
@@ -153,13 +149,13 @@ def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
     assert [machine.memory_allocated(device) for device in machine.devices] == before
 
 
-def updated(cache: Any) -> dict[str, torch.Tensor]:
-    copied: dict[str, torch.Tensor] = {}
+def updated(cache):
+    copied = {}
     copied.update(cache)
     return copied
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
+COPIES = {
     "dict": dict,
     "**": lambda cache: {**cache},
     "|": lambda cache: cache | {},

@@ -1,10 +1,7 @@
 """Caches that users fill and weights of several blocks, read at home or where `gather_on` says."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -80,11 +77,11 @@ def test_what_is_computed_from_weights_and_caches_is_too(machine, folded, folded
 # A plain dict that hooks have filled
 
 
-def keep(model: Any, tokens: torch.Tensor, *layers: int) -> dict[str, torch.Tensor]:
+def keep(model, tokens, *layers):
     """What hooks have kept in a plain dict, by the hooks' names."""
-    kept: dict[str, torch.Tensor] = {}
+    kept = {}
 
-    def keeping(name: str) -> Any:  # a Bridge's hook points have other names
+    def keeping(name):  # a Bridge's hook points have other names
         return name, lambda activation, hook: kept.update({name: activation.detach()})
 
     names = [f"blocks.{i}.hook_resid_post" for i in layers or range(model.cfg.n_layers)]
@@ -156,7 +153,7 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, t
 def test_its_model_may_be_anything_that_has_what_is_read():
     """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
     attn = SimpleNamespace(W_O=torch.ones(2, 4, 8))
-    stub: Any = SimpleNamespace(
+    stub = SimpleNamespace(
         cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[SimpleNamespace(attn=attn)]
     )
     cache = ActivationCache({"blocks.0.attn.hook_z": torch.ones(1, 3, 2, 4)}, stub)

@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes on this machine, for one session, with a token."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
@@ -43,7 +41,7 @@ def network(monkeypatch):
 class Node:
     """A node, whose processes are children of one that this process has started."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options):
         self._directory = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # a short path
         self._log = Path(self._directory.name, "log")
         start = [sys.executable, "-m", "ray.scripts.scripts", "start"]
@@ -58,7 +56,7 @@ class Node:
             )
         self._wait_until_it_runs()
 
-    def _wait_until_it_runs(self) -> None:
+    def _wait_until_it_runs(self):
         until = time.monotonic() + WITHIN
         while "Ray runtime started" not in (said := self._log.read_text()):
             if self._process.poll() is not None or time.monotonic() > until:
@@ -66,7 +64,7 @@ class Node:
                 raise RuntimeError(f"the node does not start:\n{said}")
             time.sleep(0.1)
 
-    def processes(self, name: str) -> list[psutil.Process]:
+    def processes(self, name):
         """Processes of the node of which the command line begins so."""
         found = []
         for process in psutil.Process(self._process.pid).children(recursive=True):
@@ -78,14 +76,14 @@ class Node:
         return found
 
     @property
-    def is_running(self) -> bool:
+    def is_running(self):
         return self._process.poll() is None and bool(self.processes("raylet/raylet"))
 
-    def workers(self) -> list[psutil.Process]:
+    def workers(self):
         """Those of drivers."""
         return self.processes("ray::WorkerActor")
 
-    def end(self) -> None:
+    def end(self):
         """Kill all of its processes."""
         if self._process.poll() is None:
             processes = psutil.Process(self._process.pid).children(recursive=True)
@@ -105,15 +103,15 @@ class Cluster:
         other: the other node.
     """
 
-    def __init__(self, address: str, head: Node) -> None:
+    def __init__(self, address, head):
         self.address, self._head = address, head
         self.add_node()
 
-    def add_node(self) -> None:
+    def add_node(self):
         """Start the other node, as two at once might not start in time."""
         self.other = Node(f"--address={self.address}")
 
-    def end(self) -> None:
+    def end(self):
         """End all that was started."""
         self.other.end()
         self._head.end()
@@ -132,7 +130,7 @@ def cluster():
         cluster.end()
 
 
-def _free_port() -> int:
+def _free_port():
     """One that Ray's workers do not take, which have 10002 to 19999."""
     for port in range(20100, 20200):
         with socket.socket() as tried:

@@ -1,13 +1,10 @@
 """How hosts join where no cluster is needed: which nodes, which versions, what is not there."""
 
-from __future__ import annotations
-
 import importlib.util
 import pickle
 import sys
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,20 +20,20 @@ class _Described:
 
     name = "node-b"
 
-    def __init__(self, **versions: str) -> None:
+    def __init__(self, **versions):
         self._versions = own_versions() | versions
 
-    def describe(self, wait: float) -> dict[str, Any]:
+    def describe(self, wait):
         return {"devices": ["cuda:0", "cuda:1"], "versions": self._versions}
 
 
 def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
-    host = joining._described(_Described(), 1.0)  # type: ignore[arg-type]
+    host = joining._described(_Described(), 1.0)
     assert host.devices == ("cuda:0", "cuda:1")
     for package in ("Python", "torch", "transformers", "transformer_lens"):
         differs = f"node-b has {package} 0.1, and this .* has {own_versions()[package]}: "
         with pytest.raises(RuntimeError, match=differs):
-            joining._described(_Described(**{package: "0.1"}), 1.0)  # type: ignore[arg-type]
+            joining._described(_Described(**{package: "0.1"}), 1.0)
 
 
 def test_without_ray(monkeypatch):
@@ -75,7 +72,7 @@ TENSORS = [
 
 
 def test_tensors_arrive_as_they_left_and_can_be_written_to():
-    buffers: list[pickle.PickleBuffer] = []
+    buffers = []
     packed = _packed(({"x": [*TENSORS, 1]}, None))
     pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     read_only = [bytes(buffer) for buffer in buffers]  # as Ray's shared memory is

@@ -1,7 +1,5 @@
 """A cluster of two nodes: a model over both, and each fault, which is told in a sentence."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -9,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from conftest import WITHIN
 
 import tl_devicefix
 from tl_devicefix.multihost.init_hosts import leave_hosts
-from tl_devicefix.placement.devices import Connection, HostLost, joined
+from tl_devicefix.placement.devices import HostLost, joined
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -36,9 +32,9 @@ except Exception as error:
 """
 
 
-def drive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+def drive(*arguments, **environment):
     """Start a process that joins, says how many hosts there are, and waits."""
-    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     command = [sys.executable, "-c", DRIVER, *arguments]
     return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
 
@@ -75,7 +71,7 @@ def worker(cluster, both_nodes, leaving):
     return joined()[0].connection
 
 
-def eventually(holds: Callable[[], Any]) -> bool:
+def eventually(holds):
     """Whether something holds before long."""
     until = time.monotonic() + WITHIN
     while not holds() and time.monotonic() < until:
@@ -86,26 +82,26 @@ def eventually(holds: Callable[[], Any]) -> bool:
 class Waiting:
     """A thread that asks until an error is raised."""
 
-    def __init__(self, worker: Connection) -> None:
-        self.error: BaseException | None = None
+    def __init__(self, worker):
+        self.error = None
         self._asks = threading.Thread(target=self._ask, args=(worker,), daemon=True)
         self._asks.start()
 
-    def _ask(self, worker: Connection) -> None:
+    def _ask(self, worker):
         try:
             while True:
                 worker.call("free_memory", 0)
         except HostLost as error:
             self.error = error
 
-    def told(self, why: str = "its process or its node ended") -> None:
+    def told(self, why="its process or its node ended"):
         """Check that it is told that the host is lost."""
         self._asks.join(WITHIN)
         assert isinstance(self.error, HostLost)
         assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(self.error))
 
 
-def load(checkpoints: Any, **elsewhere: str) -> Any:
+def load(checkpoints, **elsewhere):
     """A model with block 2 on the other node; or all of it here."""
     from transformer_lens import HookedTransformer
 

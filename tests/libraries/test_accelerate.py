@@ -1,9 +1,6 @@
 """accelerate's `Accelerator` with models over several devices."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +16,11 @@ def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def devices_of(model: Any) -> list[torch.device]:
+def devices_of(model):
     return [parameter.device for parameter in model.parameters()]
 
 
-def losses_of_training(accelerator: Accelerator, model: Any, tokens: torch.Tensor) -> list[float]:
+def losses_of_training(accelerator, model, tokens):
     """Two steps as accelerate's guide has them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -3,11 +3,6 @@
 It takes a TransformerLens of its own, so `nox -s circuit-tracer` runs this and nothing else does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, configs_without_hub
@@ -32,7 +27,7 @@ FEATURES = [(1, 3, 5, 2.0), (3, 4, 7, 1.5)]
 """Layer, position, feature, and what it is set to."""
 
 
-def transcoders() -> Any:
+def transcoders():
     """One for each layer, always the same."""
     chance = torch.Generator().manual_seed(0)
     made = {}
@@ -51,33 +46,33 @@ def transcoders() -> Any:
     return transcoding.TranscoderSet(made, "mlp.hook_in", "mlp.hook_out")
 
 
-def graph(model: Any, **options: Any) -> tuple[Any, ...]:
+def graph(model, **options):
     actual = circuit_tracer.attribute(PROMPT.to(model.cfg.device), model, verbose=False, **options)
     return actual.adjacency_matrix, actual.active_features, actual.activation_values
 
 
-def context(model: Any) -> tuple[Any, ...]:
+def context(model):
     actual = model.setup_attribution(PROMPT.to(model.cfg.device))
     vectors = (actual.error_vectors, actual.token_vectors, actual.decoder_vecs, actual.encoder_vecs)
     return actual.logits, actual.activation_matrix, *vectors
 
 
-def after_offloading(model: Any) -> Any:
+def after_offloading(model):
     graph(model, offload="cpu", max_n_logits=2)
     return model(PROMPT.to(model.cfg.device))
 
 
-def intervene(model: Any, **options: Any) -> Any:
+def intervene(model, **options):
     return model.feature_intervention(PROMPT.to(model.cfg.device), FEATURES, **options)
 
 
-def generate(model: Any) -> Any:
+def generate(model):
     features = [(1, slice(2, None), 5, 2.0)]
     options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
     return model.feature_intervention_generate("w5 w7 w9", features, **options)
 
 
-CALLS: dict[str, Callable[[Any], Any]] = {
+CALLS = {
     "get_activations, sparse": lambda model: model.get_activations(
         PROMPT.to(model.cfg.device), sparse=True
     ),
@@ -123,7 +118,7 @@ def over_four(load, machine):
         yield load(n_devices=4)
 
 
-def tensors(value: Any) -> Any:
+def tensors(value):
     """What is compared: dense tensors on the CPU, and text."""
     if isinstance(value, tuple):
         return [tensors(entry) for entry in value]

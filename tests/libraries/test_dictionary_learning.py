@@ -1,9 +1,6 @@
 """dictionary_learning trains on saved activations, unmodified: `nox -s dictionary-learning`."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ def test_its_training_takes_batches_of_tokens_as_its_buffer(tmp_path):
         trainSAE(batches, [config], steps, save_dir=str(directory), device="cpu")
         return torch.load(directory / "trainer_0" / "ae.pt")
 
-    options: Any = {"batch_size": BATCH, "epochs": 2, "seed": 1}
+    options = {"batch_size": BATCH, "epochs": 2, "seed": 1}
     actual = trained_on(written.activations(RESID, **options), tmp_path / "ours")
     expected = trained_on(iter(list(written.activations(RESID, **options))), tmp_path / "theirs")
 

@@ -1,9 +1,6 @@
 """nnsight's `.source` shows the operations of TransformerLens's own forwards: `nox -s nnsight`."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from nnsight import NNsight
 MODULES = ["", "blocks.3", "blocks.3.attn", "blocks.3.mlp", "blocks.3.ln1", "ln_final"]
 
 
-def source(traced: Any, path: str) -> Any:
+def source(traced, path):
     """The operations of a module's forward."""
     return (traced.get(path) if path else traced).source
 
@@ -56,6 +53,6 @@ def test_an_operation_is_read_and_changed(cls, where, machine, request, tokens):
     assert not torch.equal(changed.cpu(), logits.cpu())
 
 
-def zero(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+def zero(activation, hook):
     """A hook that makes all of it zero."""
     return torch.zeros_like(activation)

@@ -1,10 +1,5 @@
 """SAELens's HookedSAETransformer over several devices, with SAEs as users have them: at home."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from comparison import assert_agrees
@@ -47,7 +42,7 @@ def make_sae():
 @pytest.fixture
 def models(checkpoints, machine):
     """The tiny Qwen2 over four devices, and unpatched on the CPU."""
-    checkpoint: Path = checkpoints("qwen2")
+    checkpoint = checkpoints("qwen2")
     spread = HookedSAETransformer.from_pretrained_no_processing(checkpoint, n_devices=4)
     on_cpu = HookedSAETransformer.from_pretrained_no_processing(checkpoint, device="cpu")
     assert spread.placement.device_of(HOOK) == torch.device("sim:2")
@@ -63,7 +58,7 @@ def test_a_model_loaded_through_its_own_kwargs_is_spread(checkpoints, machine, m
         return load(model_name, device="sim", **kwargs)
 
     monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", on_simulated)
-    model: Any = load_model(
+    model = load_model(
         "HookedTransformer",
         str(checkpoints("qwen2")),
         device="cuda",

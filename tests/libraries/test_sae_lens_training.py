@@ -1,11 +1,5 @@
 """SAELens trains, unmodified: on saved activations, on a data set, and over a spread model."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import hf_models
 import pytest
 import torch
@@ -22,8 +16,6 @@ from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
 from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
 
-from tl_devicefix.activation_store.reader import SavedActivations
-
 N_TOKENS = N_EXAMPLES * WIDTH
 
 
@@ -32,7 +24,7 @@ def written(tmp_path):
     return write_by_hand(tmp_path / "written")
 
 
-def trained_on(batches: Any) -> dict[str, torch.Tensor]:
+def trained_on(batches):
     """The weights of an SAE after two epochs."""
     torch.manual_seed(0)
     sae = StandardTrainingSAE(StandardTrainingSAEConfig(D_MODEL, 8, device="cpu"))
@@ -74,7 +66,7 @@ def test_an_activation_store_reads_the_data_set(written, tmp_path):
     saved = tmp_path / "saved"
     saved_as_data_set(written, saved)
     store = ActivationsStore(
-        None,  # type: ignore[arg-type]  # no model is run
+        None,  # no model is run
         Dataset.from_dict({"input_ids": written.tokens[:].tolist()}),
         streaming=False,
         hook_name=RESID,
@@ -97,10 +89,10 @@ def test_an_activation_store_reads_the_data_set(written, tmp_path):
     assert {tuple(row.tolist()) for row in rows} <= written_rows
 
 
-def saved_as_data_set(h: SavedActivations, path: Path) -> None:
+def saved_as_data_set(h, path):
     """As docs/save_activations.md has it; Arrow has no bfloat16."""
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def rows():
         for number in range(len(h)):
             activation, tokens = h[RESID][number].float(), h.tokens[number].int()
             yield {RESID: activation.numpy(), "token_ids": tokens.numpy()}

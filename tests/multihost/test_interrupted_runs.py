@@ -1,12 +1,8 @@
 """Runs that an error, an interrupt or a lost host ends: it is told, and the next run is right."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -47,25 +43,25 @@ def assert_right(alone, tokens):
     return check
 
 
-def _waiting() -> list[threading.Thread]:
+def _waiting():
     """Threads of runs that wait at a hook point."""
     return [thread for thread in threading.enumerate() if "_run_in_thread" in thread.name]
 
 
-def ended_by_a_hook(error: BaseException, model: Any, tokens: torch.Tensor) -> None:
-    def fail(x: torch.Tensor, hook: Any) -> None:
+def ended_by_a_hook(error, model, tokens):
+    def fail(x, hook):
         assert _waiting()
         raise error
 
     model.run_with_hooks(tokens, fwd_hooks=[(Z, fail)])
 
 
-def ended_in_a_block(error: BaseException, model: Any, tokens: torch.Tensor) -> None:
+def ended_in_a_block(error, model, tokens):
     model.run_with_hooks(tokens, fwd_hooks=[(Z, lambda x, hook: x[:, :, :, :-1])])
 
 
-def ended_in_backward(error: BaseException, model: Any, tokens: torch.Tensor) -> None:
-    def fail(gradient: torch.Tensor, hook: Any) -> None:
+def ended_in_backward(error, model, tokens):
+    def fail(gradient, hook):
         raise error
 
     with model.hooks(bwd_hooks=[(Z, fail)]):
@@ -95,7 +91,7 @@ def test_after_an_error_the_next_run_is_right(run, graph, error, model, tokens, 
 # What a host keeps
 
 
-def kept(host: LocalConnection) -> int:
+def kept(host):
     """How many models, runs and activations a host keeps, once it is told what it need not."""
     gc.collect()
     (own,) = joined()
@@ -125,11 +121,11 @@ def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(load, own_
 # A lost host
 
 
-def loaded(load: Any, *_: Any) -> Any:
+def loaded(load, *_):
     return load("llama", device_map=PLACES)
 
 
-LOST_AT: dict[str, Callable[..., Any]] = {
+LOST_AT = {
     "begin": lambda load, model, tokens: model(tokens),
     "proceed": lambda load, model, tokens: model.run_with_hooks(
         tokens, fwd_hooks=[(Z, lambda x, hook: x * 2)]

@@ -1,12 +1,7 @@
 """What a worker would not see is refused, and changes nothing."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +26,7 @@ def weight(spread):
     return next(p for p in spread("llama").blocks[2].parameters() if type(p) is RemoteTensor)
 
 
-CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+CHANGES = {
     "asked for a gradient": lambda weight: weight.requires_grad_(),
     "set to require a gradient": lambda weight: setattr(weight, "requires_grad", True),
     "multiplied in place": lambda weight: weight.mul_(2),
@@ -79,33 +74,33 @@ METHOD = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruc
 """One of the attention's."""
 
 
-def _replaced(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def _replaced(patch, owner, name):
     """Put a function in another's place that calls it."""
     function = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: function(*args, **kwargs))
 
 
-def a_parameter(block: Any, patch: pytest.MonkeyPatch) -> None:
+def a_parameter(block, patch):
     module = next(m for m in block.modules() if m._parameters)
     name = next(iter(module._parameters))
     patch.setitem(module._parameters, name, nn.Parameter(torch.zeros(1)))
 
 
-def a_buffer(block: Any, patch: pytest.MonkeyPatch) -> None:
+def a_buffer(block, patch):
     buffers = block.attn._buffers
     patch.setitem(buffers, next(iter(buffers), "mask"), torch.zeros(1))
 
 
-def a_class(block: Any, patch: pytest.MonkeyPatch) -> None:
+def a_class(block, patch):
     mine = type("Mine", (type(block.mlp),), {"forward": lambda self, x: x})
     patch.setattr(block.mlp, "__class__", mine)
 
 
-def a_method_of_its_class(block: Any, patch: pytest.MonkeyPatch) -> None:
+def a_method_of_its_class(block, patch):
     _replaced(patch, next(cls for cls in type(block.attn).__mro__ if METHOD in vars(cls)), METHOD)
 
 
-def a_function_of_the_library(block: Any, patch: pytest.MonkeyPatch) -> None:
+def a_function_of_the_library(block, patch):
     if has_hooked_transformer():
         from transformer_lens.components import grouped_query_attention as module
     else:
@@ -114,11 +109,11 @@ def a_function_of_the_library(block: Any, patch: pytest.MonkeyPatch) -> None:
     _replaced(patch, module, name)
 
 
-def an_attribute(block: Any, patch: pytest.MonkeyPatch) -> None:
+def an_attribute(block, patch):
     patch.setitem(vars(block.ln1), "eps" if hasattr(block.ln1, "eps") else "name", 3.0)
 
 
-PUT_IN: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+PUT_IN = {
     "a module": lambda block, patch: patch.setitem(block._modules, "mlp", nn.Identity()),
     "a module within one": lambda block, patch: patch.setitem(
         block.mlp._modules, "probe", nn.Linear(2, 2)
@@ -185,12 +180,12 @@ def test_what_is_put_on_a_whole_block_acts(spread, tokens):
 
 
 class _Mode(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
-def a_hook_for_every_module() -> Iterator[None]:
+def a_hook_for_every_module():
     hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
     try:
         yield
@@ -198,15 +193,15 @@ def a_hook_for_every_module() -> Iterator[None]:
         hook.remove()
 
 
-def within(context: Callable[[], Any]) -> Callable[..., None]:
-    def run(model: Any, tokens: torch.Tensor) -> None:
+def within(context):
+    def run(model, tokens):
         with context():
             model(tokens)
 
     return run
 
 
-def in_training(model: Any, tokens: torch.Tensor) -> None:
+def in_training(model, tokens):
     model.train()
     try:
         model(tokens)
@@ -214,10 +209,10 @@ def in_training(model: Any, tokens: torch.Tensor) -> None:
         model.eval()
 
 
-def edits_an_earlier_activation(model: Any, tokens: torch.Tensor) -> None:
-    kept: list[torch.Tensor] = []
+def edits_an_earlier_activation(model, tokens):
+    kept = []
 
-    def edit(x: torch.Tensor, hook: Any) -> None:
+    def edit(x, hook):
         kept[0][:, 0] = 7.0
 
     for name, hook in (("resid_mid", lambda x, hook: kept.append(x)), ("mlp_out", edit)):
@@ -226,16 +221,16 @@ def edits_an_earlier_activation(model: Any, tokens: torch.Tensor) -> None:
         model(tokens)
 
 
-def hooks_its_own_block(model: Any, tokens: torch.Tensor) -> None:
-    def add(x: torch.Tensor, hook: Any) -> None:
+def hooks_its_own_block(model, tokens):
+    def add(x, hook):
         model.add_hook("blocks.2.hook_resid_post", lambda x, hook: x * 1.5)
 
     model.add_hook("blocks.2.hook_resid_mid", add)
     model(tokens)
 
 
-def differentiates_twice(model: Any, tokens: torch.Tensor) -> None:
-    kept: list[torch.Tensor] = []
+def differentiates_twice(model, tokens):
+    kept = []
     model.add_hook("blocks.1.hook_resid_post", lambda x, hook: kept.append(x))
     loss = model(tokens, return_type="loss")
     torch.autograd.grad(loss, kept[0], create_graph=True)
@@ -243,7 +238,7 @@ def differentiates_twice(model: Any, tokens: torch.Tensor) -> None:
 
 CONVERTED = "on node-b, where weights keep their device"
 ON = "where this has no effect: {}; undo it, or load".format
-REFUSED: list[tuple[Callable[..., Any], str]] = [
+REFUSED = [
     (
         lambda model, tokens: torch.compile(model, backend="eager")(tokens),
         ON("it is compiled"),
@@ -362,23 +357,23 @@ def test_a_header_is_compared_whole(tmp_path):
     assert "model.safetensors of the same size" in told
 
 
-def a_value(directory: Path) -> None:
+def a_value(directory):
     file = directory / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def a_setting(directory: Path) -> None:
+def a_setting(directory):
     file = directory / "config.json"
     file.write_text(file.read_text().replace('"hidden_act": "silu"', '"hidden_act": "gelu"'))
 
 
-def a_file_less(directory: Path) -> None:
+def a_file_less(directory):
     (directory / "model.safetensors").unlink()
 
 
-def more(directory: Path) -> None:
+def more(directory):
     with (directory / "model.safetensors").open("ab") as file:
         file.write(b"\0")
 

@@ -1,12 +1,8 @@
 """A model of which some blocks are a worker's gives what it gives in one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,65 +20,65 @@ POINTS = [
 """Of a block of "llama"."""
 
 
-def _scale(x: torch.Tensor, hook: Any) -> torch.Tensor:
+def _scale(x, hook):
     return x * 1.5
 
 
-def _edit(x: torch.Tensor, hook: Any) -> None:
+def _edit(x, hook):
     x[:, 1] = 0.25
 
 
-def _keep(x: torch.Tensor, hook: Any, kept: Any) -> None:
+def _keep(x, hook, kept):
     kept[hook.name] = x
     if x.requires_grad:
         x.retain_grad()
 
 
-def forward(model: Any, tokens: torch.Tensor) -> Any:
+def forward(model, tokens):
     with torch.no_grad():
         return model(tokens, return_type="both")
 
 
-def hooked(point: str, hook: Any, model: Any, tokens: torch.Tensor) -> Any:
+def hooked(point, hook, model, tokens):
     hooks = [(f"blocks.{layer}.{point}", hook) for layer in (1, 2, 3)]
     with torch.inference_mode():
         return model.run_with_hooks(tokens, fwd_hooks=hooks)
 
 
-def hooked_everywhere(model: Any, tokens: torch.Tensor) -> Any:
+def hooked_everywhere(model, tokens):
     with torch.no_grad():
         return model.run_with_hooks(tokens, fwd_hooks=[(lambda name: "blocks." in name, _scale)])
 
 
-def stopped(model: Any, tokens: torch.Tensor) -> Any:
+def stopped(model, tokens):
     return [model(tokens, stop_at_layer=layer).detach() for layer in range(6)]
 
 
-def cached(model: Any, tokens: torch.Tensor) -> Any:
+def cached(model, tokens):
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens)
     decomposed = cache.accumulated_resid(apply_ln=True), cache.stack_head_results()
     return logits, dict(cache), decomposed, cache["resid_mid", 3][:, -1]
 
 
-def cached_with_hooks(model: Any, tokens: torch.Tensor) -> Any:
+def cached_with_hooks(model, tokens):
     with model.hooks(fwd_hooks=[("blocks.3.attn.hook_z", _scale)]):
         return [dict(model.run_with_cache(tokens)[1])]
 
 
-def generated_hooked(model: Any, tokens: torch.Tensor) -> Any:
+def generated_hooked(model, tokens):
     with model.hooks(fwd_hooks=[("blocks.2.attn.hook_z", _scale)]):
         return model.generate(tokens, **GREEDY)
 
 
-def padded(model: Any, tokens: torch.Tensor) -> Any:
+def padded(model, tokens):
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     with torch.no_grad():
         return model(tokens, attention_mask=mask)
 
 
-def weights(model: Any, tokens: torch.Tensor) -> Any:
+def weights(model, tokens):
     block, scores = model.blocks[3], model.all_composition_scores("K")
     return (
         *(model.W_Q, model.W_in, model.QK.eigenvalues, getattr(scores, "scores", scores)),
@@ -91,20 +87,20 @@ def weights(model: Any, tokens: torch.Tensor) -> Any:
     )
 
 
-def replaced_at_a_hook_point(model: Any, tokens: torch.Tensor) -> Any:
+def replaced_at_a_hook_point(model, tokens):
     point = vars(model.hook_dict["blocks.2.hook_attn_out"])
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(point, "forward", lambda x: x * 1.5)
         return model(tokens)
 
 
-def deep_copied(model: Any, tokens: torch.Tensor) -> Any:
+def deep_copied(model, tokens):
     copied = copy.deepcopy(model)
     assert getattr(copied, "placement", None) == getattr(model, "placement", None)
     return copied(tokens).detach()
 
 
-def with_and_without_results_of_heads(model: Any, tokens: torch.Tensor) -> Any:
+def with_and_without_results_of_heads(model, tokens):
     for is_on in (True, False):
         model.set_use_attn_result(is_on)
         model.set_use_hook_mlp_in(is_on)
@@ -113,20 +109,20 @@ def with_and_without_results_of_heads(model: Any, tokens: torch.Tensor) -> Any:
     return dict(cache), dict(model.run_with_cache(tokens)[1]), model(tokens).detach()
 
 
-def edited_by_data(model: Any, tokens: torch.Tensor) -> Any:
-    def edit(x: torch.Tensor, hook: Any) -> None:
+def edited_by_data(model, tokens):
+    def edit(x, hook):
         x.data[:, 1] = 0.25
 
     hooks = [(f"blocks.{layer}.attn.hook_z", edit) for layer in (1, 2, 3)]
     return model.run_with_hooks(tokens, fwd_hooks=hooks).detach()
 
 
-def moved_to_where_it_is(model: Any, tokens: torch.Tensor) -> Any:
+def moved_to_where_it_is(model, tokens):
     model.to("cpu").float()
     return torch.nn.Sequential(model).to(torch.float32)(tokens).detach()
 
 
-RUNS: list[Callable[..., Any]] = [
+RUNS = [
     *(forward, hooked_everywhere, stopped, cached, cached_with_hooks, generated_hooked),
     *(padded, weights, replaced_at_a_hook_point),
     *(deep_copied, with_and_without_results_of_heads, edited_by_data, moved_to_where_it_is),
@@ -144,8 +140,8 @@ def test_bit_for_bit(run, alone, spread, tokens):
         torch.testing.assert_close(other.clone(), one, rtol=0, atol=0, equal_nan=True)
 
 
-def activations(model: Any, tokens: torch.Tensor) -> Any:
-    kept: dict[str, torch.Tensor] = {}
+def activations(model, tokens):
+    kept = {}
     keep = functools.partial(_keep, kept=kept)
     model.run_with_hooks(
         tokens, return_type="loss", fwd_hooks=[(lambda name: "blocks." in name, keep)]
@@ -153,8 +149,8 @@ def activations(model: Any, tokens: torch.Tensor) -> Any:
     return {name: x.grad for name, x in kept.items()}
 
 
-def of_some_activations(model: Any, tokens: torch.Tensor) -> Any:
-    kept: dict[str, torch.Tensor] = {}
+def of_some_activations(model, tokens):
+    kept = {}
     keep = functools.partial(_keep, kept=kept)
     names = ["blocks.2.hook_resid_pre", "blocks.3.hook_attn_out", "blocks.3.hook_resid_post"]
     names = [model.hook_dict[name].name for name in names]
@@ -163,10 +159,10 @@ def of_some_activations(model: Any, tokens: torch.Tensor) -> Any:
     return late, torch.autograd.grad(loss, [kept[name] for name in names])
 
 
-def of_backward_hooks(model: Any, tokens: torch.Tensor) -> Any:
-    kept: dict[str, torch.Tensor] = {}
+def of_backward_hooks(model, tokens):
+    kept = {}
 
-    def keep(gradient: torch.Tensor, hook: Any) -> None:
+    def keep(gradient, hook):
         kept[hook.name] = None if gradient is None else gradient.clone()
 
     hooks = [(lambda name: "blocks." in name, keep)]
@@ -175,14 +171,14 @@ def of_backward_hooks(model: Any, tokens: torch.Tensor) -> Any:
     return kept
 
 
-def of_a_steering_vector(model: Any, tokens: torch.Tensor) -> Any:
+def of_a_steering_vector(model, tokens):
     vector = torch.full((16,), 0.5, requires_grad=True)
     hooks = [("blocks.2.hook_resid_mid", lambda x, hook: x.detach() + vector)]
     model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).backward()
     return vector.grad
 
 
-def of_weights_at_home(model: Any, tokens: torch.Tensor) -> Any:
+def of_weights_at_home(model, tokens):
     own = [*model.embed.parameters(), *model.blocks[0].parameters(), *model.blocks[4].parameters()]
     own = [weight for weight in own if weight.requires_grad]
     loss = model(tokens, return_type="loss")

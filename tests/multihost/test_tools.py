@@ -3,12 +3,8 @@
 `tests/surface --hosts` calls what TransformerLens offers.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,22 +16,21 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
-Run = Callable[[Any, torch.Tensor], Any]
 
 
-def _scale(x: torch.Tensor, hook: Any) -> torch.Tensor:
+def _scale(x, hook):
     return x * 1.5
 
 
-def _batches(tokens: torch.Tensor, n: int) -> list[torch.Tensor]:
+def _batches(tokens, n):
     return [tokens.roll(index, 1) for index in range(n)]
 
 
-def mapped(model: Any, tokens: torch.Tensor) -> Any:
-    def run(view: Any, item: torch.Tensor) -> Any:
-        kept: list[torch.Tensor] = []
+def mapped(model, tokens):
+    def run(view, item):
+        kept = []
 
-        def keep(x: torch.Tensor, hook: Any) -> None:
+        def keep(x, hook):
             x.retain_grad()
             kept.append(x)
 
@@ -47,23 +42,23 @@ def mapped(model: Any, tokens: torch.Tensor) -> Any:
     return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
 
 
-def swept(model: Any, tokens: torch.Tensor) -> Any:
+def swept(model, tokens):
     points = [[(f"blocks.{layer}.hook_resid_pre", _scale)] for layer in range(5)]
     return list(tl_devicefix.sweep(model, tokens, points))
 
 
-def with_sdpa(model: Any, tokens: torch.Tensor) -> Any:
+def with_sdpa(model, tokens):
     with tl_devicefix.set_attn_implementation(model, "sdpa"), torch.no_grad():
         cached = dict(model.run_with_cache(tokens)[1])
         return model(tokens), model.generate(tokens, **GREEDY), cached
 
 
-def gathered(model: Any, tokens: torch.Tensor) -> Any:
+def gathered(model, tokens):
     with tl_devicefix.gather_on("cpu"):
         return model.W_Q, dict(model.run_with_cache(tokens)[1])
 
 
-def with_a_module_in_a_hook_points_place(model: Any, tokens: torch.Tensor) -> Any:
+def with_a_module_in_a_hook_points_place(model, tokens):
     block = model.blocks[3]
     name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
     module = torch.nn.LayerNorm(16)
@@ -76,15 +71,15 @@ def with_a_module_in_a_hook_points_place(model: Any, tokens: torch.Tensor) -> An
         setattr(block, name, hook_point)
 
 
-def parts_of_a_block(model: Any, tokens: torch.Tensor) -> Any:
+def parts_of_a_block(model, tokens):
     x, block = torch.linspace(-1, 1, 96).view(2, 3, 16), model.blocks[3]
     with torch.no_grad():
         parts = block.mlp(x), block.ln1(x)
         return (*parts, block(x), block.attn(x, x, x)) if has_hooked_transformer() else parts
 
 
-def hooked_when_nobody_reads_logits(model: Any, tokens: torch.Tensor) -> Any:
-    seen: list[torch.Tensor] = []
+def hooked_when_nobody_reads_logits(model, tokens):
+    seen = []
     name = "hook_resid_post" if has_hooked_transformer() else "hook_in"
     hooks = [(f"blocks.3.{name}", lambda x, hook: seen.append(x.clone()))]
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
@@ -93,13 +88,13 @@ def hooked_when_nobody_reads_logits(model: Any, tokens: torch.Tensor) -> Any:
     return seen
 
 
-RUNS: list[Run] = [
+RUNS = [
     *(mapped, swept, with_sdpa, gathered, parts_of_a_block),
     *(with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits),
 ]
 
 
-def assert_equal(run: Run, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+def assert_equal(run, alone, spread, tokens):
     expected, given = (tree_leaves(run(model, tokens)) for model in (alone, spread))
     assert len(expected) == len(given) > 0
     for one, other in zip(expected, given):
@@ -196,7 +191,7 @@ def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tok
         assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
-def _entries(cache: Any) -> list[torch.Tensor]:
+def _entries(cache):
     return [entry.past_values for entry in cache.entries]
 
 

@@ -1,7 +1,5 @@
 """Two visiting blocks at a time are on a device, and each is copied once a forward, in time."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -31,7 +29,7 @@ def test_a_forward_copies_the_weights_of_each_offloaded_block_once(model, at_hom
 def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, machine):
     n_layers, n_weights = model.cfg.n_layers, len(list(model.blocks[0].parameters()))
     machine.reset_transfers()
-    sent: dict[str, list[int]] = {"resid_pre": [], "resid_post": []}
+    sent = {"resid_pre": [], "resid_post": []}
 
     def note(activation, hook):
         sent[hook.name.rsplit("hook_")[1]].append(len(machine.transfers) // n_weights)

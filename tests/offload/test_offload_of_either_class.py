@@ -1,9 +1,5 @@
 """Blocks that live in host memory visit a device while they run, in either class."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
@@ -27,7 +23,7 @@ OF_BRIDGE = [
 ]
 
 
-def of_each(**cases: list[Any]) -> list[Any]:
+def of_each(**cases):
     """The cases of each class that there is, with the class before them."""
     return [(cls, *variant) for cls in CLASSES for variant in cases[cls]]
 
@@ -108,7 +104,7 @@ def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
 
 def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, reference, tokens):
     total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
-    max_memory: dict[Any, Any] = {0: int(0.6 * total), 1: int(0.4 * total)}
+    max_memory = {0: int(0.6 * total), 1: int(0.4 * total)}
 
     model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
 

@@ -1,12 +1,9 @@
 """A model with offloaded blocks gives what a model on one device gives."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -143,7 +140,7 @@ def test_what_backward_needs_may_not_be_changed_before(changed):
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
     tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
     copy_there = tensors["weight"] * 1
-    visitor: Any = SimpleNamespace(weight=copy_there, host=tensors["weight"])
+    visitor = SimpleNamespace(weight=copy_there, host=tensors["weight"])
     with keeping_on_host([visitor]):
         result = (tensors["activation"] * copy_there).exp()
     assert_agrees(torch.autograd.grad(result.sum(), copy_there, retain_graph=True), [result])

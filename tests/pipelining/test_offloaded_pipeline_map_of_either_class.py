@@ -1,9 +1,6 @@
 """Pipelined runs of a model whose blocks live in host memory: a block visits for all of them."""
 
-from __future__ import annotations
-
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -30,15 +27,15 @@ def batches(tokens):
     return [tokens.roll(shift, 1) for shift in range(9)]
 
 
-def offloaded_bytes(model: Any) -> list[int]:
+def offloaded_bytes(model):
     """Of each offloaded block."""
     return [weights_of(model.blocks[layer]) for layer in offloaded_blocks(model)]
 
 
-def forwards_within_forwards(model: Any, batch: torch.Tensor) -> Any:
+def forwards_within_forwards(model, batch):
     inner = []
 
-    def again(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def again(activation, hook):
         if not inner:
             inner.append(None)
             inner[0] = model(batch.flip(0), stop_at_layer=4)
@@ -48,12 +45,12 @@ def forwards_within_forwards(model: Any, batch: torch.Tensor) -> Any:
     return model.run_with_hooks(batch, fwd_hooks=[("blocks.1.hook_resid_mid", again)]), inner
 
 
-def parts_of_the_model(model: Any, batch: torch.Tensor) -> Any:
+def parts_of_the_model(model, batch):
     layers = (1 + int(batch[0, 0]) % 4, 3)
     return [model(batch, stop_at_layer=layer) for layer in layers]
 
 
-def blocks_in_another_order(model: Any, batch: torch.Tensor) -> Any:
+def blocks_in_another_order(model, batch):
     residual = model(batch, stop_at_layer=0)
     for layer in (3, 1, 4, 1):
         output = model.blocks[layer](residual.to(model.placement.device_of(f"blocks.{layer}")))

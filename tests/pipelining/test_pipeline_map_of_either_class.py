@@ -1,16 +1,12 @@
 """`pipeline_map`: runs that are under way together give what they give one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import runs_of_users
@@ -41,7 +37,7 @@ class Failed(Exception):
     pass
 
 
-def assert_nothing_is_left(model: Any) -> None:
+def assert_nothing_is_left(model):
     assert not [thread for thread in threading.enumerate() if "pipeline_map" in thread.name]
     for point in model.hook_dict.values():
         assert not point.fwd_hooks
@@ -92,7 +88,7 @@ def test_a_run_computes_on_one_device_while_another_is_on_the_next(model, batche
     assert next(pipeline_map(model, run, [0, 1], max_in_flight=2))
 
 
-def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
+def samples_tokens(model, batch):
     return model.generate(
         batch[:1].to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
     )
@@ -129,7 +125,7 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
 
         start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)
         add = lambda activation, hook: activation + start  # noqa: E731
-        hooks: Any = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
+        hooks = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
         with torch.enable_grad(), view.hooks(**hooks):
             return torch.autograd.grad(view(batch).square().mean(), start)
 
@@ -164,7 +160,7 @@ def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(mod
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-STATES: dict[str, Callable[[], Any]] = {
+STATES = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -176,8 +172,8 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
-def what_is_in_force(model: Any, batch: Any) -> Any:
-    def device_of(compute: Callable[[], torch.Tensor]) -> str | None:
+def what_is_in_force(model, batch):
+    def device_of(compute):
         with contextlib.suppress(RuntimeError):
             return str(compute().device)
         return None
@@ -284,7 +280,7 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batche
                 kept = kept + 0
         return number
 
-    alive: list[Any] = []
+    alive = []
     results = pipeline_map(model, run, range(5), max_in_flight=3)
     assert next(results) == 0
     assert waits.wait(10)
@@ -296,7 +292,7 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batche
     assert not [item for item in alive if item() is not None]
 
 
-CHANGES: dict[str, Callable[[Any, str], Any]] = {
+CHANGES = {
     "in place": lambda module, name: module._parameters[name].detach().mul_(1),
     "requires_grad": lambda module, name: module._parameters[name].requires_grad_(False),
     "replaced": lambda module, name: setattr(
@@ -324,11 +320,11 @@ def test_a_weight_that_is_changed_is_refused(model, batches, changed_by, how):
         [change(model) for _ in pipeline_map(model, run, batches)]
 
 
-def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+def double(activation, hook):
     return activation * 2
 
 
-USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+USES = {
     "forward": logits,
     "run_with_hooks": lambda model, batch: model.run_with_hooks(batch, fwd_hooks=[(LAST, double)]),
     "run_with_cache": lambda model, batch: model.run_with_cache(batch),
@@ -374,11 +370,11 @@ def test_what_makes_no_sense_is_refused_at_once(on_one):
     model = on_one("llama")
     for max_in_flight in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
-            pipeline_map(model, logits, [], max_in_flight)  # type: ignore[arg-type]
+            pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
-        pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
+        pipeline_map(torch.nn.Linear(2, 2), logits, [])
     with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
-        pipeline_map(model, [], logits)  # type: ignore[arg-type, misc]
+        pipeline_map(model, [], logits)
 
 
 def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys):

@@ -1,11 +1,7 @@
 """`sweep`: what run_with_hooks returns, bit for bit, from the first block that a run changes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pandas
@@ -20,25 +16,22 @@ from transformer_lens import patching
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
-Arguments = dict[str, Any]
-Run = list[tuple[Any, Any]]
-
 
 class Count:
     """How often any block of a model has run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.blocks = 0
 
 
 @contextlib.contextmanager
-def blocks_run(model: Any) -> Iterator[Count]:
+def blocks_run(model):
     """Counts within it; with no hook, as one changes what a sweep may skip."""
     count = Count()
     cls = type(model.blocks[0])
     own = cls.forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         count.blocks += 1
         return own(self, *args, **kwargs)
 
@@ -46,25 +39,25 @@ def blocks_run(model: Any) -> Iterator[Count]:
         yield count
 
 
-def traces(model: Any) -> list[str]:
+def traces(model):
     """The hook points on which a hook is left, and blocks with a forward of their own."""
     points = [name for name, point in model.hook_dict.items() if point._forward_hooks]
     return points + [str(i) for i, block in enumerate(model.blocks) if "forward" in vars(block)]
 
 
-def halve(activation: torch.Tensor, hook: Any) -> None:
+def halve(activation, hook):
     activation[:, -1] /= 2
 
 
-def at(layer: int) -> Run:
+def at(layer):
     return [(f"blocks.{layer}.hook_resid_pre", halve)]
 
 
-def of_layer_1_and_3(name: str) -> bool:
+def of_layer_1_and_3(name):
     return name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out")
 
 
-RUNS: list[Run] = [
+RUNS = [
     [],
     at(3),
     at(1),
@@ -78,11 +71,11 @@ RUNS: list[Run] = [
 ]
 
 
-def in_turn(model: Any, tokens: Any, runs: list[Run], **arguments: Any) -> list[Any]:
+def in_turn(model, tokens, runs, **arguments):
     return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
 
 
-def assert_same(actual: Any, expected: Any) -> None:
+def assert_same(actual, expected):
     assert_agrees(actual, expected, tolerance=0)
 
 
@@ -114,7 +107,7 @@ def test_it_yields_what_run_with_hooks_returns(kind, on_one, tokens):
         {"attention_mask": padded(tokens)},
         {"padding_side": "left"},
     ):
-        inputs: Any = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
+        inputs = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
         expected = in_turn(model, inputs, RUNS[:5], **arguments)
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
@@ -148,22 +141,22 @@ class Probe(nn.Module):
     """One of the user's: it may do anything."""
 
 
-def own_forward(module: Any) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def own_forward(module):
+    def forward(*args, **kwargs):
         return type(module).forward(module, *args, **kwargs)
 
     vars(module)["forward"] = forward
 
 
-def leave(*args: Any, **kwargs: Any) -> None:
+def leave(*args, **kwargs):
     """A hook of PyTorch's, or of a hook point, that changes nothing."""
 
 
-def of_first_block(name: str) -> bool:
+def of_first_block(name):
     return name == "blocks.0.hook_mlp_out"
 
 
-CASES: dict[str, Callable[[Any], Any]] = {
+CASES = {
     "a hook of the run on the first block": lambda model: [(of_first_block, halve)],
     "a hook of the run on the embedding": lambda model: [("hook_embed", halve)],
     "a permanent hook on the first block": lambda model: model.add_perma_hook(
@@ -261,18 +254,18 @@ def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_r
     assert_same(next(results), in_turn(model, tokens, runs)[1])
 
 
-ARGUMENTS: dict[str, Arguments] = {
+ARGUMENTS = {
     r"^sweep\(\) takes no fwd_hooks": {"fwd_hooks": []},
     r"^sweep\(\) takes no bwd_hooks": {"bwd_hooks": []},
     r"^sweep\(\) takes no reset_hooks_end": {"reset_hooks_end": []},
     r"^sweep\(\) has no argument 'progres'.* mean 'progress'": {"progres": True},
 }
-OF_HOOKED: dict[str, Arguments] = {  # a Bridge passes them on to transformers
+OF_HOOKED = {  # a Bridge passes them on to transformers
     r"no argument 'stop_at'; did you mean 'stop_at_layer'": {"stop_at": 3},
     r"^sweep\(\) has no argument 'remove_batch_dim'": {"remove_batch_dim": True},
 }
 MLP_OUT = "blocks.3.hook_mlp_out"
-WITHOUT_HOOKS: dict[str, Any] = {
+WITHOUT_HOOKS = {
     r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
     rf"a list of \(name, hook\), but has '{MLP_OUT}'": (MLP_OUT, print),
     rf"'{MLP_OUT}' for the hook: give the name": [(print, MLP_OUT)],
@@ -298,19 +291,17 @@ SETTER = patching.layer_pos_patch_setter
 in_4 = pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
 
 
-def metric(logits: torch.Tensor) -> torch.Tensor:
+def metric(logits):
     return logits[0, -1, 5] - logits[0, -1, 7]
 
 
-def patch(
-    function: str, model: Any, tokens: torch.Tensor, metric: Any = metric, **arguments: Any
-) -> Any:
+def patch(function, model, tokens, metric=metric, **arguments):
     """Patch into what the model does with tokens what it does with others."""
     clean = model.run_with_cache(tokens + 1)[1]
     return getattr(patching, function)(model, tokens, clean, metric, **arguments)
 
 
-def unpatched(*args: Any, **arguments: Any) -> Any:
+def unpatched(*args, **arguments):
     with tl_devicefix.disabled():
         return patch(*args, **arguments)
 

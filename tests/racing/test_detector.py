@@ -1,10 +1,6 @@
 """Devices behind the host: what nothing orders is a race, and what waits is none."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy
 import pytest
@@ -228,7 +224,7 @@ def test_values_come_to_pinned_memory_when_the_host_waits(sim):
 # Several threads of the host
 
 
-def elsewhere(function: Callable[[], Any]) -> Any:
+def elsewhere(function):
     """What a function returns in another thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
@@ -246,7 +242,7 @@ def test_streams_that_threads_are_within_are_their_own(sim):
 
 def test_workers_use_the_caller_s_streams(machine, sim):
     streams = [sim.Stream(device) for device in machine.devices]
-    used: list[Any] = []
+    used = []
     for stream in streams:
         sim.set_stream(stream)
 

@@ -1,11 +1,7 @@
 """Offloaded blocks on devices that run behind the host: nothing is changed or freed too early."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,17 +20,17 @@ def spread():
     return "all of one device"
 
 
-def zero_weights(model: Any) -> None:
+def zero_weights(model):
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.mul_(0)
 
 
-def zero_data(model: Any) -> None:
+def zero_data(model):
     model.blocks[-1].mlp.W_out.data.zero_()
 
 
-RUNS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+RUNS = {
     "a forward": lambda model, residual: model(residual, start_at_layer=1),
     "a block": lambda model, residual: model.blocks[-1](residual),
 }
@@ -106,9 +102,7 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
     assert_same_weights(model, reference)
 
 
-def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(
-    machine,
-):
+def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine):
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
 
     def queueing():
@@ -139,7 +133,7 @@ def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
 def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(model, reference, tokens):
     sim = torch.get_device_module("sim")
     sim.synchronize(DEVICE)
-    results: list[Any] = [None] * 4
+    results = [None] * 4
     within = threading.Barrier(len(results), timeout=60)
 
     def meet(activation, hook):

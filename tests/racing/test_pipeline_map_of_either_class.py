@@ -1,7 +1,5 @@
 """`pipeline_map` on devices that run behind the host, as real ones do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from comparison import assert_bit_equal

@@ -1,11 +1,8 @@
 """The simulated devices as torch code sees them: placement, errors, numbers, entering, leaving."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -318,26 +315,26 @@ def test_senseless_sizes_are_refused(arguments, message):
 # A backward that fails raises; torch alone would end the process.
 
 
-def raise_mine(*_: Any) -> None:
+def raise_mine(*_):
     raise ValueError("mine")
 
 
-def interrupt(*_: Any) -> None:
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
 class FailingBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient + torch.ones(3, device="sim:1")
 
 
-def hooked(hook: Any) -> Any:
-    def differentiate(x: torch.Tensor) -> None:
+def hooked(hook):
+    def differentiate(x):
         y = x * 2
         y.register_hook(hook)
         y.sum().backward()
@@ -345,13 +342,13 @@ def hooked(hook: Any) -> Any:
     return differentiate
 
 
-def recomputed(x: torch.Tensor) -> None:
+def recomputed(x):
     others = [x, torch.ones(3, device="sim:1")]
     product = checkpoint(lambda x: x.sin() * others.pop(0), x, use_reentrant=False)
     product.sum().backward()
 
 
-def without_room(x: torch.Tensor) -> None:
+def without_room(x):
     y = (torch.ones(1 << 20, device="sim:0") * x[0]).exp()
     y.backward(torch.ones(1, device="sim:0").expand(1 << 20))
 

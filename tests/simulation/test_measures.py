@@ -1,7 +1,5 @@
 """What the simulated machine measures: transfers, and memory on each device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,15 +1,11 @@
 """What torch has beside plain tensors and gradients, and what libraries, scripts and threads do."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -29,11 +25,11 @@ def machine():
         yield machine
 
 
-def dense() -> torch.Tensor:
+def dense():
     return torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
 
 
-MADE_OF_SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+MADE_OF_SCALARS = {
     "tensor, nested": lambda x, y: torch.tensor([[x[1]], (y[2],)], device="sim:0"),
     "tensor, of one element each": lambda x, y: torch.tensor([x[1:2], y[2:]], device="sim:1"),
     "as_tensor": lambda x, y: torch.as_tensor([x[1], y[2]], dtype=torch.float64),
@@ -95,7 +91,7 @@ def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch):
     def note(_unit):
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
 
-    seen: list[Any] = []
+    seen = []
     with tl_devicefix.simulate(2) as machine:
         monkeypatch.delattr(DeviceModule, "get_amp_supported_dtype")
         each_on_its_device(note, [0, 1], machine.devices)

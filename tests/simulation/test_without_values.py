@@ -1,10 +1,5 @@
 """`simulate(..., values=False)`: devices, shapes and sizes, but nothing is computed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import psutil
 import pytest
 import torch
@@ -87,7 +82,7 @@ def test_a_backward(machine):
 
 
 X = torch.empty(2, 3, 4)
-OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+OPERATIONS = {
     "to another dtype": lambda x: (x + 1).bfloat16() + 1,
     "laid out otherwise": lambda x: x.transpose(0, 2) + 1,
     "several results": lambda x: x.max(-1),
@@ -100,12 +95,12 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.fixture
 def remembered(monkeypatch):
     """Results of earlier calls: none yet."""
-    fresh: dict[Any, Any] = {}
+    fresh = {}
     monkeypatch.setattr(executor, "_results", fresh)
     return fresh
 
 
-def geometry(result: Any) -> list[Any]:
+def geometry(result):
     tensors = result if isinstance(result, tuple) else (result,)
     return [
         (tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset())
