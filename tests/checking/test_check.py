@@ -38,10 +38,6 @@ def linear(device):
     return nn.Linear(D_MODEL, D_MODEL).to(device)
 
 
-# --------------------------------------------------------------------------------------------
-# Nothing is wrong
-
-
 @pytest.mark.parametrize("name", [*EVERY_ARCHITECTURE, *TOYS])
 def test_a_loaded_model_is_well(name, load, tokens):
     model = load(name)
@@ -62,10 +58,6 @@ def test_a_model_is_well_however_it_is_loaded_copied_and_moved(name, n, options,
     assert check(copy.deepcopy(model))
     assert check(model.to(torch.bfloat16))
     assert check(model.to("sim:2"))
-
-
-# --------------------------------------------------------------------------------------------
-# Something is
 
 
 def test_interrupted_processing_is_found(model, monkeypatch):
@@ -96,10 +88,6 @@ def test_a_second_name_of_a_part_and_a_permanent_hook_are_no_faults(model):
     report = check(model)
 
     assert report, report
-
-
-# --------------------------------------------------------------------------------------------
-# Modules that are put in
 
 
 def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_where_it_is(
@@ -137,10 +125,6 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-# --------------------------------------------------------------------------------------------
-# Models without a placement
-
-
 def test_a_model_without_a_placement_is_compared_with_its_config():
     with tl_devicefix.disabled():
         model = build_toy(attention_only_config())
@@ -169,10 +153,6 @@ def test_a_model_that_is_not_on_its_device_yet(machine):
 
     used = {str(parameter.device) for parameter in model.parameters()}
     assert used == {"sim:1"}
-
-
-# --------------------------------------------------------------------------------------------
-# What checking and repairing do to the model
 
 
 def everything_in(model):
@@ -210,10 +190,6 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, referenc
     model.reset_hooks()
     assert check(model)
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
-
-
-# --------------------------------------------------------------------------------------------
-# docs/check.md
 
 
 def test_the_documented_example_prints_what_is_documented(capsys):

@@ -87,9 +87,6 @@ def test_what_is_no_model_is_refused(cls, unpatched):
             check(unpatched("gpt2").original_model)
 
 
-# --------------------------------------------------------------------------------------------
-# A Bridge's own
-
 a_bridge = pytest.mark.skipif(BRIDGE not in CLASSES, reason="TransformerLens 2 has no Bridge")
 NAMES = ["llama", "gpt2", "gemma-2", "mixtral"]
 if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code

@@ -14,10 +14,6 @@ import tl_devicefix
 LAST = "blocks.4.hook_resid_post"
 
 
-# --------------------------------------------------------------------------------------------
-# A buffer at home that a hook changes
-
-
 def into_several(a, zeros):
     values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
     torch.topk(a, 3, out=(values, indices))
@@ -69,10 +65,6 @@ def changed_buffers(model, tokens):
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=[(LAST, look)])
     return results
-
-
-# --------------------------------------------------------------------------------------------
-# More scripts that give what they give on one device
 
 
 def a_vector_that_changes_between_two_uses(model, tokens):

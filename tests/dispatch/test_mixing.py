@@ -61,10 +61,6 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
     assert seen == [weight.device]
 
 
-# --------------------------------------------------------------------------------------------
-# Where results lie
-
-
 def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(model):
     small, large = (torch.ones(n, device=f"sim:{n}") for n in (1, 3))
     with tl_devicefix.mix_devices():
@@ -118,10 +114,6 @@ def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, from_pretrain
     assert in_use.devices_in_use() == before
 
 
-# --------------------------------------------------------------------------------------------
-# What it does not change, and what goes through it
-
-
 def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(model, machine, tokens):
     def run():
         machine.reset_transfers()
@@ -152,7 +144,6 @@ def test_an_error_that_is_not_about_devices_is_torch_s(model):
         torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
 
 
-# --------------------------------------------------------------------------------------------
 # Under `inference_mode` torch counts no changes, and simulated devices do not have it: meta does
 
 HOST_AND_META = frozenset({torch.device("cpu"), torch.device("meta")})

@@ -94,10 +94,6 @@ def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
     assert_agrees(script(model, at_home, torch.Tensor.to), expected)
 
 
-# --------------------------------------------------------------------------------------------
-# More that works within it
-
-
 def gradients_of_several_blocks(model, tokens):
     loss = model(tokens, return_type="loss") + 1e-3 * sum((p**2).sum() for p in model.parameters())
     (loss + torch.stack(residuals(model, tokens)).square().mean()).backward()
@@ -132,10 +128,6 @@ def test_a_script_for_one_device(script, over_devices, on_one, tokens):
     with tl_devicefix.mix_devices():
         actual = script(over_devices("llama"), tokens.to("sim:0"))
     assert_agrees(actual, expected, tolerance=1e-4)
-
-
-# --------------------------------------------------------------------------------------------
-# Notes on errors
 
 
 @pytest.mark.skipif(not HAS_NOTES, reason="notes came with Python 3.11")

@@ -104,10 +104,6 @@ def test_a_model_on_one_device_pays_nothing(model, at_home, transfers_of):
     assert transfers_of(model, at_home, return_type="loss") == []
 
 
-# --------------------------------------------------------------------------------------------
-# Analyses: what is gathered at home comes from each other device once
-
-
 OF_WEIGHTS = {
     "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
     "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),

@@ -69,10 +69,6 @@ def test_it_gives_the_same_bits(model, view_of, at_home):
     assert_bit_equal(results(view), results(model))
 
 
-# --------------------------------------------------------------------------------------------
-# The same weights, and nothing else of the model
-
-
 def reached_from(value):
     """All objects that this one leads to, but for what modules and classes define."""
     seen = set()
@@ -157,10 +153,6 @@ def test_what_a_user_s_class_adds_is_the_model_s(model, view_of, at_home):
     assert name == view.hook_dict[RESIDUAL].name
 
 
-# --------------------------------------------------------------------------------------------
-# Hooks of its own
-
-
 def add_all_kinds_of_hooks(model, calls):
     """Hooks that note what they are called with, in the order in which they are called."""
 
@@ -226,10 +218,6 @@ def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, view_of,
     assert calls == 2
     assert seen[0] is view
     assert seen[1] is original
-
-
-# --------------------------------------------------------------------------------------------
-# Restored
 
 
 def change_everything(view):

@@ -93,9 +93,6 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, mo
             _ = model.W_in
 
 
-# --------------------------------------------------------------------------------------------
-# `run_with_cache`: every activation as on one device, kept where it was computed
-
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 LAST = RESIDUALS[-1]
 

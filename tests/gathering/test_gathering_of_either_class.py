@@ -73,10 +73,6 @@ def test_what_is_computed_from_weights_and_caches_is_too(machine, folded, folded
     assert_agrees(computed(folded("gpt2", 4)), computed(folded_on_one("gpt2")), CPU)
 
 
-# --------------------------------------------------------------------------------------------
-# A plain dict that hooks have filled
-
-
 def keep(model, tokens, *layers):
     """What hooks have kept in a plain dict, by the hooks' names."""
     kept = {}

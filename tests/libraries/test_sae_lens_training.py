@@ -104,9 +104,6 @@ def saved_as_data_set(h, path):
     Dataset.from_generator(rows, features, cache_dir=str(path.parent)).save_to_disk(path)
 
 
-# --------------------------------------------------------------------------------------------
-# Over a model on four devices
-
 HOOK, N_CTX = "blocks.3.hook_resid_post", 8
 
 

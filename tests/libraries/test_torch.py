@@ -214,9 +214,6 @@ def global_hook_that_adds(model, tokens):
         handle.remove()
 
 
-# --------------------------------------------------------------------------------------------
-# What the page says of them
-
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 WORKS, MIXING, NEITHER, REFUSED = "yes", "within `mix_devices`", "fails on one device too", "no: "
 STATES = (WORKS, MIXING, NEITHER, REFUSED)

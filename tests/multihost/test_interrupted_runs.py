@@ -87,10 +87,6 @@ def test_after_an_error_the_next_run_is_right(run, graph, error, model, tokens, 
     assert_right(model)
 
 
-# --------------------------------------------------------------------------------------------
-# What a host keeps
-
-
 def kept(host):
     """How many models, runs and activations a host keeps, once it is told what it need not."""
     gc.collect()
@@ -115,10 +111,6 @@ def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(load, own_
     assert kept(own_host) <= before + of_last_run
     del model
     assert kept(own_host) == 0
-
-
-# --------------------------------------------------------------------------------------------
-# A lost host
 
 
 def loaded(load, *_):

@@ -16,9 +16,6 @@ from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
-# --------------------------------------------------------------------------------------------
-# Weights elsewhere are frozen
-
 
 @pytest.fixture
 def weight(spread):
@@ -64,10 +61,6 @@ def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
     assert all(torch.equal(parameter, was) for parameter, was in zip(own, before))
     torch.optim.SGD(own, lr=0.1).step()
     assert not torch.equal(own[0], before[0])
-
-
-# --------------------------------------------------------------------------------------------
-# What is put into a remote block, or exchanged in this process alone
 
 
 METHOD = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruct_attention_mask"
@@ -173,10 +166,6 @@ def test_what_is_put_on_a_whole_block_acts(spread, tokens):
 
     assert torch.equal(given[0], given[1])
     assert not torch.equal(given[0], given[2])
-
-
-# --------------------------------------------------------------------------------------------
-# What is on in this process while a block runs elsewhere, and what cannot be done there
 
 
 class _Mode(TorchFunctionMode):
@@ -297,10 +286,6 @@ def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
         assert torch.equal(weight, before[name])
     with torch.no_grad():
         assert torch.equal(model(tokens), expected)
-
-
-# --------------------------------------------------------------------------------------------
-# Loading
 
 
 def test_a_model_in_memory_is_refused(load, host):

@@ -141,10 +141,6 @@ def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
         assert torch.equal(model(tokens), expected)
 
 
-# --------------------------------------------------------------------------------------------
-# KV caches of HookedTransformer, which users hold
-
-
 @pytest.fixture
 def kv_cache():
     transformer_lens = pytest.importorskip("transformer_lens")

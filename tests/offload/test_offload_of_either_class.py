@@ -115,9 +115,6 @@ def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, referen
     assert_agrees(model(tokens), reference(tokens), machine.devices[0])
 
 
-# --------------------------------------------------------------------------------------------
-# A Bridge's; a HookedTransformer's are in test_offload_results.py and test_offload_memory.py
-
 a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
 
 

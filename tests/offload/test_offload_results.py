@@ -38,10 +38,6 @@ def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
         assert_agrees(model.W_in, reference.W_in, HOST)
 
 
-# --------------------------------------------------------------------------------------------
-# Hooks
-
-
 @pytest.mark.parametrize("offload", ["some of three devices"])
 def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
     model, reference, tokens
@@ -113,10 +109,6 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
     assert_at_rest(model)
     assert_same_weights(model, reference)
     assert_agrees(model(tokens), reference(tokens))
-
-
-# --------------------------------------------------------------------------------------------
-# Gradients
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -283,7 +283,6 @@ def test_what_makes_no_sense_is_refused(cls, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-# --------------------------------------------------------------------------------------------
 # `transformer_lens.patching` by way of `sweep`: the same results, of fewer blocks. Each of its
 # functions is called in tests/surface.
 

@@ -23,10 +23,6 @@ def sim(machine):
     return torch.get_device_module("sim")
 
 
-# --------------------------------------------------------------------------------------------
-# Behind the host
-
-
 def test_the_host_goes_on_and_waits_for_values(sim):
     x = torch.ones(3, 4, device="sim:0")
 
@@ -60,10 +56,6 @@ def test_what_depends_on_values_waits_for_them(sim, operation):
     x = torch.arange(4, device="sim:0")
     operation(x)
     assert sim.current_stream("sim:0").query()
-
-
-# --------------------------------------------------------------------------------------------
-# Streams and events
 
 
 def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim):
@@ -106,10 +98,6 @@ def test_a_race_in_a_backward_is_raised(sim):
     y = (x * x).sum()
     with sim.stream(sim.Stream("sim:0")), pytest.raises(RaceError, match="nothing orders it"):
         y.backward()
-
-
-# --------------------------------------------------------------------------------------------
-# Memory
 
 
 @pytest.mark.parametrize(
@@ -170,10 +158,6 @@ def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving():
         entered.__exit__(None, None, None)
 
 
-# --------------------------------------------------------------------------------------------
-# The host's memory
-
-
 def test_memory_that_is_not_pinned_may_be_changed_at_once(machine):
     host, copied = torch.ones(100), torch.empty(100, device="sim:0")
     copied.copy_(host, non_blocking=True)
@@ -218,10 +202,6 @@ def test_values_come_to_pinned_memory_when_the_host_waits(sim):
     assert numpy.isnan(host.numpy()).all()  # behind torch's back
     sim.synchronize("sim:0")
     assert (host == 1).all()
-
-
-# --------------------------------------------------------------------------------------------
-# Several threads of the host
 
 
 def elsewhere(function):

@@ -150,7 +150,6 @@ def test_an_untested_torch_is_refused(monkeypatch):
             pass
 
 
-# --------------------------------------------------------------------------------------------
 # Tensors that are kept after `simulate` is left: read as any, and not computed with.
 
 
@@ -188,10 +187,6 @@ def test_they_are_not_computed_with_and_another_machine_takes_a_copy(kept):
         assert (other + x.detach().cpu().to("sim:1")).tolist() == [1, 3, 5, 7]
     with pytest.raises(RuntimeError, match="no sim device here"):
         torch.ones(2, device="sim:1")
-
-
-# --------------------------------------------------------------------------------------------
-# Placement, errors, numbers
 
 
 FACTORIES = {
@@ -311,7 +306,6 @@ def test_senseless_sizes_are_refused(arguments, message):
         pass
 
 
-# --------------------------------------------------------------------------------------------
 # A backward that fails raises; torch alone would end the process.
 
 

@@ -77,10 +77,6 @@ def test_a_backward(machine):
     assert weight.grad.device == torch.device("sim:1")
 
 
-# --------------------------------------------------------------------------------------------
-# Shapes that were known before
-
-
 X = torch.empty(2, 3, 4)
 OPERATIONS = {
     "to another dtype": lambda x: (x + 1).bfloat16() + 1,
