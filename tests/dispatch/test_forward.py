@@ -13,35 +13,16 @@ from offloads import assert_at_rest
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
+ANYWAY = [("llama", 1), ("llama", "some of three devices"), ("gpt2", "scattered")]
+FAILS = [("llama", 4), ("gpt2", 3), ("bloom", 4), ("unfolded pythia", 3), ("attention-only", 4)]
 somewhere = pytest.mark.parametrize(
     ("kind", "spread"),
-    [
-        ("llama", 1),
-        ("llama", "some of three devices"),
-        ("gpt2", "scattered"),
-        ("gpt2", "all of one device"),
-        *(
-            pytest.param(kind, spread, marks=pytest.mark.fails_unpatched)
-            for kind, spread in [
-                *(("llama", 4), ("gpt2", 3), ("bloom", 4)),
-                *(("unfolded pythia", 3), ("attention-only", 4)),
-            ]
-        ),
-    ],
+    [*ANYWAY, *(pytest.param(*where, marks=pytest.mark.fails_unpatched) for where in FAILS)],
 )
 
 
-def at_home(model, tokens):
-    return tokens.to(home_of(model))
-
-
-def masked(model, tokens):
-    """A mask, with three pads on the left of the first sequence."""
-    return at_home(model, padded(tokens))
-
-
 def from_layer_to_layer(model, tokens):
-    mask = masked(model, tokens)
+    mask = padded(tokens).to(home_of(model))
     residual = model(tokens, attention_mask=mask, stop_at_layer=1)
     return residual, model(residual, attention_mask=mask, start_at_layer=1, stop_at_layer=-1)
 
@@ -68,7 +49,7 @@ def sampled(model, tokens):
 
 
 CALLS = {
-    "a mask": lambda model, tokens: model(tokens, attention_mask=masked(model, tokens)),
+    "a mask": lambda model, tokens: model(tokens, attention_mask=padded(tokens).to(home_of(model))),
     "text": lambda model, tokens: model(SENTENCES, return_type="both", padding_side="right"),
     **{
         call.__name__.replace("_", " "): call
@@ -113,13 +94,12 @@ def test_what_a_model_takes_may_come_from_any_device(where, model, reference, to
 @pytest.mark.parametrize("spread", [4, "some of three devices"])
 def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
     kv_cache = new_kv_cache(model, batch_size=len(tokens))
-    empty = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]
-
-    model(tokens, past_kv_cache=kv_cache)
-
-    filled = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]
     planned = [model.placement.device_of(f"blocks.{i}") for i in range(N_LAYERS)]
-    assert empty == filled == [(device, device) for device in planned]
+
+    for _ in ("empty", "filled"):
+        assert [entry.past_keys.device for entry in kv_cache.entries] == planned
+        assert [entry.past_values.device for entry in kv_cache.entries] == planned
+        model(tokens, past_kv_cache=kv_cache)
 
 
 @somewhere

@@ -14,53 +14,28 @@ import tl_devicefix
 LAST = "blocks.4.hook_resid_post"
 
 
-def into_several(a, zeros):
-    values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
-    torch.topk(a, 3, out=(values, indices))
-    return values, indices
-
-
-def into_a_view(a, zeros):
-    buffer = zeros(a.numel())
-    buffer.view_as(a).add_(a)
-    return buffer
-
-
-def by_an_evaluated_batch_norm(a, zeros):
-    """Its input is at home, and is not to be written to: others need it as it is."""
-    norm = torch.nn.BatchNorm1d(a.shape[-1]).to(a.device).eval()
-    rows = zeros(1, a.shape[-1]).expand(3, -1)
-    return norm(rows + zeros(1)), norm(rows), norm.running_mean
-
-
-def by_keyword(a, zeros):
-    buffer = zeros(a.shape[-1])
-    torch.index_put_(
-        input=buffer, indices=[torch.tensor([1], device=a.device)], values=a[0, 0, :1].clone()
-    )
-    return buffer
-
-
-def by_batch_norm(a, zeros):
-    norm = torch.nn.BatchNorm1d(a.shape[-1]).to(zeros(1).device)
-    return norm(a.flatten(0, 1)), norm.running_mean, norm.running_var
-
-
-def by_a_gradient(a, zeros):
-    leaf = a.detach().clone().requires_grad_()
-    leaf.grad = zeros(*a.shape) + 1
-    return leaf.grad
-
-
 def changed_buffers(model, tokens):
-    ways = (into_several, into_a_view, by_keyword, by_batch_norm, by_an_evaluated_batch_norm)
-    results = {}
+    """Buffers at home, which a hook elsewhere changes."""
+    results = []
 
     def zeros(*shape):
         return torch.zeros(*shape, device=model.cfg.device)
 
-    def look(activation, hook):
-        results.update({way.__name__: way(activation, zeros) for way in (*ways, by_a_gradient)})
+    def look(a, hook):
+        values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
+        torch.topk(a, 3, out=(values, indices))
+        seen_by_a_view = zeros(a.numel())
+        seen_by_a_view.view_as(a).add_(a)
+        put, index = zeros(a.shape[-1]), torch.tensor([1], device=a.device)
+        torch.index_put_(input=put, indices=[index], values=a[0, 0, :1].clone())
+        norm = torch.nn.BatchNorm1d(a.shape[-1]).to(model.cfg.device)
+        norm(a.flatten(0, 1))
+        evaluated = torch.nn.BatchNorm1d(a.shape[-1]).to(a.device).eval()
+        rows = zeros(1, a.shape[-1]).expand(3, -1)  # not written to, as others need it as it is
+        leaf = a.detach().clone().requires_grad_()
+        leaf.grad = zeros(*a.shape) + 1
+        results.extend([values, indices, seen_by_a_view, put, norm.running_mean, norm.running_var])
+        results.extend([evaluated(rows + zeros(1)), evaluated(rows), leaf.grad])
 
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=[(LAST, look)])
@@ -133,12 +108,9 @@ def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (
-            lambda value, hook: value + torch.ones(value.shape[-1]),
-            r"mixes devices: .* on sim:3.*\.to\(activation",
-        ),
-        (lambda value, hook: value.cpu(), "returned a tensor on cpu, .* on sim:3"),
-        (lambda value, hook: (value.cpu(),), "returned a tensor on cpu, .* on sim:3"),
+        (lambda x, hook: x + torch.ones(x.shape[-1]), r"mixes devices: .* on sim:3.*\.to\(activ"),
+        (lambda x, hook: x.cpu(), "returned a tensor on cpu, .* on sim:3"),
+        (lambda x, hook: (x.cpu(),), "returned a tensor on cpu, .* on sim:3"),
     ],
     ids=["mixes", "returns", "returns a tuple"],
 )

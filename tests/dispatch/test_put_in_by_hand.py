@@ -16,21 +16,19 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 
 def weight(model, layer):
-    """A module of a block's MLP that holds a weight, and the weight's name."""
-    for module in model.blocks[layer].mlp.modules():
-        for name in module._parameters:
-            return module, name
-    raise AssertionError
+    """Where a block's MLP holds a weight, and the weight's name."""
+    module = next(module for module in model.blocks[layer].mlp.modules() if module._parameters)
+    return module._parameters, next(iter(module._parameters))
 
 
 def a_parameter(model):
-    (module, name), (first, _) = weight(model, 4), weight(model, 0)
-    module._parameters[name] = nn.Parameter(2 * first._parameters[name].detach())
+    (held, name), (first, _) = weight(model, 4), weight(model, 0)
+    held[name] = nn.Parameter(2 * first[name].detach())
 
 
 def data(model):
-    (module, name), (first, _) = weight(model, 4), weight(model, 0)
-    module._parameters[name].data = 2 * first._parameters[name].data
+    (held, name), (first, _) = weight(model, 4), weight(model, 0)
+    held[name].data = 2 * first[name].data
 
 
 def a_module(model):
@@ -42,8 +40,8 @@ def a_module_that_two_blocks_share(model):
 
 
 def a_parameter_that_two_blocks_share(model):
-    (module, name), (first, _) = weight(model, 4), weight(model, 0)
-    module._parameters[name] = first._parameters[name]
+    (held, name), (first, _) = weight(model, 4), weight(model, 0)
+    held[name] = first[name]
 
 
 def masks(model):
@@ -73,7 +71,7 @@ def logits_and_gradients(model, tokens):
     loss = model(tokens, return_type="loss")
     loss.backward()
     weights = (weight(model, layer) for layer in (0, 3, 4))
-    return [loss, *(module._parameters[name].grad for module, name in weights)]
+    return [loss, *(held[name].grad for held, name in weights)]
 
 
 @pytest.mark.fails_unpatched
@@ -89,29 +87,26 @@ def test_it_runs_as_on_one_device(put, cls, over_devices, on_one, machine, token
 
     with pytest.warns(UserWarning, match=how) as warned:
         actual = logits_and_gradients(model, tokens.to("sim:0"))
-
     assert len([warning for warning in warned if how in str(warning.message)]) == 1
     assert_agrees(actual, expected)
     with no_warning():
         assert_agrees(logits_and_gradients(model, tokens.to("sim:0")), expected)
 
 
-@pytest.mark.parametrize("put", [data], **by_name)
 def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_until_then(
-    put, over_devices, machine, tokens
+    over_devices, machine, tokens
 ):
     model = over_devices("llama")
-    put(model)
-    module, name = weight(model, 4)
-    parameter = module._parameters[name]
-    assert parameter is not None
+    data(model)
+    held, name = weight(model, 4)
+    parameter = held[name]
     parameter.grad = torch.ones_like(parameter)
     assert "device" in {finding.kind for finding in check(model).findings}
 
     with pytest.warns(UserWarning, match="put in from another device"):
         model(tokens.to("sim:0"))
 
-    assert module._parameters[name] is parameter
+    assert held[name] is parameter
     assert parameter.device == parameter.grad.device == machine.devices[3]
     assert parameter.grad.sum() == parameter.numel()
     assert "device" not in {finding.kind for finding in check(model).findings}
@@ -123,22 +118,20 @@ def test_the_line_that_the_warning_says_does_without_it(
 ):
     if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("a HookedTransformer's")
-    model, (own, name) = over_devices("llama"), weight(on_one("llama"), 0)
+    model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)
+    put(reference)
     with pytest.warns(UserWarning, match="to do without the copy") as warned:
         model(tokens.to("sim:0"))
     warning = next(caught for caught in warned if "without the copy" in str(caught.message))
 
     line = str(warning.message).partition("the copy, write ")[2]
-    of_one = on_one("llama")
-    value = of_one.blocks[0].attn.mask if put is masks else 2 * own._parameters[name].detach()
+    held, name = weight(reference, 4)
+    value = reference.blocks[0].attn.mask if put is masks else held[name].detach()
     exec(line, {"model": model, "value": value})
 
     with no_warning():
-        actual = model(tokens.to("sim:0"))
-    reference = copy.deepcopy(of_one)
-    put(reference)
-    assert_agrees(actual, reference(tokens))
+        assert_agrees(model(tokens.to("sim:0")), reference(tokens))
 
 
 @pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
@@ -155,9 +148,13 @@ def test_what_is_put_into_an_offloaded_block_goes_to_the_host(machine, request, 
         actual = model(tokens)
 
     assert_agrees(actual, reference(tokens))
-    assert {str(tensor.device) for tensor in model.blocks[3].parameters()} == {"cpu"}
-    assert {str(tensor.device) for tensor in model.blocks[3].buffers()} == {"sim:0"}
-    assert {str(tensor.device) for tensor in model.blocks[4].parameters()} == {"sim:3"}
+    for layer, tensors, device in (
+        (3, "parameters", "cpu"),
+        (3, "buffers", "sim:0"),
+        (4, "parameters", "sim:3"),
+    ):
+        on = {str(tensor.device) for tensor in getattr(model.blocks[layer], tensors)()}
+        assert on == {device}
 
 
 def test_what_is_left_alone_warns_of_nothing(over_devices, machine, tokens):

@@ -44,14 +44,7 @@ def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", 1), ("bloom", 3)])
-def test_what_adds_to_the_copies_of_a_forward(
-    spread,
-    model,
-    tokens,
-    mask,
-    at_home,
-    transfers_of,
-):
+def test_what_adds_to_the_copies_of_a_forward(spread, model, tokens, mask, at_home, transfers_of):
     plain = transfers_of(model, at_home)
 
     with_loss = transfers_of(model, tokens, return_type="both")
@@ -108,10 +101,8 @@ OF_WEIGHTS = {
     "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
     "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
     "accumulated_bias": (lambda model: model.accumulated_bias(5), ("attn.b_O", "mlp.b_out")),
-    "grouped": (  # copied as they are, and repeated there
-        lambda model: (model.W_K, model.W_V),
-        ("attn._W_K", "attn._W_V"),
-    ),
+    # Copied as they are, and repeated there.
+    "grouped": (lambda model: (model.W_K, model.W_V), ("attn._W_K", "attn._W_V")),
     "Q-composition": (
         lambda model: model.all_composition_scores("Q"),
         ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"),
@@ -169,9 +160,8 @@ def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(model, at_home,
     def look_up(activation, hook):
         return activation + model.W_E[activation.argmax(-1)]
 
-    copied = transfers_of(
-        model.run_with_hooks, at_home, fwd_hooks=[("blocks.4.hook_resid_post", look_up)]
-    )
+    hooks = [("blocks.4.hook_resid_post", look_up)]
+    copied = transfers_of(model.run_with_hooks, at_home, fwd_hooks=hooks)
 
     extra = [t for t in copied if t not in plain]
     assert sorted(t.shape for t in extra) == [at_home.shape, (*at_home.shape, model.cfg.d_model)]

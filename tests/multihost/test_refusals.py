@@ -228,10 +228,7 @@ def differentiates_twice(model, tokens):
 CONVERTED = "on node-b, where weights keep their device"
 ON = "where this has no effect: {}; undo it, or load".format
 REFUSED = [
-    (
-        lambda model, tokens: torch.compile(model, backend="eager")(tokens),
-        ON("it is compiled"),
-    ),
+    (lambda model, tokens: torch.compile(model, backend="eager")(tokens), ON("it is compiled")),
     (within(lambda: torch.autocast("cpu", torch.bfloat16)), ON("torch.autocast is on")),
     (within(_Mode), ON("a _Mode is active")),
     (

@@ -104,11 +104,7 @@ class RacingExecutor(Executor):
         return copied
 
     def _copy(
-        self,
-        to: int | None,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        non_blocking: bool = False,
+        self, to: int | None, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     ) -> torch.Tensor:
         self._launch_copy(target, source, to, _device_of(source), non_blocking)
         return target
