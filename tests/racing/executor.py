@@ -50,12 +50,11 @@ class RacingExecutor(Executor):
         return memory
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int | None) -> Any:
-        """Launch an operation on a device's current stream, and compute it.
-
-        The host waits if the result, or its shape, depends on values.
-        """
+        """Launch an operation on a device's current stream; wait if it depends on values."""
         if func is aten.copy_.default:
-            return self._copy(device, *args)
+            target, source, *rest = args
+            self._launch_copy(target, source, device, _device_of(source), *rest)
+            return target
         if func is aten._to_copy.default and device != (of := _device_of(args[0])):
             return self._convert(device, of, *args, **kwargs)
         if _is_view(func):
@@ -103,19 +102,13 @@ class RacingExecutor(Executor):
         self._launch_copy(copied, source, to, of, non_blocking, has_values=True)
         return copied
 
-    def _copy(
-        self, to: int | None, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
-    ) -> torch.Tensor:
-        self._launch_copy(target, source, to, _device_of(source), non_blocking)
-        return target
-
     def _launch_copy(
         self,
         target: torch.Tensor,
         source: torch.Tensor,
         to: int | None,
         of: int | None,
-        non_blocking: bool,
+        non_blocking: bool = False,
         has_values: bool = False,
     ) -> None:
         """Copy between two devices, or the host (None) and one, as CUDA does.
@@ -175,9 +168,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-# Memory
-
-
 class _Held:
     """On a storage: who uses its memory, which is freed with it."""
 
@@ -218,8 +208,7 @@ def _device_of(tensor: torch.Tensor) -> int | None:
 
 def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, without values."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    storage.fill_(0xFF)
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
     return tensor
 
 

@@ -34,11 +34,7 @@ class RacingMachine(Machine):
 
 @contextmanager
 def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[RacingMachine]:
-    """`simulate`, with devices behind the host.
-
-    Raises:
-        RaceError: where one is found; on leaving, if it was not raised before.
-    """
+    """`simulate`, with devices behind the host; raises a `RaceError` on leaving at the latest."""
     if real_devices.TYPE:
         pytest.skip("races are found on simulated devices only")
     executor = RacingExecutor()

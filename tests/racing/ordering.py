@@ -28,10 +28,7 @@ HOST: StreamKey = (-1, 0)
 
 
 class RaceError(Exception):
-    """Two operations use a memory, and nothing orders them.
-
-    It is no RuntimeError, so that code which handles errors of torch leaves it alone.
-    """
+    """Nothing orders two uses of a memory. No RuntimeError, which code for torch's may handle."""
 
 
 class Operation(NamedTuple):
@@ -107,11 +104,7 @@ class Memory:
             self.reads[access.operation.where] = access
 
     def check(self, operation: Operation, clock: Clock, writes: bool) -> None:
-        """Raise if nothing orders an operation after who used this before.
-
-        Raises:
-            RaceError: if so.
-        """
+        """Raise if nothing orders an operation after who used this before."""
         other = self.unordered(clock, writes)
         if other is not None:
             raise_or_keep(_race(operation, writes, other, wrote=other is self.written))
@@ -121,20 +114,18 @@ class Memory:
     def tear(self, operation: Operation, clock: Clock) -> bool:
         """Whether a write of the host changes only what is being copied to where none reads it yet.
 
-        Who has sent for it may see that it has been changed, and send for it again.
+        Who has sent for it may then send for it again.
         """
         if any(not read.is_before(clock) for read in self.reads.values()):
             return False
         copies = [copy for copy in self.copies if not copy.is_before(clock)]
-        for copy in copies:
-            target = copy.copied_to
-            assert target is not None
+        targets = [copy.copied_to for copy in copies if copy.copied_to is not None]
+        for copy, target in zip(copies, targets):
             is_last = target.written is not None and target.written.operation is copy.operation
             if not is_last or target.reads or target.copies:
                 return False
-        for copy in copies:
-            assert copy.copied_to is not None
-            copy.copied_to.torn = str(_race(operation, True, copy, wrote=False))
+        for copy, target in zip(copies, targets):
+            target.torn = str(_race(operation, True, copy, wrote=False))
         return bool(copies)
 
 
@@ -186,8 +177,6 @@ class Launcher:
         """Launch operations on another stream of its device from now on, in this thread."""
         vars(self._current)[str(stream[0])] = stream[1]
 
-    # Waiting
-
     def record(self, stream: StreamKey) -> Clock:
         """How far a stream has got."""
         self._free()
@@ -201,11 +190,7 @@ class Launcher:
             _advance(self.clock_of(stream), after)
 
     def wait(self, after: Clock) -> None:
-        """Have the host wait for a stream to get as far as was recorded, and raise what failed.
-
-        Raises:
-            RaceError: if memory was freed too early.
-        """
+        """Have the host wait for a stream to get as far as was recorded, and raise what failed."""
         self._free()
         with self.lock:
             _advance(self._host, after)
@@ -229,8 +214,6 @@ class Launcher:
         if error is not None:
             raise_or_keep(error)
 
-    # Launching
-
     def launch(
         self,
         name: str,
@@ -239,11 +222,7 @@ class Launcher:
         writes: Sequence[Memory] = (),
         is_copy: bool = False,
     ) -> Access:
-        """Check the memory that an operation uses, and put it at the end of a stream.
-
-        Raises:
-            RaceError: if nothing orders it after who used the memory before.
-        """
+        """Check the memory that an operation uses, and put it at the end of a stream."""
         self._free()
         with self.lock:
             operation = Operation(name, stream, line())
@@ -309,11 +288,7 @@ class Launcher:
                         self._arriving.append((stream, number, copy))
 
     def host_uses(self, name: str, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:
-        """Check that the host's own reads and writes are ordered.
-
-        Raises:
-            RaceError: if an operation on a device may still use the memory.
-        """
+        """Check that the host's own reads and writes are ordered."""
         with self.lock:
             operation, clock = Operation(name, HOST, line()), self._host
             access = Access(operation, clock[HOST])

@@ -1,7 +1,4 @@
-"""Streams and events, named as ``torch.cuda`` names them.
-
-They are attributes of ``torch.get_device_module("sim")`` within `asynchronous`.
-"""
+"""Streams and events, as ``torch.cuda`` names them, of ``torch.get_device_module("sim")``."""
 
 from __future__ import annotations
 
@@ -45,12 +42,12 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Have what is given to this stream from now on wait for an event."""
-        event.wait(self)
+        _launcher().order(self._key, event._recorded)
 
     def record_event(self) -> Event:
         """Return an event that is there when what was given to this stream has run."""
         event = Event()
-        event.record(self)
+        event._recorded = _launcher().record(self._key)
         return event
 
     def synchronize(self) -> None:
@@ -59,7 +56,7 @@ class Stream:
 
     def query(self) -> bool:
         """Tell whether the host has waited for all that was given to this stream."""
-        return self.record_event().query()
+        return _launcher().has_waited(_launcher().record(self._key))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self._key == other._key
@@ -71,25 +68,11 @@ class Stream:
 class Event:
     """A point in a stream, that other streams and the host can wait for."""
 
-    _recorded: Clock | None = None
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Be where a stream is now, the current one by default."""
-        self._recorded = _launcher().record((stream or current_stream())._key)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Have a stream, the current one by default, wait for this; at once if never recorded."""
-        if self._recorded is not None:
-            _launcher().order((stream or current_stream())._key, self._recorded)
+    _recorded: Clock
 
     def synchronize(self) -> None:
         """Have the host wait for this."""
-        if self._recorded is not None:
-            _launcher().wait(self._recorded)
-
-    def query(self) -> bool:
-        """Tell whether the host has waited for this: until then, it may not have happened."""
-        return self._recorded is None or _launcher().has_waited(self._recorded)
+        _launcher().wait(self._recorded)
 
 
 def current_stream(device: Any = None) -> Stream:
