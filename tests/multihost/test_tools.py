@@ -62,13 +62,10 @@ def with_a_module_in_a_hook_points_place(model, tokens):
     block = model.blocks[3]
     name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
     module = torch.nn.LayerNorm(16)
-    hook_point = getattr(block, name)
-    setattr(block, name, module)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, name, module)
         logits = model(tokens)
         return logits.detach(), torch.autograd.grad(logits.sum(), module.bias)
-    finally:
-        setattr(block, name, hook_point)
 
 
 def parts_of_a_block(model, tokens):
@@ -82,16 +79,13 @@ def hooked_when_nobody_reads_logits(model, tokens):
     seen = []
     name = "hook_resid_post" if has_hooked_transformer() else "hook_in"
     hooks = [(f"blocks.3.{name}", lambda x, hook: seen.append(x.clone()))]
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        model(tokens, return_type=None)
-    assert len(seen) == 1
+    with torch.no_grad():
+        model.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
     return seen
 
 
-RUNS = [
-    *(mapped, swept, with_sdpa, gathered, parts_of_a_block),
-    *(with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits),
-]
+RUNS = [mapped, swept, with_sdpa, gathered, parts_of_a_block]
+RUNS += [with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits]
 
 
 def assert_equal(run, alone, spread, tokens):
@@ -101,10 +95,7 @@ def assert_equal(run, alone, spread, tokens):
         torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
 
 
-CASES = [*(("llama", run) for run in RUNS), ("gpt2", mapped)]
-
-
-@pytest.mark.parametrize(("kind", "run"), CASES)
+@pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), ("gpt2", mapped)])
 def test_as_in_one_process(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
 
@@ -143,14 +134,11 @@ def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
 
 @pytest.fixture
 def kv_cache():
-    transformer_lens = pytest.importorskip("transformer_lens")
     if not has_hooked_transformer():
         pytest.skip("a Bridge has transformers' KV cache")
-    try:
-        cls = transformer_lens.HookedTransformerKeyValueCache
-    except AttributeError:
-        cls = transformer_lens.TransformerLensKeyValueCache
-    return lambda model: cls.init_cache(model.cfg, model.cfg.device, 2)
+    from kinds import new_kv_cache
+
+    return lambda model: new_kv_cache(model, 2)
 
 
 def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
@@ -160,7 +148,8 @@ def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
         cache.freeze()
         given = [model(tokens[:, 4:end], past_kv_cache=cache) for end in (5, 6)]
         cache.unfreeze()
-        return *given, model(tokens[:, 4:5], past_kv_cache=cache), *_entries(cache)
+        values = [entry.past_values for entry in cache.entries]
+        return *given, model(tokens[:, 4:5], past_kv_cache=cache), *values
 
     with torch.no_grad():
         assert_equal(run, alone("llama"), spread("llama"), tokens)
@@ -176,19 +165,11 @@ def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tok
         cache.entries[2].past_keys[:, 0] = 0.5
         changed = model(tokens[:, 5:6], past_kv_cache=cache)
         cache.entries[3] = kept
-        return (
-            read,
-            changed,
-            kept.past_keys,
-            model.blocks[3](torch.ones(2, 1, 16), past_kv_cache_entry=kept),
-        )
+        of_block = model.blocks[3](torch.ones(2, 1, 16), past_kv_cache_entry=kept)
+        return read, changed, kept.past_keys, of_block
 
     with torch.no_grad():
         assert_equal(run, alone("llama"), spread("llama"), tokens)
-
-
-def _entries(cache):
-    return [entry.past_values for entry in cache.entries]
 
 
 def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(

@@ -72,12 +72,9 @@ def test_attention_takes_what_it_takes_with_values(lie, masked):
 def test_a_backward(machine):
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.shape == weight.shape
-    assert weight.grad.device == torch.device("sim:1")
+    assert (weight.grad.shape, weight.grad.device) == (weight.shape, torch.device("sim:1"))
 
 
-X = torch.empty(2, 3, 4)
 OPERATIONS = {
     "to another dtype": lambda x: (x + 1).bfloat16() + 1,
     "laid out otherwise": lambda x: x.transpose(0, 2) + 1,
@@ -98,27 +95,22 @@ def remembered(monkeypatch):
 
 def geometry(result):
     tensors = result if isinstance(result, tuple) else (result,)
-    return [
-        (tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset())
-        for tensor in tensors
-    ]
+    return [(x.size(), x.stride(), x.dtype, x.storage_offset()) for x in tensors]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_first_and_the_second_call_give_what_a_cpu_gives(name, remembered):
+def test_the_first_and_the_second_call_give_what_a_cpu_gives_in_memory_of_their_own(
+    name, remembered
+):
     operation = OPERATIONS[name]
-    with simulate(1, values=False):
-        x = torch.empty(2, 3, 4, device="sim:0")
-        first, second = operation(x), operation(x)
-        assert geometry(first) == geometry(second) == geometry(operation(X))
-        assert remembered or name == "a part"
-
-
-def test_results_have_memory_of_their_own(remembered):
     with simulate(1, values=False) as machine:
-        x = torch.empty(256, device="sim:0")
-        kept = [x + 1 for _ in range(3)]
-        assert machine.memory_allocated(0) == (1 + len(kept)) * x.nbytes
+        x = torch.empty(2, 3, 4, device="sim:0")
+        held, first = machine.memory_allocated(0), operation(x)
+        n_bytes = machine.memory_allocated(0) - held
+        second = operation(x)
+        assert machine.memory_allocated(0) - held == 2 * n_bytes
+    assert geometry(first) == geometry(second) == geometry(operation(torch.empty(2, 3, 4)))
+    assert bool(remembered) == bool(n_bytes) == (name != "a part")
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
