@@ -21,10 +21,8 @@ class _Described:
     name = "node-b"
 
     def __init__(self, **versions):
-        self._versions = own_versions() | versions
-
-    def describe(self, wait):
-        return {"devices": ["cuda:0", "cuda:1"], "versions": self._versions}
+        versions = own_versions() | versions
+        self.describe = lambda wait: {"devices": ["cuda:0", "cuda:1"], "versions": versions}
 
 
 def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
@@ -96,12 +94,8 @@ def test_the_names_and_the_order_of_nodes(monkeypatch):
     def named(*names, gpus=(8,) * 4):
         """Of the nodes but the first, where this process is, in the order of their devices."""
         nodes = [
-            {
-                "NodeID": f"{number}",
-                "Alive": name != "dead",
-                "NodeManagerHostname": name,
-                "Resources": {"GPU": gpus[number]} if gpus[number] else {},
-            }
+            {"NodeID": f"{number}", "Alive": name != "dead", "NodeManagerHostname": name}
+            | {"Resources": {"GPU": gpus[number]} if gpus[number] else {}}
             for number, name in enumerate(names)
         ]
         monkeypatch.setattr(ray, "nodes", lambda: nodes)

@@ -59,7 +59,7 @@ def leaving():
 @pytest.fixture
 def both_nodes(cluster):
     """The other node has been started anew if it was lost."""
-    if not cluster.other.is_running:
+    if not cluster.other.is_running():
         cluster.other.end()
         cluster.add_node()
 
@@ -79,26 +79,24 @@ def eventually(holds):
     return bool(holds())
 
 
-class Waiting:
-    """A thread that asks until an error is raised."""
+def asking(worker):
+    """A thread that asks until an error is raised; a function checks that it is told of a loss."""
+    errors = []
 
-    def __init__(self, worker):
-        self.error = None
-        self._asks = threading.Thread(target=self._ask, args=(worker,), daemon=True)
-        self._asks.start()
-
-    def _ask(self, worker):
+    def ask():
         try:
             while True:
                 worker.call("free_memory", 0)
         except HostLost as error:
-            self.error = error
+            errors.append(error)
 
-    def told(self, why="its process or its node ended"):
-        """Check that it is told that the host is lost."""
-        self._asks.join(WITHIN)
-        assert isinstance(self.error, HostLost)
-        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(self.error))
+    def is_told(why="its process or its node ended"):
+        asks.join(WITHIN)
+        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(errors[0]))
+
+    asks = threading.Thread(target=ask, daemon=True)
+    asks.start()
+    return is_told
 
 
 def load(checkpoints, **elsewhere):
@@ -138,9 +136,9 @@ def test_an_interrupt(worker, cluster):
     (process,) = cluster.other.workers()
     process.suspend()  # so that the call waits
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             worker.call("free_memory", 0)
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -150,12 +148,12 @@ def test_an_interrupt(worker, cluster):
 
 
 def test_a_killed_worker(worker, cluster, checkpoints):
-    waiting, model = Waiting(worker), load(checkpoints)
+    is_told, model = asking(worker), load(checkpoints)
     (process,) = cluster.other.workers()
 
     process.kill()
 
-    waiting.told()
+    is_told()
     with pytest.raises(HostLost, match=r"host1, which holds blocks\.2, is lost"):
         model(torch.ones(1, 2, dtype=torch.long))
     tl_devicefix.init_hosts(cluster.address)
@@ -163,12 +161,12 @@ def test_a_killed_worker(worker, cluster, checkpoints):
 
 
 def test_a_worker_that_stands_still(worker, cluster):
-    waiting = Waiting(worker)
+    is_told = asking(worker)
     (process,) = cluster.other.workers()
 
     process.suspend()
     try:
-        waiting.told("it gave no sign of life for 15 s")
+        is_told("it gave no sign of life for 15 s")
     finally:
         process.resume()
 
@@ -176,20 +174,19 @@ def test_a_worker_that_stands_still(worker, cluster):
 
 
 def test_a_killed_node(worker, cluster):
-    waiting = Waiting(worker)
+    is_told = asking(worker)
 
     cluster.other.end()
 
-    waiting.told()
+    is_told()
     assert eventually(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
     tl_devicefix.init_hosts(cluster.address)
     assert joined() == ()
 
 
 def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
-    with pytest.raises(
-        RuntimeError, match=r"host1 has started no worker for 0\.01 s: `ray status`"
-    ):
+    started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
+    with pytest.raises(RuntimeError, match=started_none):
         tl_devicefix.init_hosts(cluster.address, wait=0.01)
 
     assert joined() == ()
@@ -207,7 +204,6 @@ def test_a_shutdown_of_ray(worker):
 def test_the_drivers_end(cluster, both_nodes):
     before = cluster.other.workers()
     driver = drive(cluster.address)
-    assert driver.stdout is not None
     assert driver.stdout.readline() == "1\n"
     (process,) = set(cluster.other.workers()) - set(before)
 
