@@ -136,10 +136,10 @@ def test_an_interrupt(worker, cluster):
     (process,) = cluster.other.workers()
     process.suspend()  # so that the call waits
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     try:
         with pytest.raises(KeyboardInterrupt):
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-            worker.call("free_memory", 0)
+            interrupt.start() or worker.call("free_memory", 0)
     finally:
         signal.signal(signal.SIGINT, handler)
         process.resume()
