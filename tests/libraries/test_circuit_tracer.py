@@ -84,7 +84,9 @@ def load(hf_models, tokenizer):
     def load(**options):
         options = {"hf_model": hf_models("llama"), "tokenizer": tokenizer, **options}
         with configs_without_hub(llama):
-            return cls.from_pretrained_and_transcoders(llama.official_name, transcoders(), **options)
+            return cls.from_pretrained_and_transcoders(
+                llama.official_name, transcoders(), **options
+            )
 
     return load
 

@@ -17,6 +17,7 @@ from comparison import assert_agrees
 from either_class import BRIDGE, HOOKED
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
@@ -93,14 +94,12 @@ def clipped(model, tokens):
     return [norm, *gradients(model)]
 
 
-@row("`parameters_to_vector`")
-def as_a_vector(model, tokens):
-    return torch.nn.utils.parameters_to_vector(model.parameters())
-
-
-@row("`torch.cat([p.flatten() for p in model.parameters()])`")
-def flattened(model, tokens):
-    return torch.cat([parameter.flatten() for parameter in model.parameters()])
+ROWS |= {
+    "`parameters_to_vector`": lambda model, tokens: parameters_to_vector(model.parameters()),
+    "`torch.cat([p.flatten() for p in model.parameters()])`": lambda model, tokens: torch.cat(
+        [parameter.flatten() for parameter in model.parameters()]
+    ),
+}
 
 
 @row("`torch.utils.checkpoint`")
@@ -133,25 +132,16 @@ def gradients_of_weights(model, tokens):
     return grad(loss)({name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
-def steered(model, tokens):
-    """The logits of a vector at home that is added to the residual stream of the second block."""
+@row("`vmap`")
+def mapped(model, tokens):
+    """The logits, as each of three vectors at home is added to the residual stream."""
 
     def logits(vector):
         hook = ("blocks.1.hook_resid_pre", lambda stream, hook: stream + vector)
         return model.run_with_hooks(tokens, fwd_hooks=[hook])
 
-    return logits
-
-
-def vectors(model):
-    """Three vectors at home."""
-    ones = torch.ones(3, model.cfg.d_model, device=model.cfg.device)
-    return torch.tensor([[0.5], [1.0], [2.0]], device=ones.device) * ones
-
-
-@row("`vmap`")
-def mapped(model, tokens):
-    return vmap(steered(model, tokens))(vectors(model))
+    scales = torch.tensor([[0.5], [1.0], [2.0]], device=model.cfg.device)
+    return vmap(logits)(scales.expand(3, model.cfg.d_model))
 
 
 @row("`torch.autocast`")
@@ -173,32 +163,24 @@ def saved(model, **options):
     return torch.load(file, weights_only=False, **options)
 
 
-@row("`torch.save(model)`")
-def saved_and_loaded(model, tokens):
-    return saved(model)(tokens)
-
-
-@row('`torch.load(..., map_location="cpu")`')
-def loaded_to_the_host(model, tokens):
-    return saved(model, map_location="cpu")(tokens)
-
-
-def emptied_copy(model):
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    return copied
+ROWS |= {
+    "`torch.save(model)`": lambda model, tokens: saved(model)(tokens),
+    '`torch.load(..., map_location="cpu")`': lambda model, tokens: saved(model, map_location="cpu")(
+        tokens
+    ),
+}
 
 
 @row("`safetensors.torch.save_model`")
 def in_safetensors(model, tokens):
-    copied = emptied_copy(model)
-    with TemporaryDirectory() as directory:
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), TemporaryDirectory() as directory:
+        for parameter in copied.parameters():
+            parameter.zero_()
         path = str(Path(directory) / "model.safetensors")
         safetensors.torch.save_model(model, path)
         safetensors.torch.load_model(copied, path)
-    return copied(tokens)
+        return copied(tokens)
 
 
 @row("`register_module_forward_hook`, which adds a vector from home")
