@@ -148,10 +148,8 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, t
 
 def test_its_model_may_be_anything_that_has_what_is_read():
     """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
-    attn = SimpleNamespace(W_O=torch.ones(2, 4, 8))
-    stub = SimpleNamespace(
-        cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[SimpleNamespace(attn=attn)]
-    )
+    block = SimpleNamespace(attn=SimpleNamespace(W_O=torch.ones(2, 4, 8)))
+    stub = SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[block])
     cache = ActivationCache({"blocks.0.attn.hook_z": torch.ones(1, 3, 2, 4)}, stub)
     cache.compute_head_results()
     assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))

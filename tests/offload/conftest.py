@@ -12,5 +12,4 @@ def offload():
 
 @pytest.fixture
 def spread(offload):
-    """What `model` is loaded with."""
     return offload

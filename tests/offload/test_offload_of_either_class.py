@@ -48,9 +48,7 @@ def reference(cls, kind, folded, request):
     """The same weights, as TransformerLens alone has them on one CPU."""
     if cls == HOOKED:
         return request.getfixturevalue("on_cpu")(kind)
-    reference = request.getfixturevalue("bridge_references")(kind, compatible=folded)
-    reference.zero_grad()
-    return reference
+    return request.getfixturevalue("bridge_references")(kind, compatible=folded)
 
 
 @pytest.mark.fails_unpatched
@@ -78,11 +76,11 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
     assert_at_rest(model)
     stored = getattr(cache.cache_dict, "stored", lambda: cache.cache_dict)()
-    of_blocks = [(name, variant) for name, variant in stored.items() if name.startswith("blocks.")]
+    of_blocks = [name for name in stored if name.startswith("blocks.")]
     assert len(of_blocks) > 5 * model.cfg.n_layers
-    for name, activation in of_blocks:
+    for name in of_blocks:
         block = ".".join(name.split(".")[:2])
-        assert activation.device == model.placement.device_of(block), name
+        assert stored[name].device == model.placement.device_of(block), name
 
 
 @pytest.mark.fails_unpatched
@@ -93,11 +91,12 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
 def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
     model = offloaded()
     for variant in (model, reference):
+        variant.zero_grad()
         variant(tokens, return_type="loss").backward()
 
-    expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        assert_agrees(parameter.grad, expected[name].grad, parameter.device)
+        expected = dict(reference.named_parameters())[name].grad
+        assert_agrees(parameter.grad, expected, parameter.device)
     assert_at_rest(model)
     reference.zero_grad()
 
