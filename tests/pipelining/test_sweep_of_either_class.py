@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
 from unittest import mock
 
 import pandas
@@ -17,18 +18,10 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
 
-class Count:
-    """How often any block of a model has run."""
-
-    def __init__(self):
-        self.blocks = 0
-
-
 @contextlib.contextmanager
 def blocks_run(model):
-    """Counts within it; with no hook, as one changes what a sweep may skip."""
-    count = Count()
-    cls = type(model.blocks[0])
+    """Counts, as `blocks`; with no hook, as one changes what a sweep may skip."""
+    count, cls = SimpleNamespace(blocks=0), type(model.blocks[0])
     own = cls.forward
 
     def forward(self, *args, **kwargs):
@@ -53,20 +46,12 @@ def at(layer):
     return [(f"blocks.{layer}.hook_resid_pre", halve)]
 
 
-def of_layer_1_and_3(name):
-    return name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out")
-
-
 RUNS = [
-    [],
-    at(3),
-    at(1),
-    at(4),
-    at(4),
+    *([], at(3), at(1), at(4), at(4)),
     [*at(4), ("blocks.2.attn.hook_z", halve)],
     [("hook_embed", halve)],
     [("ln_final.hook_normalized", halve)],
-    [(of_layer_1_and_3, halve)],
+    [(lambda name: name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out"), halve)],
     at(0),
 ]
 
@@ -142,30 +127,20 @@ class Probe(nn.Module):
 
 
 def own_forward(module):
-    def forward(*args, **kwargs):
-        return type(module).forward(module, *args, **kwargs)
-
-    vars(module)["forward"] = forward
+    vars(module)["forward"] = lambda *args, **kw: type(module).forward(module, *args, **kw)
 
 
 def leave(*args, **kwargs):
     """A hook of PyTorch's, or of a hook point, that changes nothing."""
 
 
-def of_first_block(name):
-    return name == "blocks.0.hook_mlp_out"
-
-
+FIRST = "blocks.0.hook_mlp_out"
 CASES = {
-    "a hook of the run on the first block": lambda model: [(of_first_block, halve)],
+    "a hook of the run on the first block": lambda model: [(lambda name: name == FIRST, halve)],
     "a hook of the run on the embedding": lambda model: [("hook_embed", halve)],
-    "a permanent hook on the first block": lambda model: model.add_perma_hook(
-        "blocks.0.hook_mlp_out", leave
-    ),
+    "a permanent hook on the first block": lambda model: model.add_perma_hook(FIRST, leave),
     "a permanent hook on the embedding": lambda model: model.add_perma_hook("hook_embed", leave),
-    "PyTorch's hook in the first block": lambda model: model.blocks[0].attn.register_forward_hook(
-        leave
-    ),
+    "PyTorch's hook": lambda model: model.blocks[0].attn.register_forward_hook(leave),
     "PyTorch's backward hook": lambda model: model.blocks[0].register_full_backward_hook(leave),
     "PyTorch's hook on all modules": lambda model: (
         nn.modules.module.register_module_forward_pre_hook(leave)
@@ -242,9 +217,8 @@ def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_r
     next(results)
     if changed_by == "the caller":
         change()
-    with pytest.raises(
-        RuntimeError, match=r"blocks\.0\..* was changed between two runs of a sweep"
-    ):
+    refused = r"blocks\.0\..* was changed between two runs of a sweep"
+    with pytest.raises(RuntimeError, match=refused):
         next(results)
 
     runs = [at(0), at(4)]  # of which the second alone has a stream
@@ -256,7 +230,6 @@ def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_r
 
 ARGUMENTS = {
     r"^sweep\(\) takes no fwd_hooks": {"fwd_hooks": []},
-    r"^sweep\(\) takes no bwd_hooks": {"bwd_hooks": []},
     r"^sweep\(\) takes no reset_hooks_end": {"reset_hooks_end": []},
     r"^sweep\(\) has no argument 'progres'.* mean 'progress'": {"progres": True},
 }
@@ -283,11 +256,7 @@ def test_what_makes_no_sense_is_refused(cls, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-# `transformer_lens.patching` by way of `sweep`: the same results, of fewer blocks. Each of its
-# functions is called in tests/surface.
-
-SETTER = patching.layer_pos_patch_setter
-in_4 = pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
+# `transformer_lens.patching` by way of `sweep`: each of its functions is called in tests/surface.
 
 
 def metric(logits):
@@ -313,20 +282,18 @@ def few(tokens):
 
 def test_a_table_of_indices(model, few):
     rows = pandas.DataFrame([(4, 1), (0, 0), (3, 1)], columns=["layer", "pos"])
-    arguments = {"patch_setter": SETTER, "activation_name": "resid_pre", "index_df": rows}
+    arguments = {"patch_setter": patching.layer_pos_patch_setter, "index_df": rows}
+    arguments["activation_name"] = "resid_pre"
     expected = unpatched("generic_activation_patch", model, few, **arguments)
     actual = patch("generic_activation_patch", model, few, **arguments, return_index_df=True)
     assert torch.equal(actual[0], expected)
     assert actual[1] is rows
 
 
-@in_4
+@pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
 def test_several_metrics_for_each_example_and_a_baseline(model, tokens):
-    def metric(logits):
-        return logits[:, -1, 5]
-
     few = tokens[:, :2]
-    metrics = {"one": metric, "two": lambda logits: -metric(logits)}
+    metrics = {"one": lambda logits: logits[:, -1, 5], "two": lambda logits: -logits[:, -1, 5]}
     arguments = {"metric": metrics, "reduce": "none", "baseline": True}
     expected = unpatched("get_act_patch_mlp_out", model, few, **arguments)
     actual = patch("get_act_patch_mlp_out", model, few, **arguments)
@@ -364,13 +331,7 @@ def test_a_metric_may_run_and_hook_the_model(model, few):
 
 
 def test_a_model_of_neither_class_is_left_to_transformer_lens(model, few):
-    class Wrapped:
-        """A user's own, with what the loop takes of a model."""
-
-        def __init__(self, model):
-            self.cfg = model.cfg
-            self.run_with_hooks = model.run_with_hooks
-
     clean = model.run_with_cache(few + 1)[1]
-    actual = patching.get_act_patch_resid_pre(Wrapped(model), few, clean, metric)
+    wrapped = SimpleNamespace(cfg=model.cfg, run_with_hooks=model.run_with_hooks)
+    actual = patching.get_act_patch_resid_pre(wrapped, few, clean, metric)
     assert torch.equal(actual, unpatched("get_act_patch_resid_pre", model, few))
