@@ -46,5 +46,4 @@ def unpatched(cls, request):  # noqa: F811
 
 @pytest.fixture
 def reference(cls, unpatched):  # noqa: F811
-    """The same weights on the CPU."""
     return unpatched("llama", compatible=True) if cls == BRIDGE else unpatched("llama")

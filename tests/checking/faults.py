@@ -104,6 +104,5 @@ FAULTS = {
         Fault(hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"),
     ],
 }  # fmt: skip
-"""Class -> faults of its models."""
 MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, weight_moved, home_renamed)
 """What a repair brings back."""

@@ -31,7 +31,6 @@ def cls():
 
 
 def findings(model):
-    """The kind and name of what a check finds."""
     return [(finding.kind, finding.name) for finding in check(model).findings]
 
 
@@ -39,14 +38,12 @@ def findings(model):
 def test_a_loaded_model_is_well(name, load, tokens):
     model = load(name)
     model(tokens)  # leaves ALiBi biases
-
     assert check(model), check(model)
 
 
 @pytest.mark.parametrize(("name", "n", "options"), [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING)])
 def test_a_model_is_well_however_it_is_loaded_copied_and_moved(name, n, options, load):
     model = load(name, n_devices=n, **options)
-
     assert check(model), check(model)
     assert check(copy.deepcopy(model))
     assert check(model.to(torch.bfloat16))
@@ -60,15 +57,12 @@ def test_interrupted_processing_is_found(model, monkeypatch):
     monkeypatch.setattr("tl_devicefix.hooked_transformer.processing.load_component", fail)
     with pytest.raises(KeyboardInterrupt):
         model.load_and_process_state_dict(model.state_dict())
-
     assert findings(model) == [("processing", "model")]
 
 
 def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
     model.add_hook(lambda name: "resid" in name, identity)
-
     report = check(model)
-
     assert len(report.findings) == 3 * len(model.blocks)
     assert f"and {len(report.findings) - 8} more of this kind" in repr(report)
     assert len(repr(report).splitlines()) == 10
@@ -106,10 +100,8 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
     model = load("mixtral")  # whose experts are in torch's lists
     model.blocks[2].to("sim:0")
     assert findings(model) == [("device", "blocks.2")]
-
     with pytest.warns(UserWarning, match="moved to their component"):
         model.setup()
-
     assert check(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -135,7 +127,6 @@ def test_a_model_that_is_not_on_its_device_yet(machine):
     cfg.device = "sim:1"
     model = HookedTransformer(cfg, move_to_device=False)
     randomize(model)
-
     (finding,) = check(model).findings
     assert 'model.to("sim:1")' in str(finding)
     assert check(model, repair=True)
@@ -155,9 +146,7 @@ def test_a_check_changes_nothing_and_copies_nothing(model, machine):
         fault(model)
     before = everything_in(model)
     machine.reset_transfers()
-
     assert {kind for kind, _ in findings(model)} == {"device", "hooks"}
-
     assert machine.transfers == []
     assert everything_in(model) == before
 
@@ -181,9 +170,7 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, referenc
 def test_the_documented_example_prints_what_is_documented(capsys):
     document = Path(__file__).parents[2] / "docs" / "check.md"
     code, printed = (block.partition("\n")[2] for block in document.read_text().split("```")[1:4:2])
-
     exec(code, {})
-
     shown = capsys.readouterr().out
     assert without_sizes(shown).endswith(without_sizes(printed))
 
@@ -197,9 +184,7 @@ def without_sizes(text):
 def test_offloaded_blocks_are_where_they_should_be(load, tokens):
     model = load("llama", 1, device_map={"": 0, "blocks.2": "cpu"})
     assert check(model).well, check(model)
-
     model.blocks[2].to("sim:0")
-
     report = check(model)
     assert report.findings
     for finding in report.findings:

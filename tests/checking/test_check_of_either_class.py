@@ -100,9 +100,7 @@ def test_a_booted_bridge_is_well_before_and_after_folding(name, boot, machine, t
 def test_a_repair_keeps_what_is_tied_tied(boot, machine):
     bridge = boot("gpt2", n_devices=3)
     bridge.embed.to("sim:2")
-
     assert check(bridge, repair=True), check(bridge)
-
     embed, unembed = bridge.embed._original_component, bridge.unembed._original_component
     assert embed.weight is unembed.weight
     assert embed.weight.device == machine.devices[0]

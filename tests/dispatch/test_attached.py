@@ -32,8 +32,6 @@ Read = namedtuple("Read", ["residual", "norms"])
 
 
 class Reader(Probe):
-    """A module whose results are nested."""
-
     def forward(self, residual):
         return Read(super().forward(residual), {"norm": (residual * self.scale).norm(dim=-1)})
 
@@ -67,9 +65,7 @@ def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_o
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
-
     model.to("sim:2")
-
     assert_agrees(model(tokens), reference(tokens), torch.device("sim:2"))
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -83,7 +79,6 @@ def test_it_runs_wherever_it_is(spread, device, load, reference, tokens):
     for variant, location in ((model, device), (reference, "cpu")):
         variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
         variant.setup()
-
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert model.blocks[3].mlp.scale.device == torch.device(device)
 

@@ -1,7 +1,4 @@
-"""A model over several devices gives what it gives on one, at home: forwards, text, gradients.
-
-All public methods of a few models are in tests/surface; here are other kinds of models, elsewhere.
-"""
+"""A model over several devices gives what it gives on one: kinds that tests/surface has not."""
 
 import pytest
 import torch
@@ -64,7 +61,6 @@ CALLS = {
 def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
     """TransformerLens's issues 837, 872 and 1260 too: five layers are not a multiple of 3 or 4."""
     expected = on_one_device(CALLS[call], reference, tokens)
-
     assert_agrees(CALLS[call](model, tokens), expected, home_of(model))
     if hasattr(model, "placement"):  # or it is a toy on one device
         assert_at_rest(model)
@@ -95,7 +91,6 @@ def test_what_a_model_takes_may_come_from_any_device(where, model, reference, to
 def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
     kv_cache = new_kv_cache(model, batch_size=len(tokens))
     planned = [model.placement.device_of(f"blocks.{i}") for i in range(N_LAYERS)]
-
     for _ in ("empty", "filled"):
         assert [entry.past_keys.device for entry in kv_cache.entries] == planned
         assert [entry.past_values.device for entry in kv_cache.entries] == planned
@@ -106,7 +101,6 @@ def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
 def test_every_gradient(model, reference, tokens):
     for owner in (model, reference):
         owner(tokens, return_type="loss").backward()
-
     for name, parameter in model.named_parameters():
         expected = reference.get_parameter(name).grad
         assert (parameter.grad is None) == (expected is None), name

@@ -1,7 +1,4 @@
-"""Hooks run on the device of their block, and may use what is on the model's other devices.
-
-What hooks do most often is in tests/surface.
-"""
+"""Hooks run on the device of their block, and may use what is on the model's other devices."""
 
 import pytest
 import torch
@@ -138,9 +135,7 @@ def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(load, refer
     vector = torch.linspace(-1, 1, model.cfg.d_model, device="sim:0")
     model.add_hook(LAST, lambda value, hook: value + vector)
     model.cfg.n_devices = 4
-
     model.move_model_modules_to_device()
-
     hook = (LAST, lambda value, hook: value + vector.cpu())
     expected = reference.run_with_hooks(tokens, fwd_hooks=[hook])
     assert_agrees(model(tokens), expected, home_of(model))

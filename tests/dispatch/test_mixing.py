@@ -23,7 +23,6 @@ def of_this_module_only():
 
 
 def mixes(model):
-    """Whether tensors of two of its devices can be added."""
     try:
         assert (model.blocks[0].attn.W_O + model.blocks[4].attn.W_O).device == torch.device("sim:0")
     except RuntimeError:
@@ -98,10 +97,8 @@ def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(ma
     on_one = plan("gpt2", device_map=0)
     in_use.use(on_both)
     in_use.use(on_one)  # the latest, which is no reason
-
     with tl_devicefix.mix_devices():
         result = torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
-
     assert result.device == on_both.home == torch.device("sim:1")
 
 

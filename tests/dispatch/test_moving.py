@@ -55,9 +55,7 @@ def test_a_dtype_changes_where_the_model_lies(spread, load, on_cpu, tokens):
     model = load("llama", spread)
     devices = model.placement.device_map
     weights = sum(c.weights for c in model.placement.components)
-
     assert model.to(torch.float64) is model
-
     assert {p.dtype for p in model.parameters()} == {model.cfg.dtype} == {torch.float64}
     assert model.placement.device_map == devices
     assert sum(c.weights for c in model.placement.components) == 2 * weights
@@ -68,11 +66,9 @@ def test_a_dtype_changes_where_the_model_lies(spread, load, on_cpu, tokens):
 def test_a_device_that_is_not_there_is_refused_and_nothing_moves(load, reference, tokens):
     model = load("llama")
     before = model.placement
-
     for device in ("sim:4", "cuda:7", "gpu"):
         with pytest.raises(ValueError, match=device):
             model.to(device)
-
     assert (model.placement, model.cfg.device) == (before, "sim:0")
     assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"))
 
@@ -80,9 +76,7 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_moves(load, reference
 def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(load, reference, tokens):
     """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
     model = load("llama")
-
     torch.nn.ModuleDict({"language model": model}).to("sim:1")
-
     assert devices_of(model) == {"sim:1"}
     assert_agrees(model(tokens), reference(tokens), torch.device("sim:1"))
 
@@ -115,7 +109,6 @@ def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
     before = devices_of(other)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     saved = torch.load(tmp_path / "weights.pt", map_location="cpu")
-
     for weights in (model.state_dict(), saved):
         zero(other)
         other.load_state_dict(weights)
@@ -126,9 +119,7 @@ def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
 @pytest.mark.parametrize("spread", [OFFLOADED])
 def test_a_pickled_model_runs_where_it_is_put(model, reference, tokens, tmp_path):
     torch.save(model, tmp_path / "model.pt")
-
     model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)
     model.cpu()
-
     assert (devices_of(model), model.cfg.device) == ({"cpu"}, "cpu")
     assert_runs(model, reference, tokens)

@@ -44,7 +44,6 @@ def model(where, kind, machine, folded, from_checkpoint):
 
 @pytest.fixture
 def view_of(cls):
-    """The function for models of this class."""
     module = "transformer_bridge.alignment" if cls == BRIDGE else "dispatch.views"
     return importlib.import_module(f"tl_devicefix.{module}").view_of
 
@@ -57,7 +56,6 @@ def test_it_gives_the_same_bits(model, view_of, at_home):
         return [hooked, dict(model.run_with_cache(at_home)[1].items())]
 
     view = view_of(model)
-
     assert type(view) is type(model)
     assert_bit_equal(results(view), results(model))
 

@@ -1,7 +1,4 @@
-"""What is spread is read together at home, or where `gather_on` says, if that has room for it.
-
-Options of `run_with_cache`, and what is computed from a cache, are in tests/surface.
-"""
+"""What is spread is read together at home, or where `gather_on` says, if that has room for it."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -111,11 +108,9 @@ def test_every_activation(model, reference, tokens):
 def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
-
     with gather_on("cpu"):
         first = cache.apply_slice_to_batch_dim(0)
         assert first["resid_post", 4].device == CPU
-
     assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
 
 
@@ -128,11 +123,9 @@ def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
     for name, activation in cache.cache_dict.stored().items():
         assert of_slice.stored()[name].device == activation.device
     before = [machine.memory_allocated(device) for device in machine.devices]
-
     for name, activation in cache.items():
         assert activation.device == cache[name].device == home_of(model)
     del activation
-
     assert [machine.memory_allocated(device) for device in machine.devices] == before
 
 

@@ -87,7 +87,6 @@ def keep(model, tokens, *layers):
 
 @pytest.fixture
 def model(machine, folded):
-    """Over four devices."""
     return folded("llama", 4)
 
 
@@ -160,7 +159,5 @@ def test_its_model_may_be_anything_that_has_what_is_read():
 def test_a_deep_copy_changes_alone(over_devices):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
     bridge = over_devices("llama")
-
     copy.deepcopy(bridge).to(torch.float64)
-
     assert {parameter.dtype for parameter in bridge.parameters()} == {torch.float32}

@@ -73,11 +73,9 @@ class Node:
         return self._process.poll() is None and bool(self.processes("raylet/raylet"))
 
     def workers(self):
-        """Those of drivers."""
         return self.processes("ray::WorkerActor")
 
     def end(self):
-        """Kill all of its processes."""
         if self._process.poll() is None:
             processes = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()

@@ -16,8 +16,6 @@ from tl_devicefix.placement.devices import joined
 
 
 class _Described:
-    """A worker that has started."""
-
     name = "node-b"
 
     def __init__(self, **versions):
@@ -38,7 +36,6 @@ def test_without_ray(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
     with pytest.warns(UserWarning, match=r'not installed: pip install "tl_devicefix\[hosts\]"'):
         tl_devicefix.init_hosts()
     with pytest.raises(ImportError, match=r"Ray to join 'head:6379': pip install"):
@@ -57,9 +54,7 @@ def test_no_cluster(monkeypatch, tmp_path):
     monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
     tl_devicefix.init_hosts()
-
     assert joined() == ()
 
 

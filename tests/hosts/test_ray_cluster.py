@@ -50,7 +50,6 @@ def refused(cluster):
 
 @pytest.fixture(scope="module")
 def leaving():
-    """Leave the cluster after these tests."""
     yield
     leave_hosts()
     ray.shutdown()
@@ -72,7 +71,6 @@ def worker(cluster, both_nodes, leaving):
 
 
 def eventually(holds):
-    """Whether something holds before long."""
     until = time.monotonic() + WITHIN
     while not holds() and time.monotonic() < until:
         time.sleep(0.1)
@@ -127,7 +125,6 @@ def test_a_model_over_two_nodes(refused, worker, checkpoints):
 def test_an_error_of_the_worker(worker):
     with pytest.raises(IndexError) as raised:
         worker.call("free_memory", 7)
-
     assert "in free_memory" in str(raised.value.__cause__)  # the worker's traceback
     assert worker.call("free_memory", 0) > 0
 
@@ -150,9 +147,7 @@ def test_an_interrupt(worker, cluster):
 def test_a_killed_worker(worker, cluster, checkpoints):
     is_told, model = asking(worker), load(checkpoints)
     (process,) = cluster.other.workers()
-
     process.kill()
-
     is_told()
     with pytest.raises(HostLost, match=r"host1, which holds blocks\.2, is lost"):
         model(torch.ones(1, 2, dtype=torch.long))
@@ -163,21 +158,17 @@ def test_a_killed_worker(worker, cluster, checkpoints):
 def test_a_worker_that_stands_still(worker, cluster):
     is_told = asking(worker)
     (process,) = cluster.other.workers()
-
     process.suspend()
     try:
         is_told("it gave no sign of life for 15 s")
     finally:
         process.resume()
-
     assert eventually(lambda: not process.is_running())
 
 
 def test_a_killed_node(worker, cluster):
     is_told = asking(worker)
-
     cluster.other.end()
-
     is_told()
     assert eventually(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
     tl_devicefix.init_hosts(cluster.address)
@@ -188,14 +179,12 @@ def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
     started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
     with pytest.raises(RuntimeError, match=started_none):
         tl_devicefix.init_hosts(cluster.address, wait=0.01)
-
     assert joined() == ()
     assert eventually(lambda: not cluster.other.workers())
 
 
 def test_a_shutdown_of_ray(worker):
     ray.shutdown()
-
     with pytest.raises(HostLost, match=r"ray\.shutdown\(\) was called"):
         worker.call("free_memory", 0)
     assert not ray.is_initialized()
@@ -206,10 +195,8 @@ def test_the_drivers_end(cluster, both_nodes):
     driver = drive(cluster.address)
     assert driver.stdout.readline() == "1\n"
     (process,) = set(cluster.other.workers()) - set(before)
-
     driver.kill()
     driver.wait(WITHIN)
-
     assert eventually(lambda: not process.is_running())
 
 

@@ -36,8 +36,6 @@ def test_prepare_leaves_a_spread_model_where_it_lies_and_trains_it(
 ):
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     before = [parameter.device for parameter in model.parameters()]
-
     actual = losses_of_training(accelerator, model, tokens)
-
     assert_agrees(actual, losses_of_training(accelerator, reference, tokens), tolerance=1e-4)
     assert [parameter.device for parameter in model.parameters()] == before

@@ -1,7 +1,4 @@
-"""circuit-tracer over four devices gives what it gives on one CPU, without a change to its code.
-
-It takes a TransformerLens of its own, so `nox -s circuit-tracer` runs this and nothing else does.
-"""
+"""circuit-tracer over four devices as on one CPU, without a change to it: `nox -s circuit-tracer`."""
 
 import pytest
 import torch
@@ -102,7 +99,6 @@ def dense(value):
 def test_it_is_as_on_one_device(call, load, machine):
     with tl_devicefix.disabled():
         expected = dense(CALLS[call](load(device="cpu")))
-
     with tl_devicefix.mix_devices():
         over_four = load(n_devices=4)
         assert len({parameter.device for parameter in over_four.parameters()}) == 4

@@ -27,7 +27,6 @@ def test_its_operations_are_those_without_the_patches(cls, where, path, machine,
     model = request.getfixturevalue(where)("llama")
     with tl_devicefix.disabled():
         expected = operations()
-
     assert operations() == expected
 
 

@@ -55,7 +55,6 @@ def test_a_model_loaded_through_its_own_kwargs_is_spread(checkpoints, machine, m
     monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", on_simulated)
     options = {"device": "cuda", "model_from_pretrained_kwargs": {"n_devices": 4}}
     model = load_model("HookedTransformer", str(checkpoints("qwen2")), **options)
-
     assert model.placement.devices == by_hand.placement.devices
     assert_agrees(model(tokens), by_hand(tokens), model.placement.home)
 

@@ -25,7 +25,6 @@ def written(tmp_path):
 
 
 def trained_on(batches):
-    """The weights of an SAE after two epochs."""
     torch.manual_seed(0)
     sae = StandardTrainingSAE(StandardTrainingSAEConfig(D_MODEL, 8, device="cpu"))
     config = SAETrainerConfig(2 * N_TOKENS, 16, lr=1e-2, lr_end=1e-3)
@@ -38,7 +37,6 @@ def test_a_trainer_takes_batches_of_tokens_as_its_data(written):
         return written.activations(RESID, 16, seed=3, epochs=2)
 
     actual, expected = trained_on(batches()), trained_on(iter(list(batches())))
-
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 

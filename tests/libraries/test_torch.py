@@ -1,7 +1,4 @@
-"""docs/compatibility.md: each row of its table, over four devices, for each class of model.
-
-A row is a function of a model and tokens, by its name there; what that returns is compared.
-"""
+"""docs/compatibility.md: each row of its table, a function of a model and tokens, for each class."""
 
 import contextlib
 import copy
@@ -23,11 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import tl_devicefix
 
 ROWS = {}
-"""The name of a row -> what is called."""
 
 
 def row(name):
-    """Put a function into `ROWS`."""
 
     def put(call):
         ROWS[name] = call

@@ -77,7 +77,6 @@ def ended_in_backward(error, model, tokens):
 def test_after_an_error_the_next_run_is_right(run, graph, error, model, tokens, assert_right):
     with pytest.raises(type(error)) as raised, torch.set_grad_enabled(graph):
         run(error, model, tokens)
-
     assert raised.value is error or run is ended_in_a_block
     del raised
     error.__traceback__ = None  # which has the run

@@ -22,7 +22,6 @@ ONE, WEIGHTS = torch.zeros(1), "model.safetensors"
 
 @pytest.fixture
 def weight(spread):
-    """A weight of node-b."""
     return next(p for p in spread("llama").blocks[2].parameters() if type(p) is RemoteTensor)
 
 
@@ -43,11 +42,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_weight_elsewhere_cannot_be(change, weight):
     before = weight.clone()
-
     frozen = r"^blocks\.2\.\S+ is on node-b, where weights are frozen: they cannot be changed and "
     with pytest.raises(RuntimeError, match=frozen), torch.no_grad():
         change(weight)
-
     assert torch.equal(weight.clone(), before)
     assert not weight.requires_grad
 
@@ -57,10 +54,8 @@ def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
     every, own = model.parameters(), [p for p in model.parameters() if p.requires_grad]
     before = [parameter.clone() for parameter in own]
     model(tokens, return_type="loss").backward()
-
     with pytest.raises(RuntimeError, match=r"where weights are frozen: .* give the optimiser only"):
         torch.optim.SGD(every, lr=0.1).step()
-
     assert all(torch.equal(parameter, was) for parameter, was in zip(own, before))
     torch.optim.SGD(own, lr=0.1).step()
     assert not torch.equal(own[0], before[0])
@@ -125,13 +120,11 @@ def test_what_is_put_in(name, spread, tokens):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
-
         with pytest.MonkeyPatch.context() as patch:
             PUT_IN[name](model.blocks[2], patch)
             no_effect = "2 runs on node-b, .* no effect: .*(not loaded|replaced|another|on its)"
             with pytest.raises(RuntimeError, match=no_effect):
                 model(tokens)
-
         assert torch.equal(model(tokens), expected)
 
 
@@ -255,7 +248,6 @@ def test_a_model_in_memory_is_refused(load, host):
     where = {"": "cpu", "blocks.2": "node-b/cpu"}
     with pytest.raises(ValueError, match=refused):
         load("llama", hf_model=make_hf_model(HF_CONFIGS["llama"]()), device_map=where)
-
     assert not {"differences", "load"} & {*host.calls}
 
 
@@ -271,10 +263,8 @@ def test_a_model_in_memory_is_refused(load, host):
 )
 def test_only_blocks_can_be_elsewhere(where, message, load, host):
     host.calls.clear()
-
     with pytest.raises(ValueError, match=f"^{message}.* where only blocks can be: "):
         load("llama", **where)
-
     assert "load" not in host.calls
 
 
@@ -286,14 +276,12 @@ def test_a_header_is_compared_whole(tmp_path):
         text = {"text": "a" * 100_000 + letter + "a" * 2**21}
         save_file({"weight": torch.ones(2)}, folder / "model.safetensors", text)
     here, there = folders
-
     assert differences(files_of(str(here), {}), str(here), {}) == []
     (told,) = differences(files_of(str(here), {}), str(there), {})
     assert "model.safetensors of the same size" in told
 
 
 def changed(change, file):
-    """A function that changes a file of a checkpoint."""
     return lambda directory: (directory / file).write_bytes(change((directory / file).read_bytes()))
 
 
@@ -322,8 +310,6 @@ def test_a_checkpoint_that_differs(change, message, load, checkpoints, tmp_path,
     monkeypatch.setattr(worker, "differences", lambda files, name, hub: here(files, str(copy), hub))
     change(copy)
     host.calls.clear()
-
     with pytest.raises(ValueError, match=f"^node-b {message} for '.*': give all hosts the same fi"):
         load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
-
     assert "load" not in host.calls

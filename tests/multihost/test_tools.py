@@ -1,7 +1,4 @@
-"""What the package offers, and parts of blocks called by themselves, over hosts as in one process.
-
-`tests/surface --hosts` calls what TransformerLens offers.
-"""
+"""What the package offers, and parts of blocks, over hosts as in one process."""
 
 import copy
 import threading

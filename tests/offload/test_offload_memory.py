@@ -33,7 +33,6 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, ma
 
     hooks = [(lambda name: name.endswith(("resid_pre", "resid_post")), note)]
     model.run_with_hooks(at_home, fwd_hooks=hooks)
-
     # Before block k computes, k + 1 is sent for; k + 2 is not before k has computed.
     assert sent[::2] == sent[1::2] == [min(k + 2, n_layers) for k in range(n_layers)]
 
@@ -64,9 +63,7 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(model, tokens, ma
     gradients = sum(p.nbytes for p in model.parameters() if p.device != HOST)
     n_bytes = machine.memory_allocated(0) + gradients
     machine.reset_peak_memory_stats(0)
-
     logits.sum().backward()
-
     block = weights_of(model.blocks[0])
     assert block / 8 < machine.max_memory_allocated(0) - n_bytes < 2 * block
 
@@ -76,9 +73,7 @@ def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded
     for device in machine.devices:
         machine.reset_peak_memory_stats(device)
     before = [machine.memory_allocated(device) for device in machine.devices]
-
     placement = load("llama", "some of three devices").placement
-
     folding = working_room(placement, torch.float32)
     for device in placement.devices:
         taken = machine.max_memory_allocated(device) - before[device.index]

@@ -93,7 +93,6 @@ def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
     for variant in (model, reference):
         variant.zero_grad()
         variant(tokens, return_type="loss").backward()
-
     for name, parameter in model.named_parameters():
         expected = dict(reference.named_parameters())[name].grad
         assert_agrees(parameter.grad, expected, parameter.device)
@@ -104,9 +103,7 @@ def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
 def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, reference, tokens):
     total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
     max_memory = {0: int(0.6 * total), 1: int(0.4 * total)}
-
     model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
-
     assert offloaded_blocks(model)
     for device, limit in max_memory.items():
         assert model.placement.bytes_on(device) <= limit
@@ -122,9 +119,7 @@ a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRID
 def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
     model, target = offloaded(), torch.device(device)
-
     model.to(device)
-
     assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {target}
     assert model.placement.memories == (target,)
     assert not is_aligned(model)

@@ -67,10 +67,8 @@ def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
 
     gc.collect()
     before = [machine.memory_allocated(i) for i in range(4)]
-
     with contextlib.suppress(error):
         model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.attn.hook_z", fail)])
-
     assert_at_rest(model)
     gc.collect()
     assert [machine.memory_allocated(i) for i in range(4)] == before
@@ -142,9 +140,7 @@ def test_what_backward_needs_may_not_be_changed_before(changed):
 
 def test_weights_are_processed_on_the_device_and_kept_on_the_host(load, reference, tokens):
     model = load("llama", "some of three devices", **NO_PROCESSING)
-
     model.process_weights_()
-
     assert_at_rest(model)
     assert_agrees(model(tokens).log_softmax(-1), reference(tokens).log_softmax(-1), home_of(model))
     before = model.placement

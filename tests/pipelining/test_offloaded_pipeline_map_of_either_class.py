@@ -65,19 +65,15 @@ def test_results_are_those_of_a_loop_bit_for_bit(machine, offloaded, batches, cl
         pytest.skip("a Bridge's blocks want what the model hands them")
     model = offloaded(device_map)
     expected = [run(model, batch) for batch in batches[:3]]
-
     assert_bit_equal(list(pipeline_map(model, run, batches[:3], 3)), expected)
-
     assert_at_rest(model)
 
 
 def test_a_block_is_sent_once_for_all_runs_that_wait_for_it(machine, offloaded, batches):
     model = offloaded(ON_ONE)
     machine.reset_transfers()
-
     with torch.no_grad():
         assert sum(1 for _ in pipeline_map(model, logits, batches, 3)) == 9
-
     sent = [t.bytes for t in machine.transfers if t.source == HOST and t.target != HOST]
     weights = sum(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
     # Mostly once for three runs, but a run that the machine has kept waiting has its own copy.

@@ -29,7 +29,6 @@ def batches(tokens):
 
 @pytest.fixture
 def model(over_devices):
-    """A new model over four devices."""
     return over_devices("llama")
 
 
@@ -53,9 +52,7 @@ def test_results_are_those_of_a_loop_bit_for_bit(model, batches, runs):
         return {run.__name__: run(model, batch) for run in runs}
 
     expected = [all_of_them(model, batch) for batch in batches[:3]]
-
     assert_bit_equal(list(pipeline_map(model, all_of_them, batches[:3], 2)), expected)
-
     assert_nothing_is_left(model)
 
 
@@ -327,7 +324,6 @@ def test_a_loop_may_run_and_hook_the_model_itself_between_results(model, batches
     expected = [(logits(model, batch), hooked()) for batch in batches]
     actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
     assert_bit_equal(actual, expected)
-
     with pytest.raises(RuntimeError, match=r"hooks on blocks\.4\..* were added or removed"):
         [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
     model.reset_hooks()

@@ -66,7 +66,6 @@ def assert_same(actual, expected):
 
 @pytest.fixture
 def model(on_one):
-    """A new model, on one CPU."""
     return copy.deepcopy(on_one("llama"))
 
 

@@ -1,8 +1,7 @@
 """Launches operations on streams of devices, behind the host.
 
-The CPU computes each of them at once; but it is done when somebody has waited for it, and whoever
-uses its result earlier has a race. Memory without values yet is poisoned: all bits are 1, which is
-NaN, or -1.
+The CPU computes each at once, but it is done when somebody has waited for it. Memory without values
+yet is poisoned: all bits are 1, which is NaN, or -1.
 """
 
 from __future__ import annotations
@@ -219,12 +218,10 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-    """Stand in for `Tensor.is_pinned`."""
     return tensor.device.type == "cpu" and memory_of(tensor) is not None
 
 
 def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Stand in for `Tensor.pin_memory`."""
     return tensor if is_pinned(tensor) else pinned(tensor.clone())
 
 
@@ -238,7 +235,6 @@ class WatchingHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at the tensors of the host, and run ``func``."""
         kwargs = kwargs or {}
         if not func.is_view:
             tensors = tensors_in((args, tuple(kwargs.values())))

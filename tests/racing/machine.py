@@ -21,12 +21,9 @@ from tl_devicefix.simulation.tensor import SimTensor
 
 
 class RacingMachine(Machine):
-    """A machine whose devices run behind the host."""
-
     executor: RacingExecutor
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
-        """Watch whatever comes to a device."""
         if self.is_open:
             self.executor.memory_of(tensor, device.index)
         return super().allocation_of(tensor, device)

@@ -32,8 +32,6 @@ class RaceError(Exception):
 
 
 class Operation(NamedTuple):
-    """An operation as errors name it."""
-
     name: str
     where: StreamKey
     line: str
@@ -174,7 +172,6 @@ class Launcher:
         return device, vars(self._current).get(str(device), 0)
 
     def set_current(self, stream: StreamKey) -> None:
-        """Launch operations on another stream of its device from now on, in this thread."""
         vars(self._current)[str(stream[0])] = stream[1]
 
     def record(self, stream: StreamKey) -> Clock:
@@ -288,7 +285,6 @@ class Launcher:
                         self._arriving.append((stream, number, copy))
 
     def host_uses(self, name: str, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:
-        """Check that the host's own reads and writes are ordered."""
         with self.lock:
             operation, clock = Operation(name, HOST, line()), self._host
             access = Access(operation, clock[HOST])

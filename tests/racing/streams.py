@@ -41,17 +41,14 @@ class Stream:
         _launcher().order(self._key, _launcher().record(stream._key))
 
     def wait_event(self, event: Event) -> None:
-        """Have what is given to this stream from now on wait for an event."""
         _launcher().order(self._key, event._recorded)
 
     def record_event(self) -> Event:
-        """Return an event that is there when what was given to this stream has run."""
         event = Event()
         event._recorded = _launcher().record(self._key)
         return event
 
     def synchronize(self) -> None:
-        """Have the host wait for what was given to this stream."""
         _launcher().wait(_launcher().record(self._key))
 
     def query(self) -> bool:
@@ -71,18 +68,15 @@ class Event:
     _recorded: Clock
 
     def synchronize(self) -> None:
-        """Have the host wait for this."""
         _launcher().wait(self._recorded)
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Return the stream of a device that this thread gives operations to."""
     index = active_machine().index_of(device)
     return Stream(index, stream_id=_launcher().current(index)[1])
 
 
 def default_stream(device: Any = None) -> Stream:
-    """Return the stream of a device that a thread gives operations to at first."""
     return Stream(device, stream_id=0)
 
 

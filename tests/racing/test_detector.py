@@ -189,11 +189,9 @@ def test_workers_use_the_caller_s_streams(machine, sim):
     streams, used = [sim.Stream(device) for device in machine.devices], []
     for stream in streams:
         sim.set_stream(stream)
-
     each_on_its_device(
         lambda device: used.append(sim.current_stream(device)), machine.devices, machine.devices
     )
-
     assert set(used) == set(streams)
 
 

@@ -37,7 +37,6 @@ def test_a_weight_may_be_changed_once_a_run_has_returned(run, load, reference, t
     with torch.no_grad():
         arrived = last(model)(residual.to(DEVICE), **options)
     zero_weights(model)
-
     assert_agrees(arrived, last(reference)(residual, **options), home_of(model))
 
 
@@ -50,7 +49,6 @@ def test_a_weight_may_be_changed_once_a_backward_has_returned(load, reference, t
         variant(residual, start_at_layer=0).square().sum().backward()
         zero_weights(variant)
         gradients.append(residual.grad)
-
     assert_agrees(*gradients)
 
 
@@ -96,17 +94,14 @@ def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine)
 
     sent = Sent(queueing(), torch.device(DEVICE))
     sent.wait()
-
     assert_agrees([copy + 1 for copy in sent.copied], [weight + 1 for weight in weights])
 
 
 def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
     at_home = tokens.to(DEVICE)
     machine.executor.launcher.copies.clear()
-
     with torch.no_grad():
         model(at_home)
-
     streams = [number for _, number in machine.executor.launcher.copies]
     assert len(streams) == len(list(model.blocks.parameters()))
     assert len(set(streams)) == 1

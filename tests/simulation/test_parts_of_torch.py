@@ -39,9 +39,7 @@ MADE_OF_SCALARS = {
 def test_data_may_have_scalars_of_devices_in_it(made, values):
     with tl_devicefix.simulate(2, values=values):
         x, y = (torch.arange(3.0).to(f"sim:{index}") * 2 for index in range(2))
-
         tensor = MADE_OF_SCALARS[made](x, y)
-
         if values:
             assert tensor.flatten().tolist() == [2, 4]
         assert tensor.numel() == 2
@@ -94,7 +92,6 @@ def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch):
         each_on_its_device(note, [0, 1], machine.devices)
         with torch.autocast("cpu", torch.float16):
             each_on_its_device(note, [0, 1], machine.devices)
-
     assert [enabled for enabled, _ in seen] == [False, False, True, True]
     assert seen[-1][1] == torch.float16
 

@@ -15,10 +15,8 @@ def machine():
 
 def test_tensors_of_any_size_take_no_memory_of_the_host(machine):
     before = psutil.Process().memory_info().rss
-
     big = torch.zeros(200_000, 400_000, device="sim:1")
     product = big.T @ big[:, :10]
-
     assert product.shape == (400_000, 10)
     assert machine.memory_allocated(1) == 4 * (200_000 * 400_000 + 400_000 * 10)
     assert psutil.Process().memory_info().rss - before < 2**24
@@ -52,7 +50,6 @@ def test_numbers_that_are_read_are_0(machine):
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_takes_what_it_takes_with_values(lie, masked):
     def attend():
-        """Strides of what it gives, and the most that it takes."""
         q = torch.zeros(1, 4, 256, 8, device="sim:0", requires_grad=True)
         k = torch.zeros(1, 2, 256, 8, device="sim:0")
         if lie == "by positions":
