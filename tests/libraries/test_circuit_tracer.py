@@ -1,4 +1,4 @@
-"""circuit-tracer over four devices as on one CPU, without a change to it: `nox -s circuit-tracer`."""
+"""circuit-tracer over four devices as on one CPU, with no change to it: `nox -s circuit-tracer`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: each row of its table, a function of a model and tokens, for each class."""
+"""docs/compatibility.md: the rows of its table, functions of a model and tokens, for each class."""
 
 import contextlib
 import copy
