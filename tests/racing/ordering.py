@@ -64,20 +64,14 @@ class Access(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """Who used the bytes of one storage: the last write, and since then reads, and copies of it.
-
-    Attributes:
-        torn: why its values are not to be read, if its copy's source was changed meanwhile.
-        allocated: the operation that took it, on whose stream it is freed; None if it is pinned.
-        is_recorded: whether `record_stream` was called for another stream.
-    """
+    """Who used the bytes of one storage: the last write, and since then reads, and copies of it."""
 
     written: Access | None = None
     reads: dict[StreamKey, Access] = field(default_factory=dict)
     copies: list[Access] = field(default_factory=list)
-    torn: str = ""
-    allocated: Operation | None = None
-    is_recorded: bool = False
+    torn: str = ""  # why its values are not to be read: its copy's source was changed meanwhile
+    allocated: Operation | None = None  # what took it, on whose stream it is freed; not if pinned
+    is_recorded: bool = False  # by `record_stream`, for another stream
 
     def unordered(self, clock: Clock, writes: bool) -> Access | None:
         """A use that is not ordered before a write, or a read, with this clock."""
@@ -192,7 +186,9 @@ class Launcher:
         with self.lock:
             _advance(self._host, after)
             self.arrive(after)
-        self.raise_errors()
+            error, self._error = self._error, None  # of any thread's operations
+        if error is not None:
+            raise_or_keep(error)
 
     def has_waited(self, after: Clock) -> bool:
         """Whether the host is ordered after what was recorded."""
@@ -203,13 +199,6 @@ class Launcher:
         for stream in list(self._clocks):
             if stream != HOST and device in (None, stream[0]):
                 self.wait(self.record(stream))
-
-    def raise_errors(self) -> None:
-        """Raise the first failure since the last time, of any thread's operations."""
-        with self.lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise_or_keep(error)
 
     def launch(
         self,
