@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.utils._python_dispatch import _disable_current_modes
@@ -45,7 +44,7 @@ class Operation(NamedTuple):
 def line() -> str:
     """The line that the test is at."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and not Path(frame.f_code.co_filename).name.startswith("test_"):
+    while frame.f_back is not None and "/test_" not in frame.f_code.co_filename:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
