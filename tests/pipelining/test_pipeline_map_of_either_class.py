@@ -28,8 +28,8 @@ def batches(tokens):
 
 
 @pytest.fixture
-def model(over_devices):
-    return over_devices("llama")
+def model(over_devices, once):
+    return once(over_devices, "llama")
 
 
 def assert_nothing_is_left(model):
@@ -267,7 +267,9 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batche
     ("changed_by", "how"),
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
-def test_a_weight_that_is_changed_is_refused(model, batches, changed_by, how):
+def test_a_weight_that_is_changed_is_refused(over_devices, batches, changed_by, how):
+    model = over_devices("llama")
+
     def change(model):
         module = next(module for module in model.blocks[2].modules() if module._parameters)
         name, weight = next(iter(module._parameters.items()))
