@@ -60,7 +60,7 @@ def with_a_module_in_a_hook_points_place(model, tokens):
     name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
     module = torch.nn.LayerNorm(16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, name, module)
+        patch.setitem(block._modules, name, module)
         logits = model(tokens)
         return logits.detach(), torch.autograd.grad(logits.sum(), module.bias)
 

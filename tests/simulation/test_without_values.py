@@ -107,7 +107,7 @@ def test_the_first_and_the_second_call_give_what_a_cpu_gives_in_memory_of_their_
         second = operation(x)
         assert machine.memory_allocated(0) - held == 2 * n_bytes
     assert geometry(first) == geometry(second) == geometry(operation(torch.empty(2, 3, 4)))
-    assert bool(remembered) == bool(n_bytes) == (name != "a part")
+    assert (len(remembered) > 1) == bool(n_bytes) == (name != "a part")  # beside `empty`
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
