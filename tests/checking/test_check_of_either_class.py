@@ -80,9 +80,10 @@ def test_what_is_no_model_is_refused(cls, unpatched):
 
 
 a_bridge = pytest.mark.skipif(BRIDGE not in CLASSES, reason="TransformerLens 2 has no Bridge")
-NAMES = ["llama", "gpt2", "gemma-2", "mixtral"]
+NAMES = ["llama", "gpt2"]
 if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code
-    NAMES += ["bloom", "gpt-neo", "gpt-j", "gemma-3", "gpt-oss", "mamba-2", "nemotron-h"]
+    NAMES += ["gemma-2", "mixtral", "bloom", "gpt-neo", "gpt-j", "gemma-3", "gpt-oss", "mamba-2"]
+    NAMES.append("nemotron-h")
 
 
 @a_bridge

@@ -16,7 +16,6 @@ from tl_devicefix.dispatch.views import restore
 
 RESIDUAL = "blocks.3.hook_resid_post"
 WHERE = {
-    "one device": 1,
     "two devices": 2,
     "with offloaded blocks": {"": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu"},
 }

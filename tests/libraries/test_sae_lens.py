@@ -13,14 +13,7 @@ import tl_devicefix
 from tl_devicefix.dispatch.views import restore, view_of
 
 HOOK = "blocks.2.hook_resid_post"
-"""A hook point on the third of four devices."""
-
-
-@pytest.fixture
-def machine():
-    """For one test, as other models on it would change which device a block is on."""
-    with tl_devicefix.simulate(4) as machine:
-        yield machine
+WHERE = {"": 0, "blocks.1": 1, "blocks.2": 2, "blocks.3": 3}
 
 
 def make_sae(device):
@@ -34,14 +27,18 @@ def make_sae(device):
     return sae.to(device)
 
 
+@pytest.fixture(scope="module")
+def loaded(checkpoints, machine):
+    load = HookedSAETransformer.from_pretrained_no_processing
+    return load(checkpoints("qwen2"), device_map=WHERE), load(checkpoints("qwen2"), device="cpu")
+
+
 @pytest.fixture
-def models(checkpoints, machine):
+def models(loaded):
     """The tiny Qwen2 over four devices, and unpatched on the CPU."""
-    checkpoint = checkpoints("qwen2")
-    spread = HookedSAETransformer.from_pretrained_no_processing(checkpoint, n_devices=4)
-    on_cpu = HookedSAETransformer.from_pretrained_no_processing(checkpoint, device="cpu")
-    assert spread.placement.device_of(HOOK) == torch.device("sim:2")
-    return spread, on_cpu
+    for model in loaded:
+        model.reset_saes()
+    return loaded
 
 
 def test_a_model_loaded_through_its_own_kwargs_is_spread(checkpoints, machine, monkeypatch, tokens):

@@ -19,7 +19,7 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
     ("where", "runs"),
     [
         (2, (a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_elsewhere)),
-        (ON_TWO, (gradients_of_weights, some_of_the_cache)),
+        (ON_TWO, (gradients_of_weights,)),
     ],
     ids=["over devices", "offloaded"],
 )
