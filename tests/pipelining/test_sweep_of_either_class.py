@@ -65,8 +65,8 @@ def assert_same(actual, expected):
 
 
 @pytest.fixture
-def model(on_one):
-    return copy.deepcopy(on_one("llama"))
+def model(on_one, once):
+    return copy.deepcopy(once(on_one, "llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,8 @@ def no_grad():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_it_yields_what_run_with_hooks_returns(kind, on_one, tokens):
-    model = on_one(kind)
+def test_it_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
+    model = copy.deepcopy(once(on_one, kind))
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
@@ -176,10 +176,10 @@ def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(model, to
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_a_bridge_starts_at_the_first_block(why, cls, on_one, tokens):
+def test_a_bridge_starts_at_the_first_block(why, cls, on_one, once, tokens):
     if cls != BRIDGE:
         pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
-    model = on_one("gpt2")
+    model = copy.deepcopy(once(on_one, "gpt2"))
     if why == "in training mode":
         model.train()
     else:
