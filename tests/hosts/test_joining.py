@@ -24,8 +24,7 @@ class _Described:
 
 
 def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
-    host = joining._described(_Described(), 1.0)
-    assert host.devices == ("cuda:0", "cuda:1")
+    assert joining._described(_Described(), 1.0).devices == ("cuda:0", "cuda:1")
     for package in ("Python", "torch", "transformers", "transformer_lens"):
         differs = f"node-b has {package} 0.1, and this .* has {own_versions()[package]}: "
         with pytest.raises(RuntimeError, match=differs):

@@ -13,12 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from tl_devicefix.simulation import simulate
 
 
-@pytest.fixture
-def machine():
-    with simulate(4) as machine:
-        yield machine
-
-
 def test_tensors_pass_for_tensors_whose_values_come_back_to_python(machine):
     x = torch.tensor([[1.5, 2.0]], device="sim:1")
     assert type(x) == torch.Tensor != torch.nn.Parameter  # noqa: E721

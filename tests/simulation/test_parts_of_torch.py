@@ -19,12 +19,6 @@ from tl_devicefix.simulation.backend import DeviceModule
 ROOT = Path(tl_devicefix.__file__).parents[1]
 
 
-@pytest.fixture
-def machine():
-    with tl_devicefix.simulate(2) as machine:
-        yield machine
-
-
 MADE_OF_SCALARS = {
     "tensor, nested": lambda x, y: torch.tensor([[x[1]], (y[2],)], device="sim:0"),
     "tensor, of one element each": lambda x, y: torch.tensor([x[1:2], y[2:]], device="sim:1"),
