@@ -321,14 +321,14 @@ def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(model, batc
         list(pipeline_map(model, use, batches[:2], max_in_flight))  # of a view
 
 
-def test_a_loop_may_run_and_hook_the_model_itself_between_results(model, batches):
+def test_a_loop_may_run_and_hook_the_model_itself_between_results(over_devices, batches):
+    model = over_devices("llama")
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
-    expected = [(logits(model, batch), hooked()) for batch in batches[:3]]
-    actual = [(out, hooked()) for out in pipeline_map(model, logits, batches[:3], 2)]
+    expected = [(logits(model, batch), hooked()) for batch in batches]
+    actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
     assert_bit_equal(actual, expected)
     with pytest.raises(RuntimeError, match=r"hooks on blocks\.4\..* were added or removed"):
         [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
-    model.reset_hooks()
 
 
 def test_what_makes_no_sense_is_refused_at_once(on_one):
