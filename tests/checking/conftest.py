@@ -1,7 +1,5 @@
 """Models to check: spread over the devices of `machine`, for one test to change as it likes."""
 
-from __future__ import annotations
-
 import pytest
 from either_class import BRIDGE, cls  # noqa: F401
 
@@ -48,5 +46,4 @@ def unpatched(cls, request):  # noqa: F811
 
 @pytest.fixture
 def reference(cls, unpatched):  # noqa: F811
-    """The same weights on the CPU."""
     return unpatched("llama", compatible=True) if cls == BRIDGE else unpatched("llama")

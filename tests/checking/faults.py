@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from either_class import BRIDGE, HOOKED
 from hf_models import D_MODEL
@@ -16,18 +15,15 @@ if has_hooked_transformer():
     from transformer_lens.components import TransformerBlock
 
 
-@dataclass(frozen=True)
-class Fault:
-    """How a model is broken, what is found, and what the line that is given mends."""
+class Fault(NamedTuple):
+    """How a model is broken, what is found, how the given line begins, and whether it mends."""
 
     breaks: Callable[[Any], Any]
     kind: str
     name: str
     says: tuple[str, ...]
-    fix: str | None
-    """How the line begins."""
+    fix: str
     mends: bool = True
-    """Whether the results are the reference's after it."""
 
 
 def block_moved(model: Any) -> None:
@@ -80,50 +76,33 @@ def hook_left(model: Any) -> None:
 
 
 OF_EITHER = [
-    Fault(
-        block_moved, "device", "blocks.2",
-        ("is on sim:0", "placement puts it on sim:2"), 'model.blocks[2].to("sim:2")',
-    ),
-    Fault(
-        pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
-        "del model.blocks[2]._forward_hooks[",
-    ),
-    Fault(
-        home_renamed, "config", "cfg.device", ("'sim:1'", "home is sim:0"),
-        'model.cfg.device = "sim:0"',
-    ),
+    Fault(block_moved, "device", "blocks.2", ("is on sim:0", "placement puts it on sim:2"),
+          'model.blocks[2].to("sim:2")'),
+    Fault(pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
+          "del model.blocks[2]._forward_hooks["),
+    Fault(home_renamed, "config", "cfg.device", ("'sim:1'", "home is sim:0"),
+          'model.cfg.device = "sim:0"'),
 ]  # fmt: skip
 FAULTS = {
     HOOKED: [
         *OF_EITHER,
-        Fault(
-            parameter_replaced, "device", "unembed.W_U",
-            ("is on sim:2", "puts it on sim:0", "2.5 KiB"), 'model.unembed.to("sim:0")',
-        ),
-        Fault(
-            some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
-            ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.to("sim:3")',
-        ),
+        Fault(parameter_replaced, "device", "unembed.W_U",
+              ("is on sim:2", "puts it on sim:0", "2.5 KiB"), 'model.unembed.to("sim:0")'),
+        Fault(some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
+              ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.to("sim:3")'),
         Fault(block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"),
-        Fault(
-            backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
-            "model.reset_hooks()",
-        ),
+        Fault(backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
+              "model.reset_hooks()"),
     ],
     BRIDGE: [
         *OF_EITHER,
-        Fault(
-            mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
-            ("is on sim:0", "puts it on sim:2"),
-            'model.blocks[2]._original_component.mlp.to("sim:2")', mends=False,
-        ),
-        Fault(
-            weight_moved, "device", "blocks.4.attn.q",
-            ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.q.to("sim:3")',
-        ),
+        Fault(mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
+              ("is on sim:0", "puts it on sim:2"),
+              'model.blocks[2]._original_component.mlp.to("sim:2")', mends=False),
+        Fault(weight_moved, "device", "blocks.4.attn.q", ("is on cpu", "puts it on sim:3"),
+              'model.blocks[4].attn.q.to("sim:3")'),
         Fault(hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"),
     ],
 }  # fmt: skip
-"""Class -> faults of its models."""
 MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, weight_moved, home_renamed)
 """What a repair brings back."""

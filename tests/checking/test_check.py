@@ -1,10 +1,8 @@
 """`tl_devicefix.check` of a HookedTransformer: what is its own, and what is put into it."""
 
-from __future__ import annotations
-
 import copy
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,43 +30,24 @@ def cls():
     return HOOKED
 
 
-def findings(model: Any) -> list[tuple[str, str]]:
-    """The kind and name of what a check finds."""
+def findings(model):
     return [(finding.kind, finding.name) for finding in check(model).findings]
-
-
-def linear(device: str) -> nn.Linear:
-    return nn.Linear(D_MODEL, D_MODEL).to(device)
-
-
-# --------------------------------------------------------------------------------------------
-# Nothing is wrong
 
 
 @pytest.mark.parametrize("name", [*EVERY_ARCHITECTURE, *TOYS])
 def test_a_loaded_model_is_well(name, load, tokens):
     model = load(name)
     model(tokens)  # leaves ALiBi biases
-
     assert check(model), check(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "options"),
-    [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING), ("llama", 3, NO_PROCESSING)],
-    ids=["folded", "not folded, on one", "not folded"],
-)
+@pytest.mark.parametrize(("name", "n", "options"), [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING)])
 def test_a_model_is_well_however_it_is_loaded_copied_and_moved(name, n, options, load):
     model = load(name, n_devices=n, **options)
-
     assert check(model), check(model)
     assert check(copy.deepcopy(model))
     assert check(model.to(torch.bfloat16))
     assert check(model.to("sim:2"))
-
-
-# --------------------------------------------------------------------------------------------
-# Something is
 
 
 def test_interrupted_processing_is_found(model, monkeypatch):
@@ -78,15 +57,12 @@ def test_interrupted_processing_is_found(model, monkeypatch):
     monkeypatch.setattr("tl_devicefix.hooked_transformer.processing.load_component", fail)
     with pytest.raises(KeyboardInterrupt):
         model.load_and_process_state_dict(model.state_dict())
-
     assert findings(model) == [("processing", "model")]
 
 
 def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
     model.add_hook(lambda name: "resid" in name, identity)
-
     report = check(model)
-
     assert len(report.findings) == 3 * len(model.blocks)
     assert f"and {len(report.findings) - 8} more of this kind" in repr(report)
     assert len(repr(report).splitlines()) == 10
@@ -95,20 +71,13 @@ def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
 def test_a_second_name_of_a_part_and_a_permanent_hook_are_no_faults(model):
     model.probe = model.blocks[3].mlp
     model.blocks[2].hook_resid_post.add_perma_hook(identity)
-
-    report = check(model)
-
-    assert report, report
-
-
-# --------------------------------------------------------------------------------------------
-# Modules that are put in
+    assert check(model), check(model)
 
 
 def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_where_it_is(
     model, tokens
 ):
-    model.blocks[4].mlp = linear("sim:0")
+    model.blocks[4].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
     name = "blocks.4.mlp"
     (finding,) = check(model).findings
     assert (finding.kind, finding.name) == ("device", name)
@@ -119,7 +88,6 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_wher
     assert check(model)
     expected = model(tokens)
     model.blocks[4].attn.to("sim:1")
-
     report = check(model, repair=True)
 
     assert report
@@ -132,21 +100,15 @@ def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(lo
     model = load("mixtral")  # whose experts are in torch's lists
     model.blocks[2].to("sim:0")
     assert findings(model) == [("device", "blocks.2")]
-
     with pytest.warns(UserWarning, match="moved to their component"):
         model.setup()
-
     assert check(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-# --------------------------------------------------------------------------------------------
-# Models without a placement
-
-
 def test_a_model_without_a_placement_is_compared_with_its_config():
     with tl_devicefix.disabled():
-        model: Any = build_toy(attention_only_config())
+        model = build_toy(attention_only_config())
     with tl_devicefix.simulate(2):
         assert check(model)
         model.blocks[2].to("sim:1")
@@ -165,38 +127,28 @@ def test_a_model_that_is_not_on_its_device_yet(machine):
     cfg.device = "sim:1"
     model = HookedTransformer(cfg, move_to_device=False)
     randomize(model)
-
     (finding,) = check(model).findings
     assert 'model.to("sim:1")' in str(finding)
     assert check(model, repair=True)
-
-    used = {str(parameter.device) for parameter in model.parameters()}
-    assert used == {"sim:1"}
+    assert {str(parameter.device) for parameter in model.parameters()} == {"sim:1"}
 
 
-# --------------------------------------------------------------------------------------------
-# What checking and repairing do to the model
-
-
-def everything_in(model: Any) -> dict[str, Any]:
+def everything_in(model):
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    places = {name: (id(tensor), tensor.device) for name, tensor in tensors.items()}
     modules = {name: set(vars(module)) for name, module in model.named_modules()}
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    places = {name: (id(tensor), tensor.device) for name, tensor in tensors.items()}
-    return {**places, "modules": modules, "hooks": hooks, "cfg": repr(model.cfg)}
+    return places, modules, hooks, repr(model.cfg), id(model.placement)
 
 
 def test_a_check_changes_nothing_and_copies_nothing(model, machine):
     for fault in (block_moved, some_parameters_moved, backward_hook_left):
         fault(model)
-    before, placement = everything_in(model), model.placement
+    before = everything_in(model)
     machine.reset_transfers()
-
     assert {kind for kind, _ in findings(model)} == {"device", "hooks"}
-
     assert machine.transfers == []
     assert everything_in(model) == before
-    assert model.placement is placement
 
 
 def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, reference, tokens):
@@ -215,23 +167,15 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, referenc
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
 
 
-# --------------------------------------------------------------------------------------------
-# docs/check.md
-
-
-def test_the_documented_example_prints_what_is_documented(
-    capsys,
-):
+def test_the_documented_example_prints_what_is_documented(capsys):
     document = Path(__file__).parents[2] / "docs" / "check.md"
     code, printed = (block.partition("\n")[2] for block in document.read_text().split("```")[1:4:2])
-
     exec(code, {})
-
     shown = capsys.readouterr().out
     assert without_sizes(shown).endswith(without_sizes(printed))
 
 
-def without_sizes(text: str) -> str:
+def without_sizes(text):
     """Masks are larger in TransformerLens 2, so sizes differ by version."""
     words = (word for word in text.split() if word not in ("KiB", "MiB", "(home)"))
     return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())
@@ -240,14 +184,11 @@ def without_sizes(text: str) -> str:
 def test_offloaded_blocks_are_where_they_should_be(load, tokens):
     model = load("llama", 1, device_map={"": 0, "blocks.2": "cpu"})
     assert check(model).well, check(model)
-
     model.blocks[2].to("sim:0")
-
     report = check(model)
     assert report.findings
     for finding in report.findings:
-        assert "of blocks.2." in finding.message or "blocks.2.mlp" in finding.message
-        assert "but the placement puts it on cpu" in finding.message
+        assert re.search(r"blocks\.2\..* but the placement puts it on cpu", finding.message)
         assert finding.fix == "tl_devicefix.check(model, repair=True)"
     assert check(model, repair=True).well
     assert {p.device.type for p in model.blocks[2].parameters()} == {"cpu"}

@@ -1,12 +1,4 @@
-"""A model over several devices gives what it gives on one, at home: forwards, text, gradients.
-
-All public methods of a few models are in tests/surface; here are other kinds of models, elsewhere.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+"""A model over several devices gives what it gives on one: kinds that tests/surface has not."""
 
 import pytest
 import torch
@@ -17,42 +9,22 @@ from offloads import assert_at_rest
 
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
-Call = Callable[[Any, torch.Tensor], Any]
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
+ANYWAY = [("llama", 1), ("llama", "some of three devices"), ("gpt2", "scattered")]
+FAILS = [("llama", 4), ("gpt2", 3), ("bloom", 4), ("unfolded pythia", 3), ("attention-only", 4)]
 somewhere = pytest.mark.parametrize(
     ("kind", "spread"),
-    [
-        ("llama", 1),
-        ("llama", "some of three devices"),
-        ("gpt2", "scattered"),
-        ("gpt2", "all of one device"),
-        *(
-            pytest.param(kind, spread, marks=pytest.mark.fails_unpatched)
-            for kind, spread in [
-                *(("llama", 4), ("gpt2", 3), ("bloom", 4)),
-                *(("unfolded pythia", 3), ("attention-only", 4)),
-            ]
-        ),
-    ],
+    [*ANYWAY, *(pytest.param(*where, marks=pytest.mark.fails_unpatched) for where in FAILS)],
 )
 
 
-def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return tokens.to(home_of(model))
-
-
-def masked(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """A mask, with three pads on the left of the first sequence."""
-    return at_home(model, padded(tokens))
-
-
-def from_layer_to_layer(model: Any, tokens: torch.Tensor) -> Any:
-    mask = masked(model, tokens)
+def from_layer_to_layer(model, tokens):
+    mask = padded(tokens).to(home_of(model))
     residual = model(tokens, attention_mask=mask, stop_at_layer=1)
     return residual, model(residual, attention_mask=mask, start_at_layer=1, stop_at_layer=-1)
 
 
-def in_pieces(model: Any, tokens: torch.Tensor) -> Any:
+def in_pieces(model, tokens):
     """A prompt in pieces; then continuations of its frozen prefix."""
     cache, frozen = (new_kv_cache(model, len(tokens)) for _ in range(2))
     pieces = [model(piece, past_kv_cache=cache) for piece in tokens.split([4, 1, 4], dim=1)]
@@ -61,20 +33,20 @@ def in_pieces(model: Any, tokens: torch.Tensor) -> Any:
     return pieces, [model(tokens[:, 5:] + i, past_kv_cache=frozen) for i in range(2)]
 
 
-def left_padded_in_pieces(model: Any, tokens: torch.Tensor) -> Any:
+def left_padded_in_pieces(model, tokens):
     cache = new_kv_cache(model, batch_size=2)
     first = model(SENTENCES, padding_side="left", past_kv_cache=cache)
     return first, model(tokens[:, :2], past_kv_cache=cache)
 
 
-def sampled(model: Any, tokens: torch.Tensor) -> Any:
+def sampled(model, tokens):
     torch.manual_seed(0)
     sampling = {"do_sample": True, "top_k": 5, "temperature": 0.5, "freq_penalty": 2.0}
     return model.generate(SENTENCES, padding_side="left", **{**GREEDY, **sampling})
 
 
-CALLS: dict[str, Call] = {
-    "a mask": lambda model, tokens: model(tokens, attention_mask=masked(model, tokens)),
+CALLS = {
+    "a mask": lambda model, tokens: model(tokens, attention_mask=padded(tokens).to(home_of(model))),
     "text": lambda model, tokens: model(SENTENCES, return_type="both", padding_side="right"),
     **{
         call.__name__.replace("_", " "): call
@@ -89,7 +61,6 @@ CALLS: dict[str, Call] = {
 def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
     """TransformerLens's issues 837, 872 and 1260 too: five layers are not a multiple of 3 or 4."""
     expected = on_one_device(CALLS[call], reference, tokens)
-
     assert_agrees(CALLS[call](model, tokens), expected, home_of(model))
     if hasattr(model, "placement"):  # or it is a toy on one device
         assert_at_rest(model)
@@ -119,20 +90,17 @@ def test_what_a_model_takes_may_come_from_any_device(where, model, reference, to
 @pytest.mark.parametrize("spread", [4, "some of three devices"])
 def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
     kv_cache = new_kv_cache(model, batch_size=len(tokens))
-    empty = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]
-
-    model(tokens, past_kv_cache=kv_cache)
-
-    filled = [(entry.past_keys.device, entry.past_values.device) for entry in kv_cache.entries]
     planned = [model.placement.device_of(f"blocks.{i}") for i in range(N_LAYERS)]
-    assert empty == filled == [(device, device) for device in planned]
+    for _ in ("empty", "filled"):
+        assert [entry.past_keys.device for entry in kv_cache.entries] == planned
+        assert [entry.past_values.device for entry in kv_cache.entries] == planned
+        model(tokens, past_kv_cache=kv_cache)
 
 
 @somewhere
 def test_every_gradient(model, reference, tokens):
     for owner in (model, reference):
         owner(tokens, return_type="loss").backward()
-
     for name, parameter in model.named_parameters():
         expected = reference.get_parameter(name).grad
         assert (parameter.grad is None) == (expected is None), name

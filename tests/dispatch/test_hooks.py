@@ -1,12 +1,4 @@
-"""Hooks run on the device of their block, and may use what is on the model's other devices.
-
-What hooks do most often is in tests/surface.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+"""Hooks run on the device of their block, and may use what is on the model's other devices."""
 
 import pytest
 import torch
@@ -17,74 +9,40 @@ from kinds import home_of
 import tl_devicefix
 
 LAST = "blocks.4.hook_resid_post"
-Script = Callable[[Any, torch.Tensor], Any]
 
 
-# --------------------------------------------------------------------------------------------
-# A buffer at home that a hook changes
+def changed_buffers(model, tokens):
+    """Buffers at home, which a hook elsewhere changes."""
+    results = []
 
-
-def into_several(a: torch.Tensor, zeros: Any) -> Any:
-    values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
-    torch.topk(a, 3, out=(values, indices))
-    return values, indices
-
-
-def into_a_view(a: torch.Tensor, zeros: Any) -> Any:
-    buffer = zeros(a.numel())
-    buffer.view_as(a).add_(a)
-    return buffer
-
-
-def by_an_evaluated_batch_norm(a: torch.Tensor, zeros: Any) -> Any:
-    """Its input is at home, and is not to be written to: others need it as it is."""
-    norm = torch.nn.BatchNorm1d(a.shape[-1]).to(a.device).eval()
-    rows = zeros(1, a.shape[-1]).expand(3, -1)
-    return norm(rows + zeros(1)), norm(rows), norm.running_mean
-
-
-def by_keyword(a: torch.Tensor, zeros: Any) -> Any:
-    buffer = zeros(a.shape[-1])
-    torch.index_put_(
-        input=buffer, indices=[torch.tensor([1], device=a.device)], values=a[0, 0, :1].clone()
-    )
-    return buffer
-
-
-def by_batch_norm(a: torch.Tensor, zeros: Any) -> Any:
-    norm = torch.nn.BatchNorm1d(a.shape[-1]).to(zeros(1).device)
-    return norm(a.flatten(0, 1)), norm.running_mean, norm.running_var
-
-
-def by_a_gradient(a: torch.Tensor, zeros: Any) -> Any:
-    leaf = a.detach().clone().requires_grad_()
-    leaf.grad = zeros(*a.shape) + 1
-    return leaf.grad
-
-
-def changed_buffers(model: Any, tokens: torch.Tensor) -> Any:
-    ways = (into_several, into_a_view, by_keyword, by_batch_norm, by_an_evaluated_batch_norm)
-    results: dict[str, Any] = {}
-
-    def zeros(*shape: int) -> torch.Tensor:
+    def zeros(*shape):
         return torch.zeros(*shape, device=model.cfg.device)
 
-    def look(activation: torch.Tensor, hook: Any) -> None:
-        results.update({way.__name__: way(activation, zeros) for way in (*ways, by_a_gradient)})
+    def look(a, hook):
+        values, indices = zeros(2, 9, 3), zeros(2, 9, 3).long()
+        torch.topk(a, 3, out=(values, indices))
+        seen_by_a_view = zeros(a.numel())
+        seen_by_a_view.view_as(a).add_(a)
+        put, index = zeros(a.shape[-1]), torch.tensor([1], device=a.device)
+        torch.index_put_(input=put, indices=[index], values=a[0, 0, :1].clone())
+        norm = torch.nn.BatchNorm1d(a.shape[-1]).to(model.cfg.device)
+        norm(a.flatten(0, 1))
+        evaluated = torch.nn.BatchNorm1d(a.shape[-1]).to(a.device).eval()
+        rows = zeros(1, a.shape[-1]).expand(3, -1)  # not written to, as others need it as it is
+        leaf = a.detach().clone().requires_grad_()
+        leaf.grad = zeros(*a.shape) + 1
+        results.extend([values, indices, seen_by_a_view, put, norm.running_mean, norm.running_var])
+        results.extend([evaluated(rows + zeros(1)), evaluated(rows), leaf.grad])
 
     with torch.no_grad():
         model.run_with_hooks(tokens, fwd_hooks=[(LAST, look)])
     return results
 
 
-# --------------------------------------------------------------------------------------------
-# More scripts that give what they give on one device
-
-
-def a_vector_that_changes_between_two_uses(model: Any, tokens: torch.Tensor) -> Any:
+def a_vector_that_changes_between_two_uses(model, tokens):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
 
-    def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def steer(activation, hook):
         steered = activation + vector
         vector[::2] += 1
         return steered * vector
@@ -92,10 +50,10 @@ def a_vector_that_changes_between_two_uses(model: Any, tokens: torch.Tensor) -> 
     return model.run_with_hooks(tokens, fwd_hooks=[(LAST, steer)])
 
 
-def a_vector_that_is_used_without_a_graph_first(model: Any, tokens: torch.Tensor) -> Any:
+def a_vector_that_is_used_without_a_graph_first(model, tokens):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
 
-    def steer(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    def steer(activation, hook):
         with torch.no_grad():
             scale = (activation * vector).norm()
         return activation + scale * vector
@@ -104,10 +62,10 @@ def a_vector_that_is_used_without_a_graph_first(model: Any, tokens: torch.Tensor
     return vector.grad
 
 
-def a_mask_that_is_edited_between_blocks(model: Any, tokens: torch.Tensor) -> Any:
+def a_mask_that_is_edited_between_blocks(model, tokens):
     mask = torch.ones_like(tokens, device=model.cfg.device)
 
-    def pad(value: torch.Tensor, hook: Any) -> None:
+    def pad(value, hook):
         mask[0, :2] = 0
 
     hooks = [(f"blocks.{N_LAYERS - 2}.hook_resid_post", pad)]
@@ -147,12 +105,9 @@ def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (
-            lambda value, hook: value + torch.ones(value.shape[-1]),
-            r"mixes devices: .* on sim:3.*\.to\(activation",
-        ),
-        (lambda value, hook: value.cpu(), "returned a tensor on cpu, .* on sim:3"),
-        (lambda value, hook: (value.cpu(),), "returned a tensor on cpu, .* on sim:3"),
+        (lambda x, hook: x + torch.ones(x.shape[-1]), r"mixes devices: .* on sim:3.*\.to\(activ"),
+        (lambda x, hook: x.cpu(), "returned a tensor on cpu, .* on sim:3"),
+        (lambda x, hook: (x.cpu(),), "returned a tensor on cpu, .* on sim:3"),
     ],
     ids=["mixes", "returns", "returns a tuple"],
 )
@@ -180,9 +135,7 @@ def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(load, refer
     vector = torch.linspace(-1, 1, model.cfg.d_model, device="sim:0")
     model.add_hook(LAST, lambda value, hook: value + vector)
     model.cfg.n_devices = 4
-
     model.move_model_modules_to_device()
-
     hook = (LAST, lambda value, hook: value + vector.cpu())
     expected = reference.run_with_hooks(tokens, fwd_hooks=[hook])
     assert_agrees(model(tokens), expected, home_of(model))

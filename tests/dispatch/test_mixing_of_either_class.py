@@ -1,69 +1,61 @@
 """docs/single_device_code.md: what fails over several devices, within `mix_devices`, and instead.
 
-Scripts that were written for one device run over four within it, and give the same.
+With `to`, a script moves tensors as the page says; or `to` does nothing, as on one device.
 """
-
-from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from torch import nn
 
 import tl_devicefix
 from tl_devicefix.tracebacks import ON_MIXED_DEVICES
 
 PAGE = "Run single-device code"
 HAS_NOTES = sys.version_info >= (3, 11)
-Move = Callable[[torch.Tensor, torch.device], torch.Tensor]
-Script = Callable[[Any, torch.Tensor, Move], Any]
-"""With `to`, it moves tensors as the page says; or `to` does nothing, as on one device."""
 
 
-def residuals(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+def residuals(model, tokens):
     """What hooks of every block kept, on the block's device."""
-    kept: list[torch.Tensor] = []
+    kept = []
     names = [f"blocks.{layer}.hook_resid_post" for layer in range(model.cfg.n_layers)]
     keep = lambda activation, hook: kept.append(activation)  # noqa: E731
     model.run_with_hooks(tokens, fwd_hooks=[(name, keep) for name in names])
     return kept
 
 
-def a_weight_and_a_cached_activation(model: Any, tokens: torch.Tensor, to: Move) -> Any:
+def a_weight_and_a_cached_activation(model, tokens, to):
     z = model.run_with_cache(tokens)[1]["blocks.4.attn.hook_z"][..., 0, :]
     return z @ to(model.blocks[4].attn.W_O[0], z.device)
 
 
-def weights_of_two_blocks(model: Any, tokens: torch.Tensor, to: Move) -> Any:
+def weights_of_two_blocks(model, tokens, to):
     first = model.blocks[0].attn.W_O
     return to(model.blocks[4].attn.W_Q, first.device) @ first
 
 
-def all_parameters(model: Any, tokens: torch.Tensor, to: Move) -> Any:
+def all_parameters(model, tokens, to):
     return sum(to((p**2).sum(), model.cfg.device) for p in model.parameters())
 
 
-def what_hooks_kept(model: Any, tokens: torch.Tensor, to: Move) -> Any:
+def what_hooks_kept(model, tokens, to):
     return torch.stack([to(x, model.cfg.device) for x in residuals(model, tokens)])
 
 
-def modules_called_by_hand(model: Any, tokens: torch.Tensor, to: Move) -> Any:
+def modules_called_by_hand(model, tokens, to):
     """It works where accelerate brings arguments to a Bridge's modules."""
     block, x = model.blocks[4], model.run_with_cache(tokens)[1]["blocks.4.hook_resid_pre"]
     x = to(x, next(block.parameters()).device)
     return [block.mlp(x), block.ln1(x)]
 
 
-def a_pytorch_hook(model: Any, tokens: torch.Tensor, to: Move) -> Any:
+def a_pytorch_hook(model, tokens, to):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
 
-    def add(module: nn.Module, args: Any, output: Any) -> Any:
+    def add(module, args, output):
         if isinstance(output, torch.Tensor):
             return output + to(vector, output.device)
         return (output[0] + to(vector, output[0].device), *output[1:])
@@ -101,48 +93,22 @@ def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
     assert_agrees(script(model, at_home, torch.Tensor.to), expected)
 
 
-# --------------------------------------------------------------------------------------------
-# More that works within it
-
-
-def gradients_of_several_blocks(model: Any, tokens: torch.Tensor) -> Any:
-    loss = model(tokens, return_type="loss") + 1e-3 * sum((p**2).sum() for p in model.parameters())
-    (loss + torch.stack(residuals(model, tokens)).square().mean()).backward()
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-    gradients = [next(iter(block.mlp.parameters())).grad for block in model.blocks]
-    return [norm, torch.stack(gradients)]
-
-
-def in_place_and_out(model: Any, tokens: torch.Tensor) -> Any:
-    streams = [stream.detach().clone() for stream in residuals(model, tokens)]
-    vector = torch.linspace(-1, 1, model.cfg.d_model).to(model.cfg.device)
-    index = torch.tensor([0, 2], device=model.cfg.device)
-    devices = [stream.device for stream in streams]
-    streams[1].add_(vector)
-    streams[2][:, index] = streams[4][:, index]
-    streams[3].copy_(vector)
-    torch.add(streams[0], streams[4], out=streams[2])
-    torch._foreach_add_(streams, [streams[1].clone() for _ in streams])
-    assert [stream.device for stream in streams] == devices
-    return [*streams, streams[4][streams[0] > 0], streams[4].index_select(1, index)]
-
-
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("script", [gradients_of_several_blocks, in_place_and_out])
-def test_a_script_for_one_device(script, over_devices, on_one, tokens):
-    reference = on_one("llama")
-    with tl_devicefix.mix_devices():
-        expected = script(reference, tokens)
-    reference.zero_grad()
+def test_gradients_of_several_blocks(over_devices, on_one, tokens):
+    def gradients(model, tokens):
+        model.zero_grad()
+        with tl_devicefix.mix_devices():
+            loss = model(tokens, return_type="loss")
+            loss = loss + 1e-3 * sum((p**2).sum() for p in model.parameters())
+            (loss + torch.stack(residuals(model, tokens)).square().mean()).backward()
+            parameters = [p for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            of_blocks = [next(iter(block.mlp.parameters())).grad for block in model.blocks]
+            return [norm, torch.stack(of_blocks)]
 
-    with tl_devicefix.mix_devices():
-        actual = script(over_devices("llama"), tokens.to("sim:0"))
+    expected = gradients(on_one("llama"), tokens)
+    actual = gradients(over_devices("llama"), tokens.to("sim:0"))
     assert_agrees(actual, expected, tolerance=1e-4)
-
-
-# --------------------------------------------------------------------------------------------
-# Notes on errors
 
 
 @pytest.mark.skipif(not HAS_NOTES, reason="notes came with Python 3.11")
@@ -157,7 +123,7 @@ def test_torchs_own_error_gets_a_note_that_names_a_page_in_what_passes_through_h
     model, at_home = over_devices("llama"), tokens.to("sim:0")
     _, cache = model.run_with_cache(at_home)
     handle = model.blocks[2].mlp.register_forward_pre_hook(fails)
-    runs: list[Callable[[], Any]] = [
+    runs = [
         lambda: model(at_home),
         lambda: model.run_with_cache(at_home),
         lambda: model.generate(at_home, max_new_tokens=1, verbose=False),

@@ -1,10 +1,6 @@
 """What a run or an analysis copies between devices: what it must, once."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -48,16 +44,11 @@ def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", 1), ("bloom", 3)])
-def test_what_adds_to_the_copies_of_a_forward(
-    spread, model, tokens, mask, at_home,
-    transfers_of,
-) :  # fmt: skip
+def test_what_adds_to_the_copies_of_a_forward(spread, model, tokens, mask, at_home, transfers_of):
     plain = transfers_of(model, at_home)
-
     with_loss = transfers_of(model, tokens, return_type="both")
     of_text = transfers_of(model, "w3 w4 w5 w6 w7 w8 w9 w10")  # and <bos>: nine tokens
     masked = transfers_of(model, at_home, attention_mask=mask.to(home_of(model)))
-
     assert len(with_loss) == len(of_text) == len(plain) + 1
     assert (with_loss[0].target, with_loss[0].shape) == (home_of(model), tokens.shape)
     of_mask = [t for t in masked if t.shape == mask.shape]  # one for each further device
@@ -74,7 +65,6 @@ def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
         return transfers_of(model.generate, at_home, **{**GREEDY, "max_new_tokens": n_tokens})
 
     two, five = generating(2), generating(5)
-
     # The residual stream in n hops, and the growing mask: once onto each device.
     per_token = (len(five) - len(two)) / 3
     assert per_token <= 2 * spread
@@ -85,10 +75,8 @@ def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
 
 def test_a_backward_copies_the_gradient_back_along_the_same_way(model, at_home, transfers_of):
     forward = transfers_of(model, at_home)
-
     loss = model(at_home, return_type="loss")
     backward = transfers_of(loss.backward)
-
     assert [(t.source, t.target, t.shape) for t in backward] == [
         (t.target, t.source, t.shape) for t in reversed(forward)
     ]
@@ -104,18 +92,12 @@ def test_a_model_on_one_device_pays_nothing(model, at_home, transfers_of):
     assert transfers_of(model, at_home, return_type="loss") == []
 
 
-# --------------------------------------------------------------------------------------------
-# Analyses: what is gathered at home comes from each other device once
-
-
-OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+OF_WEIGHTS = {
     "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
     "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
     "accumulated_bias": (lambda model: model.accumulated_bias(5), ("attn.b_O", "mlp.b_out")),
-    "grouped": (  # copied as they are, and repeated there
-        lambda model: (model.W_K, model.W_V),
-        ("attn._W_K", "attn._W_V"),
-    ),
+    # Copied as they are, and repeated there.
+    "grouped": (lambda model: (model.W_K, model.W_V), ("attn._W_K", "attn._W_V")),
     "Q-composition": (
         lambda model: model.all_composition_scores("Q"),
         ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"),
@@ -130,15 +112,13 @@ OF_WEIGHTS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of):
     (gather, paths), home = OF_WEIGHTS[analysis], home_of(model)
     weights = [block.get_parameter(path) for block in model.blocks for path in paths]
-
     copied = transfers_of(gather, model)
-
     elsewhere = sum(weight.nbytes for weight in weights if weight.device != home)
     assert sum(t.bytes for t in copied) == elsewhere > 0
     assert {t.target for t in copied} == {home}
 
 
-OF_CACHES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+OF_CACHES = {
     "one activation": (lambda cache: cache["resid_post", 4], ("blocks.4.hook_resid_post",)),
     "logit lens": (lambda cache: cache.stack_activation("resid_post"), ("hook_resid_post",)),
     "decompose_resid": (lambda cache: cache.decompose_resid(), ("hook_attn_out", "hook_mlp_out")),
@@ -159,9 +139,7 @@ def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are
 ):
     (analyse, names), home = OF_CACHES[analysis], home_of(model)
     _, cache = model.run_with_cache(at_home)
-
     copied = transfers_of(analyse, cache)
-
     stored = cache.cache_dict.stored().items()
     elsewhere = [x.nbytes for name, x in stored if x.device != home and name.endswith(names)]
     assert sum(t.bytes for t in copied) == sum(elsewhere)
@@ -173,9 +151,7 @@ def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(model, at_home,
     def look_up(activation, hook):
         return activation + model.W_E[activation.argmax(-1)]
 
-    copied = transfers_of(
-        model.run_with_hooks, at_home, fwd_hooks=[("blocks.4.hook_resid_post", look_up)]
-    )
-
+    hooks = [("blocks.4.hook_resid_post", look_up)]
+    copied = transfers_of(model.run_with_hooks, at_home, fwd_hooks=hooks)
     extra = [t for t in copied if t not in plain]
     assert sorted(t.shape for t in extra) == [at_home.shape, (*at_home.shape, model.cfg.d_model)]

@@ -1,14 +1,8 @@
-"""What is spread is read together at home, or where `gather_on` says, if that has room for it.
-
-Options of `run_with_cache`, and what is computed from a cache, are in tests/surface.
-"""
-
-from __future__ import annotations
+"""What is spread is read together at home, or where `gather_on` says, if that has room for it."""
 
 import copy
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,16 +29,13 @@ def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(m
 @pytest.mark.skipif(installed() < Version("3"), reason="TransformerLens 2 keeps old results")
 def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tokens):
     def stacked(model):
-        activations: dict[str, torch.Tensor] = {}
-
-        def keep(activation, hook):
-            activations[hook.name] = activation
-
+        kept = {}
+        keep = lambda x, hook: kept.update({hook.name: x})  # noqa: E731
         model.run_with_hooks(tokens, fwd_hooks=[(lambda name: True, keep)])
         for layer in range(N_LAYERS):
-            old = torch.zeros_like(activations[f"blocks.{layer}.hook_resid_pre"])
-            activations[f"blocks.{layer}.attn.hook_result"] = old
-        cache = ActivationCache(activations, model)
+            old = torch.zeros_like(kept[f"blocks.{layer}.hook_resid_pre"])
+            kept[f"blocks.{layer}.attn.hook_result"] = old
+        cache = ActivationCache(kept, model)
         return cache.stack_head_results(apply_ln=True, incl_remainder=True)
 
     assert_agrees(stacked(model), stacked(reference), home_of(model))
@@ -72,10 +63,6 @@ def test_another_device_than_home_or_the_cpu_within_it_and_in_its_thread(model):
         pass
 
 
-class NoMemory:
-    available = 1000
-
-
 def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, monkeypatch):
     monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + 1000] * 4)
     machine.reset_transfers()
@@ -92,32 +79,25 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, mo
 
     with gather_on("cpu"):
         assert model.W_in.device == CPU
-        monkeypatch.setattr(tl_devicefix.gathering.gathering.psutil, "virtual_memory", NoMemory)
+        left = SimpleNamespace(available=1000)
+        monkeypatch.setattr(tl_devicefix.gathering.gathering.psutil, "virtual_memory", lambda: left)
         with pytest.raises(torch.OutOfMemoryError, match="block by block"):
             _ = model.W_in
 
 
-# --------------------------------------------------------------------------------------------
-# `run_with_cache`: every activation as on one device, kept where it was computed
-
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 LAST = RESIDUALS[-1]
+FAILS = [("llama", 4), ("bloom", 3), ("attention-only", 4)]
+HOLDS = [("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("gpt2", 1)]
 
 
 @pytest.mark.parametrize(
     ("kind", "spread"),
-    [
-        pytest.param("llama", 4, marks=pytest.mark.fails_unpatched),
-        pytest.param("bloom", 3, marks=pytest.mark.fails_unpatched),
-        pytest.param("attention-only", 4, marks=pytest.mark.fails_unpatched),
-        *(("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("gpt2", 1)),
-    ],
+    [*(pytest.param(*where, marks=pytest.mark.fails_unpatched) for where in FAILS), *HOLDS],
 )
 def test_every_activation(model, reference, tokens):
     expected = reference.run_with_cache(tokens)
-
     logits, cache = model.run_with_cache(tokens)
-
     assert_agrees((logits, cache), expected, home_of(model))
     for name, kept in getattr(cache.cache_dict, "stored", dict)().items():
         if name.startswith("blocks."):
@@ -128,11 +108,9 @@ def test_every_activation(model, reference, tokens):
 def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
-
     with gather_on("cpu"):
         first = cache.apply_slice_to_batch_dim(0)
         assert first["resid_post", 4].device == CPU
-
     assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
 
 
@@ -145,25 +123,17 @@ def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
     for name, activation in cache.cache_dict.stored().items():
         assert of_slice.stored()[name].device == activation.device
     before = [machine.memory_allocated(device) for device in machine.devices]
-
     for name, activation in cache.items():
         assert activation.device == cache[name].device == home_of(model)
     del activation
-
     assert [machine.memory_allocated(device) for device in machine.devices] == before
 
 
-def updated(cache: Any) -> dict[str, torch.Tensor]:
-    copied: dict[str, torch.Tensor] = {}
-    copied.update(cache)
-    return copied
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
+COPIES = {
     "dict": dict,
     "**": lambda cache: {**cache},
     "|": lambda cache: cache | {},
-    "update": updated,
+    "update": lambda cache: (copied := {}).update(cache) or copied,
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "keys and values": lambda cache: dict(zip(cache.keys(), cache.values())),
@@ -175,7 +145,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.fails_unpatched
-def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens):
+def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens, tmp_path):
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     _, expected = reference.run_with_cache(tokens, **options)
     for copied in COPIES.values():
@@ -185,17 +155,9 @@ def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens):
         assert cache.pop("none", None) is cache.get("none") is None
         with pytest.raises(KeyError, match="none"):
             cache.pop("none")
-
         actual = copied(cache)
-
         assert_agrees({name: actual[name] for name in expected}, expected, home_of(model))
 
-
-def test_a_cache_can_be_saved_and_loaded(model, reference, tokens, tmp_path):
-    """By default, torch loads nothing but plain dicts and tensors."""
-    options = {"names_filter": RESIDUALS, "return_cache_object": False}
     torch.save(model.run_with_cache(tokens, **options)[1], tmp_path / "cache.pt")
-
-    loaded = torch.load(tmp_path / "cache.pt", map_location="cpu")
-
-    assert_agrees(loaded, reference.run_with_cache(tokens, **options)[1])
+    loaded = torch.load(tmp_path / "cache.pt", map_location="cpu")  # plain dicts and tensors only
+    assert_agrees(loaded, expected)

@@ -1,10 +1,7 @@
 """Caches that users fill and weights of several blocks, read at home or where `gather_on` says."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -76,15 +73,11 @@ def test_what_is_computed_from_weights_and_caches_is_too(machine, folded, folded
     assert_agrees(computed(folded("gpt2", 4)), computed(folded_on_one("gpt2")), CPU)
 
 
-# --------------------------------------------------------------------------------------------
-# A plain dict that hooks have filled
-
-
-def keep(model: Any, tokens: torch.Tensor, *layers: int) -> dict[str, torch.Tensor]:
+def keep(model, tokens, *layers):
     """What hooks have kept in a plain dict, by the hooks' names."""
-    kept: dict[str, torch.Tensor] = {}
+    kept = {}
 
-    def keeping(name: str) -> Any:  # a Bridge's hook points have other names
+    def keeping(name):  # a Bridge's hook points have other names
         return name, lambda activation, hook: kept.update({name: activation.detach()})
 
     names = [f"blocks.{i}.hook_resid_post" for i in layers or range(model.cfg.n_layers)]
@@ -94,7 +87,6 @@ def keep(model: Any, tokens: torch.Tensor, *layers: int) -> dict[str, torch.Tens
 
 @pytest.fixture
 def model(machine, folded):
-    """Over four devices."""
     return folded("llama", 4)
 
 
@@ -155,10 +147,8 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, t
 
 def test_its_model_may_be_anything_that_has_what_is_read():
     """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
-    attn = SimpleNamespace(W_O=torch.ones(2, 4, 8))
-    stub: Any = SimpleNamespace(
-        cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[SimpleNamespace(attn=attn)]
-    )
+    block = SimpleNamespace(attn=SimpleNamespace(W_O=torch.ones(2, 4, 8)))
+    stub = SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[block])
     cache = ActivationCache({"blocks.0.attn.hook_z": torch.ones(1, 3, 2, 4)}, stub)
     cache.compute_head_results()
     assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))
@@ -169,7 +159,5 @@ def test_its_model_may_be_anything_that_has_what_is_read():
 def test_a_deep_copy_changes_alone(over_devices):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
     bridge = over_devices("llama")
-
     copy.deepcopy(bridge).to(torch.float64)
-
     assert {parameter.dtype for parameter in bridge.parameters()} == {torch.float32}

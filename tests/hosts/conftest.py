@@ -1,7 +1,5 @@
 """A Ray cluster of two nodes on this machine, for one session, with a token."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket
@@ -16,7 +14,7 @@ import pytest
 
 WITHIN = 120.0
 """Seconds for what takes a few on a quiet machine."""
-SETTINGS = {
+os.environ |= {  # Ray reads its token when it is imported, here as in the nodes
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -26,9 +24,8 @@ SETTINGS = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
 }
-os.environ |= SETTINGS  # Ray reads its token when it is imported, here as in the nodes
-
-
+SMALL = ["--num-cpus=0", "--num-gpus=0", "--object-store-memory=80000000"]
+QUIET = ["--include-log-monitor=false", "--disable-usage-stats", "--block"]
 _NETWORK = socket.getaddrinfo, socket.socket.connect
 """As they are before other tests refuse what asks the network."""
 
@@ -43,30 +40,25 @@ def network(monkeypatch):
 class Node:
     """A node, whose processes are children of one that this process has started."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options):
         self._directory = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # a short path
-        self._log = Path(self._directory.name, "log")
-        start = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-        small = ["--num-cpus=0", "--num-gpus=0", "--object-store-memory=80000000"]
-        quiet = ["--include-log-monitor=false", "--disable-usage-stats", "--block"]
-        with self._log.open("w") as log:
+        log = Path(self._directory.name, "log")
+        start = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *SMALL, *QUIET]
+        with log.open("w") as file:
             self._process = subprocess.Popen(
-                [*start, *options, *small, *quiet, f"--temp-dir={self._directory.name}"],
-                stdout=log,
+                [*start, f"--temp-dir={self._directory.name}"],
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._wait_until_it_runs()
-
-    def _wait_until_it_runs(self) -> None:
         until = time.monotonic() + WITHIN
-        while "Ray runtime started" not in (said := self._log.read_text()):
+        while "Ray runtime started" not in (said := log.read_text()):
             if self._process.poll() is not None or time.monotonic() > until:
                 self.end()
                 raise RuntimeError(f"the node does not start:\n{said}")
             time.sleep(0.1)
 
-    def processes(self, name: str) -> list[psutil.Process]:
+    def processes(self, name):
         """Processes of the node of which the command line begins so."""
         found = []
         for process in psutil.Process(self._process.pid).children(recursive=True):
@@ -77,16 +69,13 @@ class Node:
                 continue
         return found
 
-    @property
-    def is_running(self) -> bool:
+    def is_running(self):
         return self._process.poll() is None and bool(self.processes("raylet/raylet"))
 
-    def workers(self) -> list[psutil.Process]:
-        """Those of drivers."""
+    def workers(self):
         return self.processes("ray::WorkerActor")
 
-    def end(self) -> None:
-        """Kill all of its processes."""
+    def end(self):
         if self._process.poll() is None:
             processes = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
@@ -98,41 +87,36 @@ class Node:
 
 
 class Cluster:
-    """A head, where this process is at home, and another node.
+    """A head at `address`, where this process is at home, and `other`, another node."""
 
-    Attributes:
-        address: the head's.
-        other: the other node.
-    """
+    def __init__(self):
+        port = _free_port()
+        self.address = f"127.0.0.1:{port}"
+        self._nodes = [Node("--head", f"--port={port}", "--include-dashboard=false")]
 
-    def __init__(self, address: str, head: Node) -> None:
-        self.address, self._head = address, head
-        self.add_node()
-
-    def add_node(self) -> None:
+    def add_node(self):
         """Start the other node, as two at once might not start in time."""
         self.other = Node(f"--address={self.address}")
+        self._nodes.append(self.other)
 
-    def end(self) -> None:
-        """End all that was started."""
-        self.other.end()
-        self._head.end()
+    def end(self):
+        for node in reversed(self._nodes):
+            node.end()
 
 
 @pytest.fixture(scope="session")
 def cluster():
     """The cluster of this session; this process is not connected to it yet."""
     pytest.importorskip("ray", reason="Ray is not installed")
-    port = _free_port()
-    head = Node("--head", f"--port={port}", "--include-dashboard=false")
-    cluster = Cluster(f"127.0.0.1:{port}", head)
+    cluster = Cluster()
     try:
+        cluster.add_node()
         yield cluster
     finally:
         cluster.end()
 
 
-def _free_port() -> int:
+def _free_port():
     """One that Ray's workers do not take, which have 10002 to 19999."""
     for port in range(20100, 20200):
         with socket.socket() as tried:

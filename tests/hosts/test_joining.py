@@ -1,13 +1,10 @@
 """How hosts join where no cluster is needed: which nodes, which versions, what is not there."""
 
-from __future__ import annotations
-
 import importlib.util
 import pickle
 import sys
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,31 +16,25 @@ from tl_devicefix.placement.devices import joined
 
 
 class _Described:
-    """A worker that has started."""
-
     name = "node-b"
 
-    def __init__(self, **versions: str) -> None:
-        self._versions = own_versions() | versions
-
-    def describe(self, wait: float) -> dict[str, Any]:
-        return {"devices": ["cuda:0", "cuda:1"], "versions": self._versions}
+    def __init__(self, **versions):
+        versions = own_versions() | versions
+        self.describe = lambda wait: {"devices": ["cuda:0", "cuda:1"], "versions": versions}
 
 
 def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
-    host = joining._described(_Described(), 1.0)  # type: ignore[arg-type]
-    assert host.devices == ("cuda:0", "cuda:1")
+    assert joining._described(_Described(), 1.0).devices == ("cuda:0", "cuda:1")
     for package in ("Python", "torch", "transformers", "transformer_lens"):
         differs = f"node-b has {package} 0.1, and this .* has {own_versions()[package]}: "
         with pytest.raises(RuntimeError, match=differs):
-            joining._described(_Described(**{package: "0.1"}), 1.0)  # type: ignore[arg-type]
+            joining._described(_Described(**{package: "0.1"}), 1.0)
 
 
 def test_without_ray(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
     with pytest.warns(UserWarning, match=r'not installed: pip install "tl_devicefix\[hosts\]"'):
         tl_devicefix.init_hosts()
     with pytest.raises(ImportError, match=r"Ray to join 'head:6379': pip install"):
@@ -62,9 +53,7 @@ def test_no_cluster(monkeypatch, tmp_path):
     monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
     tl_devicefix.init_hosts()
-
     assert joined() == ()
 
 
@@ -75,7 +64,7 @@ TENSORS = [
 
 
 def test_tensors_arrive_as_they_left_and_can_be_written_to():
-    buffers: list[pickle.PickleBuffer] = []
+    buffers = []
     packed = _packed(({"x": [*TENSORS, 1]}, None))
     pickled = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     read_only = [bytes(buffer) for buffer in buffers]  # as Ray's shared memory is
@@ -99,12 +88,8 @@ def test_the_names_and_the_order_of_nodes(monkeypatch):
     def named(*names, gpus=(8,) * 4):
         """Of the nodes but the first, where this process is, in the order of their devices."""
         nodes = [
-            {
-                "NodeID": f"{number}",
-                "Alive": name != "dead",
-                "NodeManagerHostname": name,
-                "Resources": {"GPU": gpus[number]} if gpus[number] else {},
-            }
+            {"NodeID": f"{number}", "Alive": name != "dead", "NodeManagerHostname": name}
+            | {"Resources": {"GPU": gpus[number]} if gpus[number] else {}}
             for number, name in enumerate(names)
         ]
         monkeypatch.setattr(ray, "nodes", lambda: nodes)

@@ -1,7 +1,5 @@
 """A cluster of two nodes: a model over both, and each fault, which is told in a sentence."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -9,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from conftest import WITHIN
 
 import tl_devicefix
 from tl_devicefix.multihost.init_hosts import leave_hosts
-from tl_devicefix.placement.devices import Connection, HostLost, joined
+from tl_devicefix.placement.devices import HostLost, joined
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -36,9 +32,9 @@ except Exception as error:
 """
 
 
-def drive(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+def drive(*arguments, **environment):
     """Start a process that joins, says how many hosts there are, and waits."""
-    pipes: Any = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     command = [sys.executable, "-c", DRIVER, *arguments]
     return subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
 
@@ -54,7 +50,6 @@ def refused(cluster):
 
 @pytest.fixture(scope="module")
 def leaving():
-    """Leave the cluster after these tests."""
     yield
     leave_hosts()
     ray.shutdown()
@@ -63,7 +58,7 @@ def leaving():
 @pytest.fixture
 def both_nodes(cluster):
     """The other node has been started anew if it was lost."""
-    if not cluster.other.is_running:
+    if not cluster.other.is_running():
         cluster.other.end()
         cluster.add_node()
 
@@ -75,37 +70,34 @@ def worker(cluster, both_nodes, leaving):
     return joined()[0].connection
 
 
-def eventually(holds: Callable[[], Any]) -> bool:
-    """Whether something holds before long."""
+def eventually(holds):
     until = time.monotonic() + WITHIN
     while not holds() and time.monotonic() < until:
         time.sleep(0.1)
     return bool(holds())
 
 
-class Waiting:
-    """A thread that asks until an error is raised."""
+def asking(worker):
+    """A thread that asks until an error is raised; a function checks that it is told of a loss."""
+    errors = []
 
-    def __init__(self, worker: Connection) -> None:
-        self.error: BaseException | None = None
-        self._asks = threading.Thread(target=self._ask, args=(worker,), daemon=True)
-        self._asks.start()
-
-    def _ask(self, worker: Connection) -> None:
+    def ask():
         try:
             while True:
                 worker.call("free_memory", 0)
         except HostLost as error:
-            self.error = error
+            errors.append(error)
 
-    def told(self, why: str = "its process or its node ended") -> None:
-        """Check that it is told that the host is lost."""
-        self._asks.join(WITHIN)
-        assert isinstance(self.error, HostLost)
-        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(self.error))
+    def is_told(why="its process or its node ended"):
+        asks.join(WITHIN)
+        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(errors[0]))
+
+    asks = threading.Thread(target=ask, daemon=True)
+    asks.start()
+    return is_told
 
 
-def load(checkpoints: Any, **elsewhere: str) -> Any:
+def load(checkpoints, **elsewhere):
     """A model with block 2 on the other node; or all of it here."""
     from transformer_lens import HookedTransformer
 
@@ -133,7 +125,6 @@ def test_a_model_over_two_nodes(refused, worker, checkpoints):
 def test_an_error_of_the_worker(worker):
     with pytest.raises(IndexError) as raised:
         worker.call("free_memory", 7)
-
     assert "in free_memory" in str(raised.value.__cause__)  # the worker's traceback
     assert worker.call("free_memory", 0) > 0
 
@@ -142,10 +133,10 @@ def test_an_interrupt(worker, cluster):
     (process,) = cluster.other.workers()
     process.suspend()  # so that the call waits
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     try:
         with pytest.raises(KeyboardInterrupt):
-            worker.call("free_memory", 0)
+            interrupt.start() or worker.call("free_memory", 0)
     finally:
         signal.signal(signal.SIGINT, handler)
         process.resume()
@@ -154,12 +145,10 @@ def test_an_interrupt(worker, cluster):
 
 
 def test_a_killed_worker(worker, cluster, checkpoints):
-    waiting, model = Waiting(worker), load(checkpoints)
+    is_told, model = asking(worker), load(checkpoints)
     (process,) = cluster.other.workers()
-
     process.kill()
-
-    waiting.told()
+    is_told()
     with pytest.raises(HostLost, match=r"host1, which holds blocks\.2, is lost"):
         model(torch.ones(1, 2, dtype=torch.long))
     tl_devicefix.init_hosts(cluster.address)
@@ -167,42 +156,35 @@ def test_a_killed_worker(worker, cluster, checkpoints):
 
 
 def test_a_worker_that_stands_still(worker, cluster):
-    waiting = Waiting(worker)
+    is_told = asking(worker)
     (process,) = cluster.other.workers()
-
     process.suspend()
     try:
-        waiting.told("it gave no sign of life for 15 s")
+        is_told("it gave no sign of life for 15 s")
     finally:
         process.resume()
-
     assert eventually(lambda: not process.is_running())
 
 
 def test_a_killed_node(worker, cluster):
-    waiting = Waiting(worker)
-
+    is_told = asking(worker)
     cluster.other.end()
-
-    waiting.told()
+    is_told()
     assert eventually(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
     tl_devicefix.init_hosts(cluster.address)
     assert joined() == ()
 
 
 def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
-    with pytest.raises(
-        RuntimeError, match=r"host1 has started no worker for 0\.01 s: `ray status`"
-    ):
+    started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
+    with pytest.raises(RuntimeError, match=started_none):
         tl_devicefix.init_hosts(cluster.address, wait=0.01)
-
     assert joined() == ()
     assert eventually(lambda: not cluster.other.workers())
 
 
 def test_a_shutdown_of_ray(worker):
     ray.shutdown()
-
     with pytest.raises(HostLost, match=r"ray\.shutdown\(\) was called"):
         worker.call("free_memory", 0)
     assert not ray.is_initialized()
@@ -211,13 +193,10 @@ def test_a_shutdown_of_ray(worker):
 def test_the_drivers_end(cluster, both_nodes):
     before = cluster.other.workers()
     driver = drive(cluster.address)
-    assert driver.stdout is not None
     assert driver.stdout.readline() == "1\n"
     (process,) = set(cluster.other.workers()) - set(before)
-
     driver.kill()
     driver.wait(WITHIN)
-
     assert eventually(lambda: not process.is_running())
 
 

@@ -1,9 +1,6 @@
 """accelerate's `Accelerator` with models over several devices."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +16,8 @@ def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def devices_of(model: Any) -> list[torch.device]:
-    return [parameter.device for parameter in model.parameters()]
-
-
-def losses_of_training(accelerator: Accelerator, model: Any, tokens: torch.Tensor) -> list[float]:
-    """Two steps as accelerate's guide has them."""
+def losses_of_training(accelerator, model, tokens):
+    """Two steps as accelerate's guide has them; the losses before, between and after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
@@ -42,9 +35,7 @@ def test_prepare_leaves_a_spread_model_where_it_lies_and_trains_it(
     over_devices, on_one, accelerator, tokens
 ):
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
-    before = devices_of(model)
-
+    before = [parameter.device for parameter in model.parameters()]
     actual = losses_of_training(accelerator, model, tokens)
-
     assert_agrees(actual, losses_of_training(accelerator, reference, tokens), tolerance=1e-4)
-    assert devices_of(model) == before
+    assert [parameter.device for parameter in model.parameters()] == before

@@ -1,16 +1,9 @@
-"""circuit-tracer over four devices gives what it gives on one CPU, without a change to its code.
-
-It takes a TransformerLens of its own, so `nox -s circuit-tracer` runs this and nothing else does.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+"""circuit-tracer over four devices as on one CPU, with no change to it: `nox -s circuit-tracer`."""
 
 import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, configs_without_hub
+from comparison import assert_agrees
 from hf_models import D_MODEL, D_VOCAB, N_LAYERS
 
 import tl_devicefix
@@ -26,66 +19,55 @@ transcoding = pytest.importorskip(
 
 pytestmark = pytest.mark.fails_unpatched
 
-D_TRANSCODER = 24
 PROMPT = torch.randint(3, D_VOCAB, (7,), generator=torch.Generator().manual_seed(3))
 FEATURES = [(1, 3, 5, 2.0), (3, 4, 7, 1.5)]
 """Layer, position, feature, and what it is set to."""
 
 
-def transcoders() -> Any:
+def transcoders():
     """One for each layer, always the same."""
     chance = torch.Generator().manual_seed(0)
     made = {}
     for layer in range(N_LAYERS):
-        made[layer] = transcoding.SingleLayerTranscoder(
-            D_MODEL,
-            D_TRANSCODER,
-            torch.nn.functional.relu,
-            layer,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
+        sizes, on_cpu = (D_MODEL, 24, torch.nn.functional.relu, layer), torch.device("cpu")
+        made[layer] = transcoding.SingleLayerTranscoder(*sizes, device=on_cpu, dtype=torch.float32)
         with torch.no_grad():
             for parameter in made[layer].parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.3)
     return transcoding.TranscoderSet(made, "mlp.hook_in", "mlp.hook_out")
 
 
-def graph(model: Any, **options: Any) -> tuple[Any, ...]:
+def graph(model, **options):
     actual = circuit_tracer.attribute(PROMPT.to(model.cfg.device), model, verbose=False, **options)
     return actual.adjacency_matrix, actual.active_features, actual.activation_values
 
 
-def context(model: Any) -> tuple[Any, ...]:
+def context(model):
     actual = model.setup_attribution(PROMPT.to(model.cfg.device))
     vectors = (actual.error_vectors, actual.token_vectors, actual.decoder_vecs, actual.encoder_vecs)
     return actual.logits, actual.activation_matrix, *vectors
 
 
-def after_offloading(model: Any) -> Any:
+def after_offloading(model):
     graph(model, offload="cpu", max_n_logits=2)
     return model(PROMPT.to(model.cfg.device))
 
 
-def intervene(model: Any, **options: Any) -> Any:
-    return model.feature_intervention(PROMPT.to(model.cfg.device), FEATURES, **options)
-
-
-def generate(model: Any) -> Any:
+def generate(model):
     features = [(1, slice(2, None), 5, 2.0)]
     options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
     return model.feature_intervention_generate("w5 w7 w9", features, **options)
 
 
-CALLS: dict[str, Callable[[Any], Any]] = {
+CALLS = {
     "get_activations, sparse": lambda model: model.get_activations(
         PROMPT.to(model.cfg.device), sparse=True
     ),
     "setup_attribution": context,
     "attribute, 20 features": lambda model: graph(model, max_feature_nodes=20, batch_size=4),
     "forward after offload": after_offloading,
-    "feature_intervention, constrained": lambda model: intervene(
-        model, constrained_layers=range(N_LAYERS)
+    "feature_intervention, constrained": lambda model: model.feature_intervention(
+        PROMPT.to(model.cfg.device), FEATURES, constrained_layers=range(N_LAYERS)
     ),
     "feature_intervention_generate": generate,
 }
@@ -94,55 +76,30 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(scope="module")
 def load(hf_models, tokenizer):
     """`load(n_devices=4)`: circuit-tracer's own class, and its own loader."""
+    llama, cls = ALL_ARCHITECTURES["llama"], replacing.TransformerLensReplacementModel
 
     def load(**options):
-        llama = ALL_ARCHITECTURES["llama"]
+        options = {"hf_model": hf_models("llama"), "tokenizer": tokenizer, **options}
         with configs_without_hub(llama):
-            return replacing.TransformerLensReplacementModel.from_pretrained_and_transcoders(
-                llama.official_name,
-                transcoders(),
-                hf_model=hf_models("llama"),
-                tokenizer=tokenizer,
-                **options,
+            return cls.from_pretrained_and_transcoders(
+                llama.official_name, transcoders(), **options
             )
 
     return load
 
 
-@pytest.fixture(scope="module")
-def on_one(load):
-    """The model on one CPU."""
-    with tl_devicefix.disabled():
-        return load(device="cpu")
-
-
-@pytest.fixture
-def over_four(load, machine):
-    """The model over four devices that mix."""
-    with tl_devicefix.mix_devices():
-        yield load(n_devices=4)
-
-
-def tensors(value: Any) -> Any:
-    """What is compared: dense tensors on the CPU, and text."""
+def dense(value):
+    """With dense tensors for those that are sparse."""
     if isinstance(value, tuple):
-        return [tensors(entry) for entry in value]
-    if isinstance(value, torch.Tensor):
-        return (value.to_dense() if value.is_sparse else value).detach().cpu()
-    return value
+        return [dense(entry) for entry in value]
+    return value.to_dense() if isinstance(value, torch.Tensor) and value.is_sparse else value
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_as_on_one_device(call, on_one, over_four):
+def test_it_is_as_on_one_device(call, load, machine):
     with tl_devicefix.disabled():
-        expected = tensors(CALLS[call](on_one))
-
-    assert len({parameter.device for parameter in over_four.parameters()}) == 4
-    actual = tensors(CALLS[call](over_four))
-
-    pair = (v if isinstance(v, list) else [v] for v in (actual, expected))
-    for one, other in zip(*pair, strict=True):
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-        else:
-            assert one == other
+        expected = dense(CALLS[call](load(device="cpu")))
+    with tl_devicefix.mix_devices():
+        over_four = load(n_devices=4)
+        assert len({parameter.device for parameter in over_four.parameters()}) == 4
+        assert_agrees(dense(CALLS[call](over_four)), expected, tolerance=1e-6)

@@ -1,9 +1,6 @@
 """dictionary_learning trains on saved activations, unmodified: `nox -s dictionary-learning`."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -23,24 +20,14 @@ def test_its_training_takes_batches_of_tokens_as_its_buffer(tmp_path):
     steps = 2 * N_EXAMPLES * WIDTH // BATCH
 
     def trained_on(batches, directory):
-        config = {
-            "trainer": StandardTrainer,
-            "dict_class": AutoEncoder,
-            "activation_dim": D_MODEL,
-            "dict_size": 8,
-            "lr": 1e-3,
-            "seed": 0,
-            "device": "cpu",
-            "steps": steps,
-            "layer": 0,
-            "lm_name": "none",
-            "warmup_steps": 1,
-            "sparsity_warmup_steps": None,
-        }
+        config = {"trainer": StandardTrainer, "dict_class": AutoEncoder}
+        config |= {"activation_dim": D_MODEL, "dict_size": 8, "layer": 0, "lm_name": "none"}
+        config |= {"lr": 1e-3, "seed": 0, "device": "cpu", "steps": steps}
+        config |= {"warmup_steps": 1, "sparsity_warmup_steps": None}
         trainSAE(batches, [config], steps, save_dir=str(directory), device="cpu")
         return torch.load(directory / "trainer_0" / "ae.pt")
 
-    options: Any = {"batch_size": BATCH, "epochs": 2, "seed": 1}
+    options = {"batch_size": BATCH, "epochs": 2, "seed": 1}
     actual = trained_on(written.activations(RESID, **options), tmp_path / "ours")
     expected = trained_on(iter(list(written.activations(RESID, **options))), tmp_path / "theirs")
 

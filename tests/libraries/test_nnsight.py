@@ -1,9 +1,6 @@
 """nnsight's `.source` shows the operations of TransformerLens's own forwards: `nox -s nnsight`."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +17,17 @@ from nnsight import NNsight
 MODULES = ["", "blocks.3", "blocks.3.attn", "blocks.3.mlp", "blocks.3.ln1", "ln_final"]
 
 
-def source(traced: Any, path: str) -> Any:
-    """The operations of a module's forward."""
-    return (traced.get(path) if path else traced).source
-
-
 @pytest.mark.parametrize("path", MODULES)
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
 def test_its_operations_are_those_without_the_patches(cls, where, path, machine, request):
+    def operations():
+        traced = NNsight(copy.deepcopy(model))
+        return (traced.get(path) if path else traced).source.names
+
     model = request.getfixturevalue(where)("llama")
     with tl_devicefix.disabled():
-        expected = source(NNsight(copy.deepcopy(model)), path).names
-
-    assert source(NNsight(copy.deepcopy(model)), path).names == expected
+        expected = operations()
+    assert operations() == expected
 
 
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
@@ -51,11 +46,6 @@ def test_an_operation_is_read_and_changed(cls, where, machine, request, tokens):
         changed = traced.output.save()
 
     assert_agrees(pattern, cache["pattern", 3])
-    zeroed = model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.hook_resid_post", zero)])
-    assert_agrees(changed, zeroed)
+    hooks = [("blocks.3.hook_resid_post", lambda x, hook: torch.zeros_like(x))]
+    assert_agrees(changed, model.run_with_hooks(tokens, fwd_hooks=hooks))
     assert not torch.equal(changed.cpu(), logits.cpu())
-
-
-def zero(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-    """A hook that makes all of it zero."""
-    return torch.zeros_like(activation)

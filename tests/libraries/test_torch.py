@@ -1,18 +1,11 @@
-"""docs/compatibility.md: each row of its table, over four devices, for each class of model.
-
-A row is a function of a model and tokens, by its name there; what that returns is compared.
-"""
-
-from __future__ import annotations
+"""docs/compatibility.md: the rows of its table, functions of a model and tokens, for each class."""
 
 import contextlib
 import copy
 import io
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -21,38 +14,35 @@ from comparison import assert_agrees
 from either_class import BRIDGE, HOOKED
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 
 import tl_devicefix
 
-Call = Callable[[Any, torch.Tensor], Any]
-
-ROWS: dict[str, Call] = {}
-"""The name of a row -> what is called."""
+ROWS = {}
 
 
-def row(name: str) -> Callable[[Call], Call]:
-    """Put a function into `ROWS`."""
+def row(name):
 
-    def put(call: Call) -> Call:
+    def put(call):
         ROWS[name] = call
         return call
 
     return put
 
 
-def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model, tokens):
     return model(tokens, return_type="loss")
 
 
-def gradients(model: Any) -> list[torch.Tensor]:
+def gradients(model):
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def trained(make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]) -> Call:
+def trained(make):
     """Two steps; the losses before, between and after them."""
 
-    def run(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    def run(model, tokens):
         optimizer = make(model.parameters())
         losses = []
         for _ in range(3):
@@ -69,10 +59,10 @@ def trained(make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer
 ROWS["`AdamW`"] = trained(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
 
 
-def step_of_lbfgs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def step_of_lbfgs(model, tokens):
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
 
-    def closure() -> torch.Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = loss_of(model, tokens)
         loss.backward()
@@ -86,38 +76,36 @@ ROWS["`LBFGS`"] = step_of_lbfgs
 
 
 @row("`LBFGS`, weights made contiguous")
-def lbfgs_of_contiguous(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def lbfgs_of_contiguous(model, tokens):
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     return step_of_lbfgs(model, tokens)
 
 
 @row("`clip_grad_norm_`")
-def clipped(model: Any, tokens: torch.Tensor) -> Any:
+def clipped(model, tokens):
     loss_of(model, tokens).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     return [norm, *gradients(model)]
 
 
-@row("`parameters_to_vector`")
-def as_a_vector(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(model.parameters())
-
-
-@row("`torch.cat([p.flatten() for p in model.parameters()])`")
-def flattened(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.cat([parameter.flatten() for parameter in model.parameters()])
+ROWS |= {
+    "`parameters_to_vector`": lambda model, tokens: parameters_to_vector(model.parameters()),
+    "`torch.cat([p.flatten() for p in model.parameters()])`": lambda model, tokens: torch.cat(
+        [parameter.flatten() for parameter in model.parameters()]
+    ),
+}
 
 
 @row("`torch.utils.checkpoint`")
-def recomputed(model: Any, tokens: torch.Tensor) -> Any:
+def recomputed(model, tokens):
     loss = checkpoint(loss_of, model, tokens, use_reentrant=False)
     loss.backward()
     return [loss, *gradients(model)]
 
 
 @row("`torch.utils.checkpoint`, block by block")
-def blocks_recomputed(model: Any, tokens: torch.Tensor) -> Any:
+def blocks_recomputed(model, tokens):
     stream = model(tokens, stop_at_layer=0)
     for block in model.blocks:
         stream = checkpoint(block, stream, use_reentrant=True)
@@ -126,89 +114,72 @@ def blocks_recomputed(model: Any, tokens: torch.Tensor) -> Any:
 
 
 @row("`functional_call`")
-def with_other_weights(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def with_other_weights(model, tokens):
     weights = {name: 1.1 * parameter for name, parameter in model.named_parameters()}
     return functional_call(model, weights, (tokens,))
 
 
 @row("`torch.func.grad`")
-def gradients_of_weights(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def gradients_of_weights(model, tokens):
+    def loss(weights):
         return functional_call(model, weights, (tokens,), {"return_type": "loss"})
 
     return grad(loss)({name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
-def steered(model: Any, tokens: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The logits of a vector at home that is added to the residual stream of the second block."""
+@row("`vmap`")
+def mapped(model, tokens):
+    """The logits, as each of three vectors at home is added to the residual stream."""
 
-    def logits(vector: torch.Tensor) -> torch.Tensor:
+    def logits(vector):
         hook = ("blocks.1.hook_resid_pre", lambda stream, hook: stream + vector)
         return model.run_with_hooks(tokens, fwd_hooks=[hook])
 
-    return logits
-
-
-def vectors(model: Any) -> torch.Tensor:
-    """Three vectors at home."""
-    ones = torch.ones(3, model.cfg.d_model, device=model.cfg.device)
-    return torch.tensor([[0.5], [1.0], [2.0]], device=ones.device) * ones
-
-
-@row("`vmap`")
-def mapped(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return vmap(steered(model, tokens))(vectors(model))
+    scales = torch.tensor([[0.5], [1.0], [2.0]], device=model.cfg.device)
+    return vmap(logits)(scales.expand(3, model.cfg.d_model))
 
 
 @row("`torch.autocast`")
-def autocast(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def autocast(model, tokens):
     with torch.autocast(torch.device(model.cfg.device).type, dtype=torch.bfloat16):
         return model(tokens)
 
 
 @row("`torch.inference_mode`")
-def inference(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def inference(model, tokens):
     with torch.inference_mode():
         return model(tokens)
 
 
-def saved(model: Any, **options: Any) -> Any:
+def saved(model, **options):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False, **options)
 
 
-@row("`torch.save(model)`")
-def saved_and_loaded(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return saved(model)(tokens)
-
-
-@row('`torch.load(..., map_location="cpu")`')
-def loaded_to_the_host(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    return saved(model, map_location="cpu")(tokens)
-
-
-def emptied_copy(model: Any) -> Any:
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.zero_()
-    return copied
+ROWS |= {
+    "`torch.save(model)`": lambda model, tokens: saved(model)(tokens),
+    '`torch.load(..., map_location="cpu")`': lambda model, tokens: saved(model, map_location="cpu")(
+        tokens
+    ),
+}
 
 
 @row("`safetensors.torch.save_model`")
-def in_safetensors(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    copied = emptied_copy(model)
-    with TemporaryDirectory() as directory:
+def in_safetensors(model, tokens):
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), TemporaryDirectory() as directory:
+        for parameter in copied.parameters():
+            parameter.zero_()
         path = str(Path(directory) / "model.safetensors")
         safetensors.torch.save_model(model, path)
         safetensors.torch.load_model(copied, path)
-    return copied(tokens)
+        return copied(tokens)
 
 
 @row("`register_module_forward_hook`, which adds a vector from home")
-def global_hook_that_adds(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+def global_hook_that_adds(model, tokens):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
     mlps = [block.mlp for block in model.blocks]
     handle = register_module_forward_hook(
@@ -220,15 +191,12 @@ def global_hook_that_adds(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         handle.remove()
 
 
-# --------------------------------------------------------------------------------------------
-# What the page says of them
-
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 WORKS, MIXING, NEITHER, REFUSED = "yes", "within `mix_devices`", "fails on one device too", "no: "
 STATES = (WORKS, MIXING, NEITHER, REFUSED)
 
 
-def table() -> dict[str, dict[str, str]]:
+def table():
     """What the page says of each row, for each class."""
     _, _, section = PAGE.read_text().partition("\n## What works with torch")
     section, _, _ = section.partition("\n## ")

@@ -1,7 +1,5 @@
 """A model of which some blocks are a worker's, and the same model in one process."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

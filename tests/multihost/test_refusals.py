@@ -1,37 +1,32 @@
 """What a worker would not see is refused, and changes nothing."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hf_models import HF_CONFIGS, make_hf_model
 from safetensors.torch import save_file
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from transformers import StaticCache
+from transformers.models.llama import modeling_llama as llama
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
-# --------------------------------------------------------------------------------------------
-# Weights elsewhere are frozen
+METHOD_OF_BRIDGE = "_apply_reconstruct_attention_mask"
+ONE, WEIGHTS = torch.zeros(1), "model.safetensors"
 
 
 @pytest.fixture
 def weight(spread):
-    """A weight of node-b."""
     return next(p for p in spread("llama").blocks[2].parameters() if type(p) is RemoteTensor)
 
 
-CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+CHANGES = {
     "asked for a gradient": lambda weight: weight.requires_grad_(),
     "set to require a gradient": lambda weight: setattr(weight, "requires_grad", True),
     "multiplied in place": lambda weight: weight.mul_(2),
@@ -48,11 +43,9 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_weight_elsewhere_cannot_be(change, weight):
     before = weight.clone()
-
     frozen = r"^blocks\.2\.\S+ is on node-b, where weights are frozen: they cannot be changed and "
     with pytest.raises(RuntimeError, match=frozen), torch.no_grad():
         change(weight)
-
     assert torch.equal(weight.clone(), before)
     assert not weight.requires_grad
 
@@ -62,81 +55,61 @@ def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
     every, own = model.parameters(), [p for p in model.parameters() if p.requires_grad]
     before = [parameter.clone() for parameter in own]
     model(tokens, return_type="loss").backward()
-
     with pytest.raises(RuntimeError, match=r"where weights are frozen: .* give the optimiser only"):
         torch.optim.SGD(every, lr=0.1).step()
-
     assert all(torch.equal(parameter, was) for parameter, was in zip(own, before))
     torch.optim.SGD(own, lr=0.1).step()
     assert not torch.equal(own[0], before[0])
 
 
-# --------------------------------------------------------------------------------------------
-# What is put into a remote block, or exchanged in this process alone
-
-
-METHOD = "apply_causal_mask" if has_hooked_transformer() else "_apply_reconstruct_attention_mask"
-"""One of the attention's."""
-
-
-def _replaced(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def _replaced(patch, owner, name):
     """Put a function in another's place that calls it."""
     function = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: function(*args, **kwargs))
 
 
-def a_parameter(block: Any, patch: pytest.MonkeyPatch) -> None:
-    module = next(m for m in block.modules() if m._parameters)
-    name = next(iter(module._parameters))
-    patch.setitem(module._parameters, name, nn.Parameter(torch.zeros(1)))
+def at_the_attention(block, patch):
+    """A method of its class, exchanged."""
+    method = "apply_causal_mask" if has_hooked_transformer() else METHOD_OF_BRIDGE
+    _replaced(patch, next(c for c in type(block.attn).__mro__ if method in vars(c)), method)
 
 
-def a_buffer(block: Any, patch: pytest.MonkeyPatch) -> None:
-    buffers = block.attn._buffers
-    patch.setitem(buffers, next(iter(buffers), "mask"), torch.zeros(1))
-
-
-def a_class(block: Any, patch: pytest.MonkeyPatch) -> None:
-    mine = type("Mine", (type(block.mlp),), {"forward": lambda self, x: x})
-    patch.setattr(block.mlp, "__class__", mine)
-
-
-def a_method_of_its_class(block: Any, patch: pytest.MonkeyPatch) -> None:
-    _replaced(patch, next(cls for cls in type(block.attn).__mro__ if METHOD in vars(cls)), METHOD)
-
-
-def a_function_of_the_library(block: Any, patch: pytest.MonkeyPatch) -> None:
+def at_the_library(block, patch):
+    """A function that the attention calls, exchanged."""
+    module, name = llama, "apply_rotary_pos_emb"
     if has_hooked_transformer():
         from transformer_lens.components import grouped_query_attention as module
-    else:
-        import transformers.models.llama.modeling_llama as module
-    name = "simple_attn_linear" if has_hooked_transformer() else "apply_rotary_pos_emb"
+
+        name = "simple_attn_linear"
     _replaced(patch, module, name)
 
 
-def an_attribute(block: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(vars(block.ln1), "eps" if hasattr(block.ln1, "eps") else "name", 3.0)
-
-
-PUT_IN: dict[str, Callable[[Any, pytest.MonkeyPatch], Any]] = {
+PUT_IN = {
     "a module": lambda block, patch: patch.setitem(block._modules, "mlp", nn.Identity()),
     "a module within one": lambda block, patch: patch.setitem(
         block.mlp._modules, "probe", nn.Linear(2, 2)
     ),
     "a forward": lambda block, patch: patch.setitem(vars(block.attn), "forward", lambda x: None),
     "a method": lambda block, patch: patch.setitem(vars(block.attn), "mine", lambda x: x),
-    "a parameter": a_parameter,
-    "a buffer": a_buffer,
-    "a class": a_class,
-    "an attribute": an_attribute,
+    "a parameter": lambda block, patch: patch.setitem(
+        held := next(m._parameters for m in block.modules() if m._parameters),
+        *(next(iter(held)), nn.Parameter(ONE)),
+    ),
+    "a buffer": lambda block, patch: patch.setitem(block.attn._buffers, "mask", ONE),
+    "a class": lambda block, patch: patch.setattr(
+        block.mlp, "__class__", type("Mine", (type(block.mlp),), {"forward": lambda self, x: x})
+    ),
+    "an attribute": lambda block, patch: patch.setitem(
+        vars(block.ln1), "eps" if hasattr(block.ln1, "eps") else "name", 3.0
+    ),
     "a hook of torch's": lambda block, patch: patch.setitem(
         block.mlp._forward_hooks, 1 << 40, lambda module, args, output: output * 0
     ),
     "a forward of its class": lambda block, patch: patch.setattr(
         type(block.mlp), "forward", lambda self, x, *args, **kwargs: x
     ),
-    "a method of its class": a_method_of_its_class,
-    "a function of the library": a_function_of_the_library,
+    "a method of its class": at_the_attention,
+    "a function of the library": at_the_library,
     "torch.relu": lambda block, patch: _replaced(patch, torch, "relu"),
     "torch.nn.functional.silu": lambda block, patch: _replaced(patch, nn.functional, "silu"),
     "torch.Tensor.relu": lambda block, patch: _replaced(patch, torch.Tensor, "relu"),
@@ -148,25 +121,21 @@ def test_what_is_put_in(name, spread, tokens):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
-
         with pytest.MonkeyPatch.context() as patch:
             PUT_IN[name](model.blocks[2], patch)
             no_effect = "2 runs on node-b, .* no effect: .*(not loaded|replaced|another|on its)"
             with pytest.raises(RuntimeError, match=no_effect):
                 model(tokens)
-
         assert torch.equal(model(tokens), expected)
 
 
 def test_what_is_put_on_a_whole_block_acts(spread, tokens):
-    model = spread("llama")
-    block = model.blocks[2]
-
     def doubled(output):
         return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
 
+    model, given = spread("llama"), []
+    block = model.blocks[2]
     forward = block.forward
-    given = []
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         hook = block.register_forward_hook(lambda module, args, output: doubled(output))
         given.append(model(tokens))
@@ -180,44 +149,23 @@ def test_what_is_put_on_a_whole_block_acts(spread, tokens):
     assert not torch.equal(given[0], given[2])
 
 
-# --------------------------------------------------------------------------------------------
-# What is on in this process while a block runs elsewhere, and what cannot be done there
+def a_hook_for_every_module():
+    """One that is removed where the context ends."""
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def a_hook_for_every_module() -> Iterator[None]:
-    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def within(context: Callable[[], Any]) -> Callable[..., None]:
-    def run(model: Any, tokens: torch.Tensor) -> None:
+def within(context):
+    def run(model, tokens):
         with context():
             model(tokens)
 
     return run
 
 
-def in_training(model: Any, tokens: torch.Tensor) -> None:
-    model.train()
-    try:
-        model(tokens)
-    finally:
-        model.eval()
+def edits_an_earlier_activation(model, tokens):
+    kept = []
 
-
-def edits_an_earlier_activation(model: Any, tokens: torch.Tensor) -> None:
-    kept: list[torch.Tensor] = []
-
-    def edit(x: torch.Tensor, hook: Any) -> None:
+    def edit(x, hook):
         kept[0][:, 0] = 7.0
 
     for name, hook in (("resid_mid", lambda x, hook: kept.append(x)), ("mlp_out", edit)):
@@ -226,16 +174,16 @@ def edits_an_earlier_activation(model: Any, tokens: torch.Tensor) -> None:
         model(tokens)
 
 
-def hooks_its_own_block(model: Any, tokens: torch.Tensor) -> None:
-    def add(x: torch.Tensor, hook: Any) -> None:
+def hooks_its_own_block(model, tokens):
+    def add(x, hook):
         model.add_hook("blocks.2.hook_resid_post", lambda x, hook: x * 1.5)
 
     model.add_hook("blocks.2.hook_resid_mid", add)
     model(tokens)
 
 
-def differentiates_twice(model: Any, tokens: torch.Tensor) -> None:
-    kept: list[torch.Tensor] = []
+def differentiates_twice(model, tokens):
+    kept = []
     model.add_hook("blocks.1.hook_resid_post", lambda x, hook: kept.append(x))
     loss = model(tokens, return_type="loss")
     torch.autograd.grad(loss, kept[0], create_graph=True)
@@ -243,13 +191,15 @@ def differentiates_twice(model: Any, tokens: torch.Tensor) -> None:
 
 CONVERTED = "on node-b, where weights keep their device"
 ON = "where this has no effect: {}; undo it, or load".format
-REFUSED: list[tuple[Callable[..., Any], str]] = [
-    (
-        lambda model, tokens: torch.compile(model, backend="eager")(tokens),
-        ON("it is compiled"),
+COMPILED = ON("it is compiled")
+REFUSED = [
+    (within(lambda: mock.patch("torch.compiler.is_compiling", return_value=True)), COMPILED),
+    pytest.param(
+        *(lambda model, tokens: torch.compile(model, backend="eager")(tokens), COMPILED),
+        marks=pytest.mark.full("it loads the compiler for ten seconds"),
     ),
     (within(lambda: torch.autocast("cpu", torch.bfloat16)), ON("torch.autocast is on")),
-    (within(_Mode), ON("a _Mode is active")),
+    (within(BaseTorchFunctionMode), ON("a BaseTorchFunctionMode is active")),
     (
         lambda model, tokens: torch.func.vmap(lambda row: model(row[None]))(tokens),
         ON("torch.func transforms it"),
@@ -261,27 +211,21 @@ REFUSED: list[tuple[Callable[..., Any], str]] = [
     (lambda model, tokens: model.half(), CONVERTED),
     (lambda model, tokens: model.to_empty(device="cpu"), CONVERTED),
 ]
-if has_hooked_transformer():
-    REFUSED += [
-        (
-            lambda model, tokens: model.load_and_process_state_dict({}),
-            "is on node-b, where weights are frozen",
-        )
-    ]
-else:
-    REFUSED += [
-        (in_training, ON("the model is in training mode")),
-        (
-            lambda model, tokens: model.original_model(tokens, output_hidden_states=True),
-            ON("transformers was asked for hidden states or attentions"),
+REFUSED_OF_HOOKED = [(lambda model, tokens: model.load_and_process_state_dict({}), "are frozen")]
+REFUSED_OF_BRIDGE = [
+    (lambda model, tokens: model.train()(tokens), ON("the model is in training mode")),
+    (
+        lambda model, tokens: model.original_model(tokens, output_hidden_states=True),
+        ON("transformers was asked for hidden states or attentions"),
+    ),
+    (
+        lambda model, tokens: model(
+            tokens, past_key_values=StaticCache(model.original_model.config, max_cache_len=16)
         ),
-        (
-            lambda model, tokens: model(
-                tokens, past_key_values=StaticCache(model.original_model.config, max_cache_len=16)
-            ),
-            "a StaticCache is used: only a Dyn",
-        ),
-    ]
+        "a StaticCache is used: only a Dyn",
+    ),
+]
+REFUSED += REFUSED_OF_HOOKED if has_hooked_transformer() else REFUSED_OF_BRIDGE
 
 
 @pytest.mark.parametrize(("run", "message"), REFUSED)
@@ -296,7 +240,7 @@ def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
     with pytest.raises(RuntimeError, match=message):
         run(model, tokens)
 
-    model.reset_hooks()
+    model.eval().reset_hooks()
     for name, weight in model.state_dict().items():
         assert (weight.dtype, weight.device.type) == (before[name].dtype, "cpu")
         assert torch.equal(weight, before[name])
@@ -304,18 +248,12 @@ def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
         assert torch.equal(model(tokens), expected)
 
 
-# --------------------------------------------------------------------------------------------
-# Loading
-
-
 def test_a_model_in_memory_is_refused(load, host):
-    hf_model = make_hf_model(HF_CONFIGS["llama"]())
     host.calls.clear()
-
     refused = "hf_model cannot be loaded over several hosts: save it|When passing hf_model"
+    where = {"": "cpu", "blocks.2": "node-b/cpu"}
     with pytest.raises(ValueError, match=refused):
-        load("llama", hf_model=hf_model, device_map={"": "cpu", "blocks.2": "node-b/cpu"})
-
+        load("llama", hf_model=make_hf_model(HF_CONFIGS["llama"]()), device_map=where)
     assert not {"differences", "load"} & {*host.calls}
 
 
@@ -331,21 +269,9 @@ def test_a_model_in_memory_is_refused(load, host):
 )
 def test_only_blocks_can_be_elsewhere(where, message, load, host):
     host.calls.clear()
-
     with pytest.raises(ValueError, match=f"^{message}.* where only blocks can be: "):
         load("llama", **where)
-
     assert "load" not in host.calls
-
-
-@pytest.fixture
-def other_files(checkpoints, tmp_path, monkeypatch):
-    """A copy of a checkpoint, which workers read under the name of the first."""
-    copy = tmp_path / "copy"
-    shutil.copytree(checkpoints("llama"), copy)
-    here = worker.differences
-    monkeypatch.setattr(worker, "differences", lambda files, name, hub: here(files, str(copy), hub))
-    return copy
 
 
 def test_a_header_is_compared_whole(tmp_path):
@@ -356,48 +282,40 @@ def test_a_header_is_compared_whole(tmp_path):
         text = {"text": "a" * 100_000 + letter + "a" * 2**21}
         save_file({"weight": torch.ones(2)}, folder / "model.safetensors", text)
     here, there = folders
-
     assert differences(files_of(str(here), {}), str(here), {}) == []
     (told,) = differences(files_of(str(here), {}), str(there), {})
     assert "model.safetensors of the same size" in told
 
 
-def a_value(directory: Path) -> None:
-    file = directory / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def a_setting(directory: Path) -> None:
-    file = directory / "config.json"
-    file.write_text(file.read_text().replace('"hidden_act": "silu"', '"hidden_act": "gelu"'))
-
-
-def a_file_less(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-
-
-def more(directory: Path) -> None:
-    with (directory / "model.safetensors").open("ab") as file:
-        file.write(b"\0")
+def changed(change, file):
+    return lambda directory: (directory / file).write_bytes(change((directory / file).read_bytes()))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (a_value, "has another model.safetensors of the same size"),
-        (a_setting, "has another config.json of the same size"),
-        (a_file_less, "has no model.safetensors"),
-        (more, r"has another model.safetensors \(\d+ bytes instead of \d+\)"),
+        (
+            changed(lambda content: content[:-1] + bytes([content[-1] ^ 1]), WEIGHTS),
+            "has another model.safetensors of the same size",
+        ),
+        (
+            changed(lambda text: text.replace(b': "silu"', b': "gelu"'), "config.json"),
+            "has another config.json of the same size",
+        ),
+        (lambda directory: (directory / WEIGHTS).unlink(), "has no model.safetensors"),
+        (
+            changed(lambda content: content + b"\0", WEIGHTS),
+            r"has another model.safetensors \(\d+ bytes instead of \d+\)",
+        ),
     ],
 )
-def test_a_checkpoint_that_differs(change, message, load, other_files, host):
-    load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
-    change(other_files)
+def test_a_checkpoint_that_differs(change, message, load, checkpoints, tmp_path, monkeypatch, host):
+    """Workers read a copy, under the name of the first."""
+    copy, here = tmp_path / "copy", worker.differences
+    shutil.copytree(checkpoints("llama"), copy)
+    monkeypatch.setattr(worker, "differences", lambda files, name, hub: here(files, str(copy), hub))
+    change(copy)
     host.calls.clear()
-
     with pytest.raises(ValueError, match=f"^node-b {message} for '.*': give all hosts the same fi"):
         load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
-
     assert "load" not in host.calls

@@ -1,14 +1,7 @@
-"""What the package offers, and parts of blocks called by themselves, over hosts as in one process.
-
-`tests/surface --hosts` calls what TransformerLens offers.
-"""
-
-from __future__ import annotations
+"""What the package offers, and parts of blocks, over hosts as in one process."""
 
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,22 +13,21 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
-Run = Callable[[Any, torch.Tensor], Any]
 
 
-def _scale(x: torch.Tensor, hook: Any) -> torch.Tensor:
+def _scale(x, hook):
     return x * 1.5
 
 
-def _batches(tokens: torch.Tensor, n: int) -> list[torch.Tensor]:
+def _batches(tokens, n):
     return [tokens.roll(index, 1) for index in range(n)]
 
 
-def mapped(model: Any, tokens: torch.Tensor) -> Any:
-    def run(view: Any, item: torch.Tensor) -> Any:
-        kept: list[torch.Tensor] = []
+def mapped(model, tokens):
+    def run(view, item):
+        kept = []
 
-        def keep(x: torch.Tensor, hook: Any) -> None:
+        def keep(x, hook):
             x.retain_grad()
             kept.append(x)
 
@@ -47,69 +39,60 @@ def mapped(model: Any, tokens: torch.Tensor) -> Any:
     return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
 
 
-def swept(model: Any, tokens: torch.Tensor) -> Any:
+def swept(model, tokens):
     points = [[(f"blocks.{layer}.hook_resid_pre", _scale)] for layer in range(5)]
     return list(tl_devicefix.sweep(model, tokens, points))
 
 
-def with_sdpa(model: Any, tokens: torch.Tensor) -> Any:
+def with_sdpa(model, tokens):
     with tl_devicefix.set_attn_implementation(model, "sdpa"), torch.no_grad():
         cached = dict(model.run_with_cache(tokens)[1])
         return model(tokens), model.generate(tokens, **GREEDY), cached
 
 
-def gathered(model: Any, tokens: torch.Tensor) -> Any:
+def gathered(model, tokens):
     with tl_devicefix.gather_on("cpu"):
         return model.W_Q, dict(model.run_with_cache(tokens)[1])
 
 
-def with_a_module_in_a_hook_points_place(model: Any, tokens: torch.Tensor) -> Any:
+def with_a_module_in_a_hook_points_place(model, tokens):
     block = model.blocks[3]
     name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
     module = torch.nn.LayerNorm(16)
-    hook_point = getattr(block, name)
-    setattr(block, name, module)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(block._modules, name, module)
         logits = model(tokens)
         return logits.detach(), torch.autograd.grad(logits.sum(), module.bias)
-    finally:
-        setattr(block, name, hook_point)
 
 
-def parts_of_a_block(model: Any, tokens: torch.Tensor) -> Any:
+def parts_of_a_block(model, tokens):
     x, block = torch.linspace(-1, 1, 96).view(2, 3, 16), model.blocks[3]
     with torch.no_grad():
         parts = block.mlp(x), block.ln1(x)
         return (*parts, block(x), block.attn(x, x, x)) if has_hooked_transformer() else parts
 
 
-def hooked_when_nobody_reads_logits(model: Any, tokens: torch.Tensor) -> Any:
-    seen: list[torch.Tensor] = []
+def hooked_when_nobody_reads_logits(model, tokens):
+    seen = []
     name = "hook_resid_post" if has_hooked_transformer() else "hook_in"
     hooks = [(f"blocks.3.{name}", lambda x, hook: seen.append(x.clone()))]
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        model(tokens, return_type=None)
-    assert len(seen) == 1
+    with torch.no_grad():
+        model.run_with_hooks(tokens, return_type=None, fwd_hooks=hooks)
     return seen
 
 
-RUNS: list[Run] = [
-    *(mapped, swept, with_sdpa, gathered, parts_of_a_block),
-    *(with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits),
-]
+RUNS = [mapped, swept, with_sdpa, gathered, parts_of_a_block]
+RUNS += [with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits]
 
 
-def assert_equal(run: Run, alone: Any, spread: Any, tokens: torch.Tensor) -> None:
+def assert_equal(run, alone, spread, tokens):
     expected, given = (tree_leaves(run(model, tokens)) for model in (alone, spread))
     assert len(expected) == len(given) > 0
     for one, other in zip(expected, given):
         torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
 
 
-CASES = [*(("llama", run) for run in RUNS), ("gpt2", mapped)]
-
-
-@pytest.mark.parametrize(("kind", "run"), CASES)
+@pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), ("gpt2", mapped)])
 def test_as_in_one_process(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
 
@@ -146,20 +129,13 @@ def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
         assert torch.equal(model(tokens), expected)
 
 
-# --------------------------------------------------------------------------------------------
-# KV caches of HookedTransformer, which users hold
-
-
 @pytest.fixture
 def kv_cache():
-    transformer_lens = pytest.importorskip("transformer_lens")
     if not has_hooked_transformer():
         pytest.skip("a Bridge has transformers' KV cache")
-    try:
-        cls = transformer_lens.HookedTransformerKeyValueCache
-    except AttributeError:
-        cls = transformer_lens.TransformerLensKeyValueCache
-    return lambda model: cls.init_cache(model.cfg, model.cfg.device, 2)
+    from kinds import new_kv_cache
+
+    return lambda model: new_kv_cache(model, 2)
 
 
 def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
@@ -169,7 +145,8 @@ def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
         cache.freeze()
         given = [model(tokens[:, 4:end], past_kv_cache=cache) for end in (5, 6)]
         cache.unfreeze()
-        return *given, model(tokens[:, 4:5], past_kv_cache=cache), *_entries(cache)
+        values = [entry.past_values for entry in cache.entries]
+        return *given, model(tokens[:, 4:5], past_kv_cache=cache), *values
 
     with torch.no_grad():
         assert_equal(run, alone("llama"), spread("llama"), tokens)
@@ -185,19 +162,11 @@ def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tok
         cache.entries[2].past_keys[:, 0] = 0.5
         changed = model(tokens[:, 5:6], past_kv_cache=cache)
         cache.entries[3] = kept
-        return (
-            read,
-            changed,
-            kept.past_keys,
-            model.blocks[3](torch.ones(2, 1, 16), past_kv_cache_entry=kept),
-        )
+        of_block = model.blocks[3](torch.ones(2, 1, 16), past_kv_cache_entry=kept)
+        return read, changed, kept.past_keys, of_block
 
     with torch.no_grad():
         assert_equal(run, alone("llama"), spread("llama"), tokens)
-
-
-def _entries(cache: Any) -> list[torch.Tensor]:
-    return [entry.past_values for entry in cache.entries]
 
 
 def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(

@@ -1,7 +1,5 @@
 """Models of which some blocks live in host memory."""
 
-from __future__ import annotations
-
 import pytest
 from spread_of_either_class import *  # noqa: F403
 
@@ -14,5 +12,4 @@ def offload():
 
 @pytest.fixture
 def spread(offload):
-    """What `model` is loaded with."""
     return offload

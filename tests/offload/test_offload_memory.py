@@ -1,7 +1,5 @@
 """Two visiting blocks at a time are on a device, and each is copied once a forward, in time."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -16,33 +14,27 @@ from tl_devicefix.placement.fitting import working_room
     ("kind", "offload"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
 )
 def test_a_forward_copies_the_weights_of_each_offloaded_block_once(model, at_home, transfers_of):
-    away = [model.blocks[layer] for layer in offloaded_blocks(model)]
-
-    copied = [t for t in transfers_of(model, at_home) if t.source == HOST]
-
-    assert sum(t.bytes for t in copied) == sum(weights_of(block) for block in away)
-    assert len(copied) == sum(len(list(block.parameters())) for block in away)
-    part = [t for t in transfers_of(model, at_home, stop_at_layer=3) if t.source == HOST]
-    first = [model.blocks[layer] for layer in offloaded_blocks(model) if layer < 3]
-    assert sum(t.bytes for t in part) == sum(weights_of(block) for block in first)
+    for end in (3, model.cfg.n_layers):
+        away = [model.blocks[layer] for layer in offloaded_blocks(model) if layer < end]
+        transfers = transfers_of(model, at_home, stop_at_layer=end)
+        copied = [t for t in transfers if t.source == HOST]
+        assert sum(t.bytes for t in copied) == sum(weights_of(block) for block in away)
+        assert len(copied) == sum(len(list(block.parameters())) for block in away)
 
 
 @pytest.mark.parametrize("offload", ["all of one device"])
 def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, machine):
     n_layers, n_weights = model.cfg.n_layers, len(list(model.blocks[0].parameters()))
     machine.reset_transfers()
-    sent: dict[str, list[int]] = {"resid_pre": [], "resid_post": []}
+    sent = []
 
     def note(activation, hook):
-        sent[hook.name.rsplit("hook_")[1]].append(len(machine.transfers) // n_weights)
+        sent.append(len(machine.transfers) // n_weights)
 
-    names = ("resid_pre", "resid_post")
-    hooks = [(lambda name: name.endswith(names), note)]
+    hooks = [(lambda name: name.endswith(("resid_pre", "resid_post")), note)]
     model.run_with_hooks(at_home, fwd_hooks=hooks)
-
     # Before block k computes, k + 1 is sent for; k + 2 is not before k has computed.
-    assert sent["resid_pre"] == [min(k + 2, n_layers) for k in range(n_layers)]
-    assert sent["resid_post"] == sent["resid_pre"]
+    assert sent[::2] == sent[1::2] == [min(k + 2, n_layers) for k in range(n_layers)]
 
 
 @pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
@@ -68,13 +60,10 @@ def test_two_visiting_blocks_at_a_time_are_on_a_device(model, tokens, machine):
 @pytest.mark.parametrize("offload", ["all of one device"])
 def test_a_backward_brings_back_less_than_two_blocks_at_a_time(model, tokens, machine):
     logits = model(tokens[:1, :1].to(home_of(model)))
-    n_bytes = machine.memory_allocated(0) + sum(
-        p.nbytes for p in model.parameters() if p.device != HOST
-    )  # their gradients
+    gradients = sum(p.nbytes for p in model.parameters() if p.device != HOST)
+    n_bytes = machine.memory_allocated(0) + gradients
     machine.reset_peak_memory_stats(0)
-
     logits.sum().backward()
-
     block = weights_of(model.blocks[0])
     assert block / 8 < machine.max_memory_allocated(0) - n_bytes < 2 * block
 
@@ -84,9 +73,7 @@ def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded
     for device in machine.devices:
         machine.reset_peak_memory_stats(device)
     before = [machine.memory_allocated(device) for device in machine.devices]
-
     placement = load("llama", "some of three devices").placement
-
     folding = working_room(placement, torch.float32)
     for device in placement.devices:
         taken = machine.max_memory_allocated(device) - before[device.index]

@@ -1,9 +1,5 @@
 """Blocks that live in host memory visit a device while they run, in either class."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
@@ -27,7 +23,7 @@ OF_BRIDGE = [
 ]
 
 
-def of_each(**cases: list[Any]) -> list[Any]:
+def of_each(**cases):
     """The cases of each class that there is, with the class before them."""
     return [(cls, *variant) for cls in CLASSES for variant in cases[cls]]
 
@@ -52,9 +48,7 @@ def reference(cls, kind, folded, request):
     """The same weights, as TransformerLens alone has them on one CPU."""
     if cls == HOOKED:
         return request.getfixturevalue("on_cpu")(kind)
-    reference = request.getfixturevalue("bridge_references")(kind, compatible=folded)
-    reference.zero_grad()
-    return reference
+    return request.getfixturevalue("bridge_references")(kind, compatible=folded)
 
 
 @pytest.mark.fails_unpatched
@@ -82,11 +76,11 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
     assert_at_rest(model)
     stored = getattr(cache.cache_dict, "stored", lambda: cache.cache_dict)()
-    of_blocks = [(name, variant) for name, variant in stored.items() if name.startswith("blocks.")]
+    of_blocks = [name for name in stored if name.startswith("blocks.")]
     assert len(of_blocks) > 5 * model.cfg.n_layers
-    for name, activation in of_blocks:
+    for name in of_blocks:
         block = ".".join(name.split(".")[:2])
-        assert activation.device == model.placement.device_of(block), name
+        assert stored[name].device == model.placement.device_of(block), name
 
 
 @pytest.mark.fails_unpatched
@@ -97,30 +91,25 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
 def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
     model = offloaded()
     for variant in (model, reference):
+        variant.zero_grad()
         variant(tokens, return_type="loss").backward()
-
-    expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        assert_agrees(parameter.grad, expected[name].grad, parameter.device)
+        expected = dict(reference.named_parameters())[name].grad
+        assert_agrees(parameter.grad, expected, parameter.device)
     assert_at_rest(model)
     reference.zero_grad()
 
 
 def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, reference, tokens):
     total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
-    max_memory: dict[Any, Any] = {0: int(0.6 * total), 1: int(0.4 * total)}
-
+    max_memory = {0: int(0.6 * total), 1: int(0.4 * total)}
     model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
-
     assert offloaded_blocks(model)
     for device, limit in max_memory.items():
         assert model.placement.bytes_on(device) <= limit
     assert_at_rest(model)
     assert_agrees(model(tokens), reference(tokens), machine.devices[0])
 
-
-# --------------------------------------------------------------------------------------------
-# A Bridge's; a HookedTransformer's are in test_offload_results.py and test_offload_memory.py
 
 a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
 
@@ -130,9 +119,7 @@ a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRID
 def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
     model, target = offloaded(), torch.device(device)
-
     model.to(device)
-
     assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {target}
     assert model.placement.memories == (target,)
     assert not is_aligned(model)

@@ -1,5 +1,29 @@
 """Models over the devices of a machine that is open for a whole module."""
 
-from __future__ import annotations
-
+import pytest
 from spread_of_either_class import *  # noqa: F403
+
+
+@pytest.fixture(scope="module")
+def machine(simulated):
+    with simulated(4) as machine:
+        yield machine
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return {}
+
+
+@pytest.fixture
+def once(cls, machine, loaded):
+    """`once(over_devices, "llama")`: loaded once for the tests of a module, not to be changed."""
+
+    def load(method, *args, **options):
+        key = cls, args, repr(options)
+        if key not in loaded:
+            loaded[key] = method(*args, **options)
+        loaded[key].zero_grad()
+        return loaded[key]
+
+    return load

@@ -1,19 +1,15 @@
 """`pipeline_map`: runs that are under way together give what they give one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-import runs_of_users
+import runs_of_users as users
 import torch
 import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
@@ -32,70 +28,51 @@ def batches(tokens):
 
 
 @pytest.fixture
-def model(over_devices):
-    """A new model over four devices."""
-    return over_devices("llama")
+def model(over_devices, once):
+    return once(over_devices, "llama")
 
 
-class Failed(Exception):
-    pass
-
-
-def assert_nothing_is_left(model: Any) -> None:
+def assert_nothing_is_left(model):
     assert not [thread for thread in threading.enumerate() if "pipeline_map" in thread.name]
     for point in model.hook_dict.values():
         assert not point.fwd_hooks
         assert not point.bwd_hooks
 
 
-FORWARDS = (
-    *(runs_of_users.some_of_the_cache, runs_of_users.steered_at_a_block_elsewhere),
-    *(runs_of_users.generated, runs_of_users.with_a_mask),
-)
-WAITING = (runs_of_users.a_number_that_is_waited_for, runs_of_users.a_forward_within_a_hook)
-GRADIENTS = (
-    *(runs_of_users.gradients_of_activations, runs_of_users.gradients_of_weights),
-    runs_of_users.gradients_without_backward,
-)
+FORWARDS = (users.some_of_the_cache, users.steered_at_a_block_elsewhere)
+FORWARDS += (users.generated, users.with_a_mask)
+WAITING = (users.a_number_that_is_waited_for, users.a_forward_within_a_hook)
+GRADIENTS = (users.gradients_of_activations, users.gradients_of_weights)
+GRADIENTS += (users.gradients_without_backward,)
 
 
-@pytest.mark.parametrize("runs", [FORWARDS, WAITING, GRADIENTS])
-def test_results_are_those_of_a_loop_bit_for_bit(model, batches, runs):
+@pytest.mark.parametrize(("runs", "n"), [(FORWARDS, 3), (WAITING, 2), (GRADIENTS, 2)])
+def test_results_are_those_of_a_loop_bit_for_bit(model, batches, runs, n):
     def all_of_them(model, batch):
         return {run.__name__: run(model, batch) for run in runs}
 
-    expected = [all_of_them(model, batch) for batch in batches[:3]]
-
-    assert_bit_equal(list(pipeline_map(model, all_of_them, batches[:3], 2)), expected)
-
+    expected = [all_of_them(model, batch) for batch in batches[:n]]
+    assert_bit_equal(list(pipeline_map(model, all_of_them, batches[:n], 2)), expected)
     assert_nothing_is_left(model)
 
 
 def test_a_run_computes_on_one_device_while_another_is_on_the_next(model, batches):
-    begun = threading.Event()
+    begun, waited = threading.Event(), []
 
     def run(view, number):
-        result = []
+        hooks = [
+            (LAST, lambda activation, hook: waited.append(begun.wait(30))),
+            ("blocks.0.hook_resid_pre", lambda activation, hook: begun.set()),
+        ]
+        view.run_with_hooks(batches[number], fwd_hooks=[hooks[number]])
 
-        def first(activation, hook):
-            if number == 1:
-                begun.set()
-
-        def last(activation, hook):
-            if number == 0:
-                result.append(begun.wait(30))
-
-        hooks = [("blocks.0.hook_resid_pre", first), (LAST, last)]
-        view.run_with_hooks(batches[number], fwd_hooks=hooks)
-        return result[0] if result else None
-
-    assert next(pipeline_map(model, run, [0, 1], max_in_flight=2))
+    next(pipeline_map(model, run, [0, 1], max_in_flight=2))
+    assert waited == [True]
 
 
-def samples_tokens(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model.generate(
-        batch[:1].to(model.cfg.device), max_new_tokens=2, stop_at_eos=False, verbose=False
-    )
+def samples_tokens(model, batch):
+    options = {"max_new_tokens": 2, "stop_at_eos": False, "verbose": False}
+    return model.generate(batch[:1].to(model.cfg.device), **options)
 
 
 def test_random_numbers_are_those_of_a_loop(model, batches):
@@ -108,14 +85,10 @@ def test_random_numbers_are_those_of_a_loop(model, batches):
         return dropped, sampled, torch.rand(3), torch.randn(2, device=model.cfg.device)
 
     torch.manual_seed(3)
-    expected = [run(model, batch) for batch in batches[:3]]
-    left = torch.get_rng_state()
-
+    expected = [run(model, batch) for batch in batches[:3]], torch.get_rng_state()
     torch.manual_seed(3)
-    actual = list(pipeline_map(model, run, batches[:3]))
-
+    actual = list(pipeline_map(model, run, batches[:3])), torch.get_rng_state()
     assert_bit_equal(actual, expected)
-    assert torch.equal(torch.get_rng_state(), left)
 
 
 def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
@@ -129,7 +102,7 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
 
         start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)
         add = lambda activation, hook: activation + start  # noqa: E731
-        hooks: Any = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
+        hooks = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
         with torch.enable_grad(), view.hooks(**hooks):
             return torch.autograd.grad(view(batch).square().mean(), start)
 
@@ -148,7 +121,7 @@ def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(mod
         if number == 0:
             assert begun.wait(30)
             if ends == "by an error":
-                raise Failed
+                raise LookupError
             return
         begun.set()
         torch.rand(1)
@@ -156,7 +129,7 @@ def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(mod
 
     state = torch.get_rng_state()
     results = pipeline_map(model, run, range(5))
-    with pytest.raises(Failed) if ends == "by an error" else contextlib.nullcontext():
+    with pytest.raises(LookupError) if ends == "by an error" else contextlib.nullcontext():
         next(results)
     results.close()
 
@@ -164,7 +137,7 @@ def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(mod
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-STATES: dict[str, Callable[[], Any]] = {
+STATES = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -176,8 +149,8 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
-def what_is_in_force(model: Any, batch: Any) -> Any:
-    def device_of(compute: Callable[[], torch.Tensor]) -> str | None:
+def what_is_in_force(model, batch):
+    def device_of(compute):
         with contextlib.suppress(RuntimeError):
             return str(compute().device)
         return None
@@ -205,21 +178,16 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model):
     assert list(pipeline_map(model, what_is_in_force, [0])) == [outside]
 
 
-@pytest.mark.parametrize(
-    ("error", "raised_as", "max_in_flight"), [(Failed, Failed, 4), (StopIteration, RuntimeError, 1)]
-)
+@pytest.mark.parametrize(("error", "max_in_flight"), [(KeyError, 4), (StopIteration, 1)])
 def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
-    model, batches, error, raised_as, max_in_flight
+    model, batches, error, max_in_flight
 ):
     def run(view, item):
         number, batch = item
 
         def fail(activation, hook):
             if number == 2:
-                try:
-                    raise LookupError("what it came from")
-                except LookupError:
-                    raise error  # noqa: B904
+                raise error from LookupError("what it came from")
 
         view.run_with_hooks(batch, fwd_hooks=[(LAST, fail)])
         return number
@@ -227,7 +195,7 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     results = pipeline_map(model, run, enumerate(batches), max_in_flight)
 
     assert list(itertools.islice(results, 2)) == [0, 1]
-    with pytest.raises(raised_as) as raised:
+    with pytest.raises(RuntimeError if error is StopIteration else error) as raised:
         next(results)
     shown = "".join(traceback.format_exception(raised.value))
     for part in ("run of item 2", "what it came from", error.__name__):
@@ -246,16 +214,15 @@ def test_of_an_endless_iterator_no_more_is_read_than_needed(model, batches):
 
     results = pipeline_map(model, logits, endless(), max_in_flight=3)
     assert not read
-    next(results)
-    assert len(read) == 4
-    next(results)
-    assert len(read) == 5
+    for n_read in (4, 5):
+        next(results)
+        assert len(read) == n_read
     results.close()
     assert len(read) == 5
     assert_nothing_is_left(model)
 
 
-@pytest.mark.parametrize(("error", "n_fetched"), [(Failed, 2), (KeyboardInterrupt, 0)])
+@pytest.mark.parametrize(("error", "n_fetched"), [(LookupError, 2), (KeyboardInterrupt, 0)])
 def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrupt_at_once(
     model, batches, error, n_fetched
 ):
@@ -284,7 +251,7 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batche
                 kept = kept + 0
         return number
 
-    alive: list[Any] = []
+    alive = []
     results = pipeline_map(model, run, range(5), max_in_flight=3)
     assert next(results) == 0
     assert waits.wait(10)
@@ -296,24 +263,22 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batche
     assert not [item for item in alive if item() is not None]
 
 
-CHANGES: dict[str, Callable[[Any, str], Any]] = {
-    "in place": lambda module, name: module._parameters[name].detach().mul_(1),
-    "requires_grad": lambda module, name: module._parameters[name].requires_grad_(False),
-    "replaced": lambda module, name: setattr(
-        module, name, torch.nn.Parameter(module._parameters[name].detach())
-    ),
-}
-
-
 @pytest.mark.parametrize(
     ("changed_by", "how"),
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
-def test_a_weight_that_is_changed_is_refused(model, batches, changed_by, how):
+def test_a_weight_that_is_changed_is_refused(over_devices, batches, changed_by, how):
+    model = over_devices("llama")
+
     def change(model):
-        (full_name, _), *_ = model.blocks[2].named_parameters()
-        path, _, name = full_name.rpartition(".")
-        CHANGES[how](model.blocks[2].get_submodule(path), name)
+        module = next(module for module in model.blocks[2].modules() if module._parameters)
+        name, weight = next(iter(module._parameters.items()))
+        if how == "in place":
+            weight.detach().mul_(1)
+        elif how == "requires_grad":
+            weight.requires_grad_(False)
+        else:
+            setattr(module, name, torch.nn.Parameter(weight.detach()))
 
     def run(view, batch):
         view(batch)
@@ -324,11 +289,11 @@ def test_a_weight_that_is_changed_is_refused(model, batches, changed_by, how):
         [change(model) for _ in pipeline_map(model, run, batches)]
 
 
-def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+def double(activation, hook):
     return activation * 2
 
 
-USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+USES = {
     "forward": logits,
     "run_with_hooks": lambda model, batch: model.run_with_hooks(batch, fwd_hooks=[(LAST, double)]),
     "run_with_cache": lambda model, batch: model.run_with_cache(batch),
@@ -342,56 +307,48 @@ USES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("max_in_flight", [1, 3])
 def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(model, batches, max_in_flight):
-    def refusal(use):
-        def run(view, batch):
+    tokenizer = model.tokenizer
+    for use in USES.values():
+
+        def run(view, batch, use=use):
             with view.hooks(fwd_hooks=[(LAST, double)]):
                 return model.cfg.d_model, model.blocks[0].attn.W_Q, use(model, batch)
 
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(RuntimeError, match="the model itself: use the first argument of `run`"):
             list(pipeline_map(model, run, batches, max_in_flight))
         assert_nothing_is_left(model)
-        return str(raised.value)
-
-    tokenizer, says = model.tokenizer, "the model itself: use the first argument of `run`"
-    assert [name for name, use in USES.items() if says not in refusal(use)] == []
-    assert model.tokenizer is tokenizer
-    for use in USES.values():  # of a view
-        list(pipeline_map(model, use, batches[:2], max_in_flight))
+        assert model.tokenizer is tokenizer
+        list(pipeline_map(model, use, batches[:2], max_in_flight))  # of a view
 
 
-def test_a_loop_may_run_and_hook_the_model_itself_between_results(model, batches):
+def test_a_loop_may_run_and_hook_the_model_itself_between_results(over_devices, batches):
+    model = over_devices("llama")
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
     actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
     assert_bit_equal(actual, expected)
-
     with pytest.raises(RuntimeError, match=r"hooks on blocks\.4\..* were added or removed"):
         [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
-    model.reset_hooks()
 
 
 def test_what_makes_no_sense_is_refused_at_once(on_one):
     model = on_one("llama")
     for max_in_flight in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
-            pipeline_map(model, logits, [], max_in_flight)  # type: ignore[arg-type]
+            pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
-        pipeline_map(torch.nn.Linear(2, 2), logits, [])  # type: ignore[arg-type]
+        pipeline_map(torch.nn.Linear(2, 2), logits, [])
     with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
-        pipeline_map(model, [], logits)  # type: ignore[arg-type, misc]
+        pipeline_map(model, [], logits)
 
 
-def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys):
-    shows, model = hf_logging.is_progress_bar_enabled(), on_one("llama")
-    hf_logging.enable_progress_bar()
-    shown = []
+def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys, monkeypatch):
+    model = on_one("llama")
+    monkeypatch.setattr(hf_logging, "_tqdm_active", True)
     for max_in_flight in (1, 2):
         list(pipeline_map(model, logits, batches, max_in_flight, progress=True))
-        shown.append(capsys.readouterr().err)
+        assert "4/4" in capsys.readouterr().err
     list(tl_devicefix.sweep(model, batches[0], [[], []], progress=True))
-    if not shows:
-        hf_logging.disable_progress_bar()
-    assert all("4/4" in bar for bar in shown)
     assert "2/2" in capsys.readouterr().err
 
 
@@ -403,8 +360,7 @@ def test_runs_on_one_device(on_one, batches):
 
 
 def test_how_one_run_reads_text_is_seen_by_no_other(model):
-    texts = ["t1 t2", "t3 t4 t5"]
-    reading, has_read = threading.Event(), threading.Event()
+    texts, reading, has_read = ["t1 t2", "t3 t4 t5"], threading.Event(), threading.Event()
 
     def meanwhile(activation, hook):
         reading.set()

@@ -1,11 +1,8 @@
 """`sweep`: what run_with_hooks returns, bit for bit, from the first block that a run changes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
 from unittest import mock
 
 import pandas
@@ -20,25 +17,14 @@ from transformer_lens import patching
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
-Arguments = dict[str, Any]
-Run = list[tuple[Any, Any]]
-
-
-class Count:
-    """How often any block of a model has run."""
-
-    def __init__(self) -> None:
-        self.blocks = 0
-
 
 @contextlib.contextmanager
-def blocks_run(model: Any) -> Iterator[Count]:
-    """Counts within it; with no hook, as one changes what a sweep may skip."""
-    count = Count()
-    cls = type(model.blocks[0])
+def blocks_run(model):
+    """Counts, as `blocks`; with no hook, as one changes what a sweep may skip."""
+    count, cls = SimpleNamespace(blocks=0), type(model.blocks[0])
     own = cls.forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         count.blocks += 1
         return own(self, *args, **kwargs)
 
@@ -46,50 +32,41 @@ def blocks_run(model: Any) -> Iterator[Count]:
         yield count
 
 
-def traces(model: Any) -> list[str]:
+def traces(model):
     """The hook points on which a hook is left, and blocks with a forward of their own."""
     points = [name for name, point in model.hook_dict.items() if point._forward_hooks]
     return points + [str(i) for i, block in enumerate(model.blocks) if "forward" in vars(block)]
 
 
-def halve(activation: torch.Tensor, hook: Any) -> None:
+def halve(activation, hook):
     activation[:, -1] /= 2
 
 
-def at(layer: int) -> Run:
+def at(layer):
     return [(f"blocks.{layer}.hook_resid_pre", halve)]
 
 
-def of_layer_1_and_3(name: str) -> bool:
-    return name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out")
-
-
-RUNS: list[Run] = [
-    [],
-    at(3),
-    at(1),
-    at(4),
-    at(4),
+RUNS = [
+    *([], at(3), at(1), at(4), at(4)),
     [*at(4), ("blocks.2.attn.hook_z", halve)],
     [("hook_embed", halve)],
     [("ln_final.hook_normalized", halve)],
-    [(of_layer_1_and_3, halve)],
+    [(lambda name: name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out"), halve)],
     at(0),
 ]
 
 
-def in_turn(model: Any, tokens: Any, runs: list[Run], **arguments: Any) -> list[Any]:
+def in_turn(model, tokens, runs, **arguments):
     return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
 
 
-def assert_same(actual: Any, expected: Any) -> None:
+def assert_same(actual, expected):
     assert_agrees(actual, expected, tolerance=0)
 
 
 @pytest.fixture
-def model(on_one):
-    """A new model, on one CPU."""
-    return copy.deepcopy(on_one("llama"))
+def model(on_one, once):
+    return copy.deepcopy(once(on_one, "llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +76,8 @@ def no_grad():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_it_yields_what_run_with_hooks_returns(kind, on_one, tokens):
-    model = on_one(kind)
+def test_it_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
+    model = copy.deepcopy(once(on_one, kind))
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
@@ -114,7 +91,7 @@ def test_it_yields_what_run_with_hooks_returns(kind, on_one, tokens):
         {"attention_mask": padded(tokens)},
         {"padding_side": "left"},
     ):
-        inputs: Any = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
+        inputs = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
         expected = in_turn(model, inputs, RUNS[:5], **arguments)
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
@@ -148,31 +125,21 @@ class Probe(nn.Module):
     """One of the user's: it may do anything."""
 
 
-def own_forward(module: Any) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
-
-    vars(module)["forward"] = forward
+def own_forward(module):
+    vars(module)["forward"] = lambda *args, **kw: type(module).forward(module, *args, **kw)
 
 
-def leave(*args: Any, **kwargs: Any) -> None:
+def leave(*args, **kwargs):
     """A hook of PyTorch's, or of a hook point, that changes nothing."""
 
 
-def of_first_block(name: str) -> bool:
-    return name == "blocks.0.hook_mlp_out"
-
-
-CASES: dict[str, Callable[[Any], Any]] = {
-    "a hook of the run on the first block": lambda model: [(of_first_block, halve)],
+FIRST = "blocks.0.hook_mlp_out"
+CASES = {
+    "a hook of the run on the first block": lambda model: [(lambda name: name == FIRST, halve)],
     "a hook of the run on the embedding": lambda model: [("hook_embed", halve)],
-    "a permanent hook on the first block": lambda model: model.add_perma_hook(
-        "blocks.0.hook_mlp_out", leave
-    ),
+    "a permanent hook on the first block": lambda model: model.add_perma_hook(FIRST, leave),
     "a permanent hook on the embedding": lambda model: model.add_perma_hook("hook_embed", leave),
-    "PyTorch's hook in the first block": lambda model: model.blocks[0].attn.register_forward_hook(
-        leave
-    ),
+    "PyTorch's hook": lambda model: model.blocks[0].attn.register_forward_hook(leave),
     "PyTorch's backward hook": lambda model: model.blocks[0].register_full_backward_hook(leave),
     "PyTorch's hook on all modules": lambda model: (
         nn.modules.module.register_module_forward_pre_hook(leave)
@@ -209,10 +176,10 @@ def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(model, to
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_a_bridge_starts_at_the_first_block(why, cls, on_one, tokens):
+def test_a_bridge_starts_at_the_first_block(why, cls, on_one, once, tokens):
     if cls != BRIDGE:
         pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
-    model = on_one("gpt2")
+    model = copy.deepcopy(once(on_one, "gpt2"))
     if why == "in training mode":
         model.train()
     else:
@@ -249,9 +216,8 @@ def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_r
     next(results)
     if changed_by == "the caller":
         change()
-    with pytest.raises(
-        RuntimeError, match=r"blocks\.0\..* was changed between two runs of a sweep"
-    ):
+    refused = r"blocks\.0\..* was changed between two runs of a sweep"
+    with pytest.raises(RuntimeError, match=refused):
         next(results)
 
     runs = [at(0), at(4)]  # of which the second alone has a stream
@@ -261,18 +227,17 @@ def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_r
     assert_same(next(results), in_turn(model, tokens, runs)[1])
 
 
-ARGUMENTS: dict[str, Arguments] = {
+ARGUMENTS = {
     r"^sweep\(\) takes no fwd_hooks": {"fwd_hooks": []},
-    r"^sweep\(\) takes no bwd_hooks": {"bwd_hooks": []},
     r"^sweep\(\) takes no reset_hooks_end": {"reset_hooks_end": []},
     r"^sweep\(\) has no argument 'progres'.* mean 'progress'": {"progres": True},
 }
-OF_HOOKED: dict[str, Arguments] = {  # a Bridge passes them on to transformers
+OF_HOOKED = {  # a Bridge passes them on to transformers
     r"no argument 'stop_at'; did you mean 'stop_at_layer'": {"stop_at": 3},
     r"^sweep\(\) has no argument 'remove_batch_dim'": {"remove_batch_dim": True},
 }
 MLP_OUT = "blocks.3.hook_mlp_out"
-WITHOUT_HOOKS: dict[str, Any] = {
+WITHOUT_HOOKS = {
     r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
     rf"a list of \(name, hook\), but has '{MLP_OUT}'": (MLP_OUT, print),
     rf"'{MLP_OUT}' for the hook: give the name": [(print, MLP_OUT)],
@@ -290,27 +255,20 @@ def test_what_makes_no_sense_is_refused(cls, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-# --------------------------------------------------------------------------------------------
-# `transformer_lens.patching` by way of `sweep`: the same results, of fewer blocks. Each of its
-# functions is called in tests/surface.
-
-SETTER = patching.layer_pos_patch_setter
-in_4 = pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
+# `transformer_lens.patching` by way of `sweep`: each of its functions is called in tests/surface.
 
 
-def metric(logits: torch.Tensor) -> torch.Tensor:
+def metric(logits):
     return logits[0, -1, 5] - logits[0, -1, 7]
 
 
-def patch(
-    function: str, model: Any, tokens: torch.Tensor, metric: Any = metric, **arguments: Any
-) -> Any:
+def patch(function, model, tokens, metric=metric, **arguments):
     """Patch into what the model does with tokens what it does with others."""
     clean = model.run_with_cache(tokens + 1)[1]
     return getattr(patching, function)(model, tokens, clean, metric, **arguments)
 
 
-def unpatched(*args: Any, **arguments: Any) -> Any:
+def unpatched(*args, **arguments):
     with tl_devicefix.disabled():
         return patch(*args, **arguments)
 
@@ -323,20 +281,18 @@ def few(tokens):
 
 def test_a_table_of_indices(model, few):
     rows = pandas.DataFrame([(4, 1), (0, 0), (3, 1)], columns=["layer", "pos"])
-    arguments = {"patch_setter": SETTER, "activation_name": "resid_pre", "index_df": rows}
+    arguments = {"patch_setter": patching.layer_pos_patch_setter, "index_df": rows}
+    arguments["activation_name"] = "resid_pre"
     expected = unpatched("generic_activation_patch", model, few, **arguments)
     actual = patch("generic_activation_patch", model, few, **arguments, return_index_df=True)
     assert torch.equal(actual[0], expected)
     assert actual[1] is rows
 
 
-@in_4
+@pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
 def test_several_metrics_for_each_example_and_a_baseline(model, tokens):
-    def metric(logits):
-        return logits[:, -1, 5]
-
     few = tokens[:, :2]
-    metrics = {"one": metric, "two": lambda logits: -metric(logits)}
+    metrics = {"one": lambda logits: logits[:, -1, 5], "two": lambda logits: -logits[:, -1, 5]}
     arguments = {"metric": metrics, "reduce": "none", "baseline": True}
     expected = unpatched("get_act_patch_mlp_out", model, few, **arguments)
     actual = patch("get_act_patch_mlp_out", model, few, **arguments)
@@ -374,13 +330,7 @@ def test_a_metric_may_run_and_hook_the_model(model, few):
 
 
 def test_a_model_of_neither_class_is_left_to_transformer_lens(model, few):
-    class Wrapped:
-        """A user's own, with what the loop takes of a model."""
-
-        def __init__(self, model):
-            self.cfg = model.cfg
-            self.run_with_hooks = model.run_with_hooks
-
     clean = model.run_with_cache(few + 1)[1]
-    actual = patching.get_act_patch_resid_pre(Wrapped(model), few, clean, metric)
+    wrapped = SimpleNamespace(cfg=model.cfg, run_with_hooks=model.run_with_hooks)
+    actual = patching.get_act_patch_resid_pre(wrapped, few, clean, metric)
     assert torch.equal(actual, unpatched("get_act_patch_resid_pre", model, few))

@@ -1,12 +1,8 @@
 """A race detector: simulated devices that run behind the host, as real ones do.
 
-On a GPU, a call returns before its operation is done, and streams run in parallel. Code that
-forgets to wait works nearly always. Within `asynchronous(n)`, `torch.get_device_module("sim")` has
-CUDA's streams and events, and two uses of memory that nothing orders raise a `RaceError`, in every
-run: the order that the code guarantees is checked, not the one that happened.
-
-`machine` enters such devices, `executor` launches operations, `ordering` finds races, `streams`
-has what torch code sees.
+Within `asynchronous(n)`, `torch.get_device_module("sim")` has CUDA's streams and events, and two
+uses of memory that nothing orders raise a `RaceError`, in every run: the order that the code
+guarantees is checked, not the one that happened.
 
 Not found: changes of pinned memory behind torch's back (numpy, files), or by other threads than the
 one that entered; races between Python's threads, which count as one host. A backward runs on the

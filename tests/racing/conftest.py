@@ -1,7 +1,5 @@
 """Models over devices that run behind the host, open for a whole module."""
 
-from __future__ import annotations
-
 import pytest
 from spread_of_either_class import *  # noqa: F403
 

@@ -1,8 +1,7 @@
 """Launches operations on streams of devices, behind the host.
 
-The CPU computes each of them at once; but it is done when somebody has waited for it, and whoever
-uses its result earlier has a race. Memory without values yet is poisoned: all bits are 1, which is
-NaN, or -1.
+The CPU computes each at once, but it is done when somebody has waited for it. Memory without values
+yet is poisoned: all bits are 1, which is NaN, or -1.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ class RacingExecutor(Executor):
         return memory
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int | None) -> Any:
-        """Launch an operation on a device's current stream, and compute it.
-
-        The host waits if the result, or its shape, depends on values.
-        """
+        """Launch an operation on a device's current stream; wait if it depends on values."""
         if func is aten.copy_.default:
-            return self._copy(device, *args)
+            target, source, *rest = args
+            self._launch_copy(target, source, device, _device_of(source), *rest)
+            return target
         if func is aten._to_copy.default and device != (of := _device_of(args[0])):
             return self._convert(device, of, *args, **kwargs)
         if _is_view(func):
@@ -103,23 +101,13 @@ class RacingExecutor(Executor):
         self._launch_copy(copied, source, to, of, non_blocking, has_values=True)
         return copied
 
-    def _copy(
-        self,
-        to: int | None,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        non_blocking: bool = False,
-    ) -> torch.Tensor:
-        self._launch_copy(target, source, to, _device_of(source), non_blocking)
-        return target
-
     def _launch_copy(
         self,
         target: torch.Tensor,
         source: torch.Tensor,
         to: int | None,
         of: int | None,
-        non_blocking: bool,
+        non_blocking: bool = False,
         has_values: bool = False,
     ) -> None:
         """Copy between two devices, or the host (None) and one, as CUDA does.
@@ -179,9 +167,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-# Memory
-
-
 class _Held:
     """On a storage: who uses its memory, which is freed with it."""
 
@@ -222,8 +207,7 @@ def _device_of(tensor: torch.Tensor) -> int | None:
 
 def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, without values."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    storage.fill_(0xFF)
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
     return tensor
 
 
@@ -234,12 +218,10 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-    """Stand in for `Tensor.is_pinned`."""
     return tensor.device.type == "cpu" and memory_of(tensor) is not None
 
 
 def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """Stand in for `Tensor.pin_memory`."""
     return tensor if is_pinned(tensor) else pinned(tensor.clone())
 
 
@@ -253,7 +235,6 @@ class WatchingHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at the tensors of the host, and run ``func``."""
         kwargs = kwargs or {}
         if not func.is_view:
             tensors = tensors_in((args, tuple(kwargs.values())))

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,15 +27,10 @@ HOST: StreamKey = (-1, 0)
 
 
 class RaceError(Exception):
-    """Two operations use a memory, and nothing orders them.
-
-    It is no RuntimeError, so that code which handles errors of torch leaves it alone.
-    """
+    """Nothing orders two uses of a memory. No RuntimeError, which code for torch's may handle."""
 
 
 class Operation(NamedTuple):
-    """An operation as errors name it."""
-
     name: str
     where: StreamKey
     line: str
@@ -50,7 +44,7 @@ class Operation(NamedTuple):
 def line() -> str:
     """The line that the test is at."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and not Path(frame.f_code.co_filename).name.startswith("test_"):
+    while frame.f_back is not None and "/test_" not in frame.f_code.co_filename:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -69,20 +63,14 @@ class Access(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """Who used the bytes of one storage: the last write, and since then reads, and copies of it.
-
-    Attributes:
-        torn: why its values are not to be read, if its copy's source was changed meanwhile.
-        allocated: the operation that took it, on whose stream it is freed; None if it is pinned.
-        is_recorded: whether `record_stream` was called for another stream.
-    """
+    """Who used the bytes of one storage: the last write, and since then reads, and copies of it."""
 
     written: Access | None = None
     reads: dict[StreamKey, Access] = field(default_factory=dict)
     copies: list[Access] = field(default_factory=list)
-    torn: str = ""
-    allocated: Operation | None = None
-    is_recorded: bool = False
+    torn: str = ""  # why its values are not to be read: its copy's source was changed meanwhile
+    allocated: Operation | None = None  # what took it, on whose stream it is freed; not if pinned
+    is_recorded: bool = False  # by `record_stream`, for another stream
 
     def unordered(self, clock: Clock, writes: bool) -> Access | None:
         """A use that is not ordered before a write, or a read, with this clock."""
@@ -107,11 +95,7 @@ class Memory:
             self.reads[access.operation.where] = access
 
     def check(self, operation: Operation, clock: Clock, writes: bool) -> None:
-        """Raise if nothing orders an operation after who used this before.
-
-        Raises:
-            RaceError: if so.
-        """
+        """Raise if nothing orders an operation after who used this before."""
         other = self.unordered(clock, writes)
         if other is not None:
             raise_or_keep(_race(operation, writes, other, wrote=other is self.written))
@@ -121,20 +105,18 @@ class Memory:
     def tear(self, operation: Operation, clock: Clock) -> bool:
         """Whether a write of the host changes only what is being copied to where none reads it yet.
 
-        Who has sent for it may see that it has been changed, and send for it again.
+        Who has sent for it may then send for it again.
         """
         if any(not read.is_before(clock) for read in self.reads.values()):
             return False
         copies = [copy for copy in self.copies if not copy.is_before(clock)]
-        for copy in copies:
-            target = copy.copied_to
-            assert target is not None
+        targets = [copy.copied_to for copy in copies if copy.copied_to is not None]
+        for copy, target in zip(copies, targets):
             is_last = target.written is not None and target.written.operation is copy.operation
             if not is_last or target.reads or target.copies:
                 return False
-        for copy in copies:
-            assert copy.copied_to is not None
-            copy.copied_to.torn = str(_race(operation, True, copy, wrote=False))
+        for copy, target in zip(copies, targets):
+            target.torn = str(_race(operation, True, copy, wrote=False))
         return bool(copies)
 
 
@@ -183,10 +165,7 @@ class Launcher:
         return device, vars(self._current).get(str(device), 0)
 
     def set_current(self, stream: StreamKey) -> None:
-        """Launch operations on another stream of its device from now on, in this thread."""
         vars(self._current)[str(stream[0])] = stream[1]
-
-    # Waiting
 
     def record(self, stream: StreamKey) -> Clock:
         """How far a stream has got."""
@@ -201,16 +180,14 @@ class Launcher:
             _advance(self.clock_of(stream), after)
 
     def wait(self, after: Clock) -> None:
-        """Have the host wait for a stream to get as far as was recorded, and raise what failed.
-
-        Raises:
-            RaceError: if memory was freed too early.
-        """
+        """Have the host wait for a stream to get as far as was recorded, and raise what failed."""
         self._free()
         with self.lock:
             _advance(self._host, after)
             self.arrive(after)
-        self.raise_errors()
+            error, self._error = self._error, None  # of any thread's operations
+        if error is not None:
+            raise_or_keep(error)
 
     def has_waited(self, after: Clock) -> bool:
         """Whether the host is ordered after what was recorded."""
@@ -222,15 +199,6 @@ class Launcher:
             if stream != HOST and device in (None, stream[0]):
                 self.wait(self.record(stream))
 
-    def raise_errors(self) -> None:
-        """Raise the first failure since the last time, of any thread's operations."""
-        with self.lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise_or_keep(error)
-
-    # Launching
-
     def launch(
         self,
         name: str,
@@ -239,11 +207,7 @@ class Launcher:
         writes: Sequence[Memory] = (),
         is_copy: bool = False,
     ) -> Access:
-        """Check the memory that an operation uses, and put it at the end of a stream.
-
-        Raises:
-            RaceError: if nothing orders it after who used the memory before.
-        """
+        """Check the memory that an operation uses, and put it at the end of a stream."""
         self._free()
         with self.lock:
             operation = Operation(name, stream, line())
@@ -309,11 +273,6 @@ class Launcher:
                         self._arriving.append((stream, number, copy))
 
     def host_uses(self, name: str, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:
-        """Check that the host's own reads and writes are ordered.
-
-        Raises:
-            RaceError: if an operation on a device may still use the memory.
-        """
         with self.lock:
             operation, clock = Operation(name, HOST, line()), self._host
             access = Access(operation, clock[HOST])

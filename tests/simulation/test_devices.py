@@ -1,11 +1,9 @@
 """The simulated devices as torch code sees them: placement, errors, numbers, entering, leaving."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import io
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +11,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tl_devicefix.simulation import simulate
-
-
-@pytest.fixture
-def machine():
-    with simulate(4) as machine:
-        yield machine
 
 
 def test_tensors_pass_for_tensors_whose_values_come_back_to_python(machine):
@@ -56,8 +48,7 @@ def test_a_module_that_is_moved_or_copied_keeps_its_parameters_their_ties_and_th
     machine,
 ):
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    tied[1].weight = tied[0].weight
-    weight = tied[0].weight
+    weight = tied[1].weight = tied[0].weight
     weight.label = "mine"
     graph = tied(torch.ones(1, 2))  # A live graph must not keep a module from moving.
     graph.sum().backward()
@@ -129,14 +120,9 @@ def changeable_state():
 
 def test_leaving_restores_torch_even_after_an_error():
     before = changeable_state()
-
-    def fail_inside():
-        with simulate(2):
-            assert changeable_state() != before
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail_inside()
+    with contextlib.suppress(KeyError), simulate(2):
+        assert changeable_state() != before
+        raise KeyError
     assert changeable_state() == before
     with simulate(1):
         assert torch.zeros(1, device="sim:0").device.index == 0
@@ -146,15 +132,9 @@ def test_leaving_restores_torch_even_after_an_error():
 def test_an_untested_torch_is_refused(monkeypatch):
     for version in ("2.9.1", "2.16.0+cpu"):
         monkeypatch.setattr(torch, "__version__", version)
-        sentence = re.escape(
-            f"needs torch 2.10 to 2.15, whose private parts it uses, but this is torch {version}: "
-        )
-        with pytest.raises(RuntimeError, match=sentence), simulate(2):
+        sentence = f"2.10 to 2.15, whose private parts it uses, but this is torch {version}: "
+        with pytest.raises(RuntimeError, match=re.escape(sentence)), simulate(2):
             pass
-
-
-# --------------------------------------------------------------------------------------------
-# Tensors that are kept after `simulate` is left: read as any, and not computed with.
 
 
 @pytest.fixture
@@ -165,7 +145,7 @@ def kept():
         return x * 2, torch.arange(3, device="sim:0")
 
 
-def test_they_can_be_read(kept):
+def test_tensors_can_be_read_after_the_machine_has_been_left(kept):
     x, n = kept
     assert x.cpu().tolist() == [0, 2, 4, 6]
     assert x.data.to("cpu", torch.float64).tolist() == [0, 2, 4, 6]
@@ -191,10 +171,6 @@ def test_they_are_not_computed_with_and_another_machine_takes_a_copy(kept):
         assert (other + x.detach().cpu().to("sim:1")).tolist() == [1, 3, 5, 7]
     with pytest.raises(RuntimeError, match="no sim device here"):
         torch.ones(2, device="sim:1")
-
-
-# --------------------------------------------------------------------------------------------
-# Placement, errors, numbers
 
 
 FACTORIES = {
@@ -241,11 +217,9 @@ def test_mixed_devices_raise_the_error_of_torch(machine, operation, other):
 def test_cpu_scalars_mix_elementwise_only(machine):
     x, scalar = torch.ones(2, 2, device="sim:1"), torch.tensor(2.0)
     assert (scalar * x).device == x.masked_fill(x > 0, scalar).device == x.device
-    for mix, other in (
-        (lambda: F.embedding(torch.tensor(1), x), "cpu"),
-        (lambda: scalar.add_(x.sum()), "cpu"),
-        (lambda: x + scalar.to("sim:0"), "sim:0"),
-    ):
+    embed, add_to_scalar = lambda: F.embedding(torch.tensor(1), x), lambda: scalar.add_(x.sum())
+    add = lambda: x + scalar.to("sim:0")  # noqa: E731
+    for mix, other in ((embed, "cpu"), (add_to_scalar, "cpu"), (add, "sim:0")):
         with pytest.raises(RuntimeError, match=f"found at least two devices, sim:1 and {other}!"):
             mix()
 
@@ -314,30 +288,25 @@ def test_senseless_sizes_are_refused(arguments, message):
         pass
 
 
-# --------------------------------------------------------------------------------------------
-# A backward that fails raises; torch alone would end the process.
+def raising(error):
+    def hook(gradient):
+        raise error
 
-
-def raise_mine(*_: Any) -> None:
-    raise ValueError("mine")
-
-
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+    return hook
 
 
 class FailingBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient + torch.ones(3, device="sim:1")
 
 
-def hooked(hook: Any) -> Any:
-    def differentiate(x: torch.Tensor) -> None:
+def hooked(hook):
+    def differentiate(x):
         y = x * 2
         y.register_hook(hook)
         y.sum().backward()
@@ -345,13 +314,13 @@ def hooked(hook: Any) -> Any:
     return differentiate
 
 
-def recomputed(x: torch.Tensor) -> None:
+def recomputed(x):
     others = [x, torch.ones(3, device="sim:1")]
     product = checkpoint(lambda x: x.sin() * others.pop(0), x, use_reentrant=False)
     product.sum().backward()
 
 
-def without_room(x: torch.Tensor) -> None:
+def without_room(x):
     y = (torch.ones(1 << 20, device="sim:0") * x[0]).exp()
     y.backward(torch.ones(1, device="sim:0").expand(1 << 20))
 
@@ -359,21 +328,18 @@ def without_room(x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("differentiate", "error", "message"),
     [
-        (hooked(raise_mine), ValueError, "mine"),
-        (hooked(interrupt), KeyboardInterrupt, "^$"),
+        (hooked(raising(ValueError("mine"))), ValueError, "mine"),
+        (hooked(raising(KeyboardInterrupt())), KeyboardInterrupt, "^$"),
         (hooked(lambda gradient: gradient.to("sim:1")), RuntimeError, "sim:0 but got sim:1"),
         (hooked(lambda gradient: gradient * torch.ones(3, device="sim:1")), RuntimeError, "same"),
-        (
-            lambda x: (x * 2).backward(torch.ones(3, device="sim:1")),
-            RuntimeError,
-            r"invalid gradient at index 0.*sim:0 but got sim:1",
-        ),
+        (lambda x: (x * 2).backward(torch.ones(3, device="sim:1")), RuntimeError, "invalid grad"),
         (lambda x: FailingBackward.apply(x).sum().backward(), RuntimeError, "same device"),
         (recomputed, RuntimeError, "same device"),
         (without_room, torch.OutOfMemoryError, "Tried to allocate"),
     ],
 )
 def test_a_backward_that_fails_raises(differentiate, error, message):
+    """Torch alone would end the process."""
     with simulate(2, memory="10MiB"), pytest.raises(error, match=message):
         differentiate(torch.ones(3, device="sim:0", requires_grad=True))
 

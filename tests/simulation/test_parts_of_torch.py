@@ -1,15 +1,11 @@
-"""What torch has beside plain tensors and gradients, and what libraries, scripts and threads do."""
-
-from __future__ import annotations
+"""What torch has beside plain tensors and gradients, and what scripts and threads do."""
 
 import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -23,17 +19,7 @@ from tl_devicefix.simulation.backend import DeviceModule
 ROOT = Path(tl_devicefix.__file__).parents[1]
 
 
-@pytest.fixture
-def machine():
-    with tl_devicefix.simulate(2) as machine:
-        yield machine
-
-
-def dense() -> torch.Tensor:
-    return torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
-
-
-MADE_OF_SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+MADE_OF_SCALARS = {
     "tensor, nested": lambda x, y: torch.tensor([[x[1]], (y[2],)], device="sim:0"),
     "tensor, of one element each": lambda x, y: torch.tensor([x[1:2], y[2:]], device="sim:1"),
     "as_tensor": lambda x, y: torch.as_tensor([x[1], y[2]], dtype=torch.float64),
@@ -47,26 +33,25 @@ MADE_OF_SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 def test_data_may_have_scalars_of_devices_in_it(made, values):
     with tl_devicefix.simulate(2, values=values):
         x, y = (torch.arange(3.0).to(f"sim:{index}") * 2 for index in range(2))
-
         tensor = MADE_OF_SCALARS[made](x, y)
-
         if values:
             assert tensor.flatten().tolist() == [2, 4]
         assert tensor.numel() == 2
 
 
 def test_sparse_tensors_compute_and_move(machine):
-    sparse = dense().to("sim:1").to_sparse()
+    dense = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
+    sparse = dense.to("sim:1").to_sparse()
 
     assert machine.memory_allocated("sim:1") == 3 * 4 + 6 * 8
     assert (sparse.device, sparse._nnz()) == (torch.device("sim:1"), 3)
     product = sparse @ torch.ones(3, 2, device="sim:1")
     assert product.device == sparse.device
-    assert torch.equal(product.cpu(), dense() @ torch.ones(3, 2))
+    assert torch.equal(product.cpu(), dense @ torch.ones(3, 2))
     machine.reset_transfers()
     for moved in (sparse.to("sim:0"), sparse.cpu(), copy.deepcopy(sparse)):
         assert moved.layout == sparse.layout
-        assert torch.equal(moved.to_dense().cpu(), dense())
+        assert torch.equal(moved.to_dense().cpu(), dense)
     assert [transfer.bytes for transfer in machine.transfers] == [60, 60, 24, 24]
 
 
@@ -95,13 +80,12 @@ def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch):
     def note(_unit):
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
 
-    seen: list[Any] = []
+    seen = []
     with tl_devicefix.simulate(2) as machine:
         monkeypatch.delattr(DeviceModule, "get_amp_supported_dtype")
         each_on_its_device(note, [0, 1], machine.devices)
         with torch.autocast("cpu", torch.float16):
             each_on_its_device(note, [0, 1], machine.devices)
-
     assert [enabled for enabled, _ in seen] == [False, False, True, True]
     assert seen[-1][1] == torch.float16
 
@@ -154,20 +138,16 @@ def test_an_interrupt_waits_for_a_backward_and_a_script_may_end_within_simulate(
     assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too
 
 
-@pytest.mark.parametrize("call", ["backward", "grad"])
-def test_a_backward_may_be_called_in_any_thread(machine, call):
+def test_a_backward_may_be_called_in_any_thread(machine):
     weight = torch.full((3,), 5.0, device="sim:1", requires_grad=True)
     other = torch.full((3,), 7.0, device="sim:0", requires_grad=True)
 
     def differentiate():
+        ((weight * 2).to(other.device) * other).sum().backward()
         loss = ((weight * 2).to(other.device) * other).sum()
-        if call == "grad":
-            return list(torch.autograd.grad(loss, [weight, other]))
-        loss.backward()
-        return [weight.grad, other.grad]
+        return [weight.grad, other.grad], torch.autograd.grad(loss, [weight, other])
 
     with ThreadPoolExecutor(1) as pool:
-        gradients = pool.submit(differentiate).result()
-
-    assert [gradient.tolist() for gradient in gradients] == [[14.0] * 3, [10.0] * 3]
+        for gradients in pool.submit(differentiate).result():
+            assert [gradient.tolist() for gradient in gradients] == [[14.0] * 3, [10.0] * 3]
     assert torch.autograd.is_multithreading_enabled()  # the caller's setting is as it was

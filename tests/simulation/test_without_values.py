@@ -1,10 +1,5 @@
 """`simulate(..., values=False)`: devices, shapes and sizes, but nothing is computed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import psutil
 import pytest
 import torch
@@ -20,10 +15,8 @@ def machine():
 
 def test_tensors_of_any_size_take_no_memory_of_the_host(machine):
     before = psutil.Process().memory_info().rss
-
     big = torch.zeros(200_000, 400_000, device="sim:1")
     product = big.T @ big[:, :10]
-
     assert product.shape == (400_000, 10)
     assert machine.memory_allocated(1) == 4 * (200_000 * 400_000 + 400_000 * 10)
     assert psutil.Process().memory_info().rss - before < 2**24
@@ -57,7 +50,6 @@ def test_numbers_that_are_read_are_0(machine):
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_takes_what_it_takes_with_values(lie, masked):
     def attend():
-        """Strides of what it gives, and the most that it takes."""
         q = torch.zeros(1, 4, 256, 8, device="sim:0", requires_grad=True)
         k = torch.zeros(1, 2, 256, 8, device="sim:0")
         if lie == "by positions":
@@ -77,17 +69,10 @@ def test_attention_takes_what_it_takes_with_values(lie, masked):
 def test_a_backward(machine):
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.shape == weight.shape
-    assert weight.grad.device == torch.device("sim:1")
+    assert (weight.grad.shape, weight.grad.device) == (weight.shape, torch.device("sim:1"))
 
 
-# --------------------------------------------------------------------------------------------
-# Shapes that were known before
-
-
-X = torch.empty(2, 3, 4)
-OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+OPERATIONS = {
     "to another dtype": lambda x: (x + 1).bfloat16() + 1,
     "laid out otherwise": lambda x: x.transpose(0, 2) + 1,
     "several results": lambda x: x.max(-1),
@@ -100,34 +85,29 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.fixture
 def remembered(monkeypatch):
     """Results of earlier calls: none yet."""
-    fresh: dict[Any, Any] = {}
+    fresh = {}
     monkeypatch.setattr(executor, "_results", fresh)
     return fresh
 
 
-def geometry(result: Any) -> list[Any]:
+def geometry(result):
     tensors = result if isinstance(result, tuple) else (result,)
-    return [
-        (tensor.size(), tensor.stride(), tensor.dtype, tensor.storage_offset())
-        for tensor in tensors
-    ]
+    return [(x.size(), x.stride(), x.dtype, x.storage_offset()) for x in tensors]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_first_and_the_second_call_give_what_a_cpu_gives(name, remembered):
+def test_the_first_and_the_second_call_give_what_a_cpu_gives_in_memory_of_their_own(
+    name, remembered
+):
     operation = OPERATIONS[name]
-    with simulate(1, values=False):
-        x = torch.empty(2, 3, 4, device="sim:0")
-        first, second = operation(x), operation(x)
-        assert geometry(first) == geometry(second) == geometry(operation(X))
-        assert remembered or name == "a part"
-
-
-def test_results_have_memory_of_their_own(remembered):
     with simulate(1, values=False) as machine:
-        x = torch.empty(256, device="sim:0")
-        kept = [x + 1 for _ in range(3)]
-        assert machine.memory_allocated(0) == (1 + len(kept)) * x.nbytes
+        x = torch.empty(2, 3, 4, device="sim:0")
+        held, first = machine.memory_allocated(0), operation(x)
+        n_bytes = machine.memory_allocated(0) - held
+        second = operation(x)
+        assert machine.memory_allocated(0) - held == 2 * n_bytes
+    assert geometry(first) == geometry(second) == geometry(operation(torch.empty(2, 3, 4)))
+    assert (len(remembered) > 1) == bool(n_bytes) == (name != "a part")  # beside `empty`
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
