@@ -18,9 +18,7 @@ if real_devices.TYPE:
     pytest.skip("this is of what real devices do to the tests", allow_module_level=True)
 
 
-def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_test(
-    monkeypatch,
-):
+def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_test(monkeypatch):
     monkeypatch.setattr(real_devices, "TYPE", "sim")
     skipped = pytest.raises(pytest.skip.Exception, match=r"of type 'sim'|simulated devices only")
     with tl_devicefix.simulate(2):

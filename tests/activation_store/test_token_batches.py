@@ -87,9 +87,7 @@ def test_another_shuffle_is_refused(written):
         written.activations(RESID, 7, shuffle="exact")
 
 
-def test_there_is_no_end_of_them_where_epochs_is_none_but_of_the_thread_that_reads(
-    written,
-):
+def test_there_is_no_end_of_them_where_epochs_is_none_but_of_the_thread_that_reads(written):
     batches = written.activations(RESID, 20, epochs=None)
     assert sorted(numbers(itertools.islice(batches, 8)))[:4] == [0, 0, 1, 1]
     with pytest.raises(TypeError, match="do not end"):

@@ -212,12 +212,7 @@ def test_transformer_lens_s_own_models_are_rounded_once(own_models):
 
 @pytest.mark.fails_unpatched
 def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_repository(
-    own_models,
-    hf_models,
-    tokenizer,
-    machine,
-    tmp_path,
-    monkeypatch,
+    own_models, hf_models, tokenizer, machine, tmp_path, monkeypatch
 ):
     name, how = "NeelNanda/GELU_3L512W_C4_Code", {"cache_dir": tmp_path, "revision": "v2"}
     monkeypatch.setitem(OWN, name, {**OWN[name], "tokenizer_name": "someone/tokenizer"})

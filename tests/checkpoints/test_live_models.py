@@ -97,13 +97,7 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_model_and_goes_on_as_before(
-    name,
-    processing,
-    parts_of,
-    load,
-    reference_of,
-    snapshot,
-    tokens,
+    name, processing, parts_of, load, reference_of, snapshot, tokens
 ):
     case = CASES[name]
     of = case.architecture

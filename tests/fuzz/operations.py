@@ -182,10 +182,7 @@ def run_with_hooks(
     trial: Trial, n: N, grad: Grad, point: Point, effect: Effect, backward: Literal[False, True]
 ) -> None:
     hooks = [(point, functools.partial(act, trial, effect))]
-    with (
-        grad_mode(grad),
-        trial.model.hooks(**{"bwd_hooks" if backward else "fwd_hooks": hooks}),
-    ):
+    with grad_mode(grad), trial.model.hooks(**{"bwd_hooks" if backward else "fwd_hooks": hooks}):
         finish(trial, grad, trial.model(tokens(n)))
 
 

@@ -63,8 +63,7 @@ def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"),
-    [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("mixtral", (1,))],
+    ("name", "devices"), [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("mixtral", (1,))]
 )
 def test_an_hf_model_that_is_on_devices_itself_stays_there(
     name, devices, hf_models, from_pretrained, snapshot,

@@ -67,10 +67,7 @@ def test_the_masks_that_old_checkpoints_store_are_ignored(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [
-        ("pythia", "use_parallel_residual", False),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
-    ],
+    [("pythia", "use_parallel_residual", False), ("gpt2", "scale_attn_by_inverse_layer_idx", True)],
 )
 def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
     config = HF_CONFIGS[name]()

@@ -60,9 +60,7 @@ def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once(
     assert changed(once, parts_of_transformer_lens()) == set()
 
 
-def test_what_changes_is_what_report_lists_and_nothing_else(
-    capsys,
-):
+def test_what_changes_is_what_report_lists_and_nothing_else(capsys):
     if importlib.util.find_spec("transformer_lens.model_bridge"):
         importlib.import_module("transformer_lens.model_bridge")
     patched = parts_of_transformer_lens()

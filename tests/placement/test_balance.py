@@ -53,9 +53,7 @@ def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
 @pytest.mark.parametrize("d_vocab", [8, 300])
 @pytest.mark.parametrize(
     "memory",
-    [
-        *((3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2), (7, 7, 7, 8)),
-    ],
+    [*((3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2), (7, 7, 7, 8))],
     ids=str,
 )
 @pytest.mark.parametrize("n_layers", [4, 7, 11])

@@ -87,9 +87,7 @@ def test_the_same_outside():
     assert repr(inside[1]) == repr(outside[1])
 
 
-def test_tensors_of_the_outer_machine_and_another_one_are_refused(
-    outer,
-):
+def test_tensors_of_the_outer_machine_and_another_one_are_refused(outer):
     vector = torch.ones(1, device="sim:0")
     dry = dry_run(NAME, lambda model: forward(model) + vector, 2)
     assert "belong to different simulated machines" in str(dry.error)

@@ -10,15 +10,7 @@ import copy
 import importlib
 import inspect
 import random
-from collections.abc import (
-    Callable,
-    Collection,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Mapping,
-    ValuesView,
-)
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any

@@ -59,12 +59,7 @@ def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(name, machi
     ids=str,
 )
 def test_devices_are_named_as_for_hooked_transformer(
-    options,
-    used,
-    machine,
-    boot,
-    references,
-    tokens,
+    options, used, machine, boot, references, tokens
 ):
     bridge = boot("llama", **options)
 

@@ -27,13 +27,7 @@ def compatibility(compatible: bool) -> str:
 @pytest.mark.parametrize("n_devices", SPREADS)
 @pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
 def test_weights_and_everything_that_is_computed(
-    name,
-    n_devices,
-    compatible,
-    machine,
-    boot,
-    references,
-    tokens,
+    name, n_devices, compatible, machine, boot, references, tokens
 ):
     reference = references(name, compatible=compatible)
     bridge = boot(name, compatible=compatible, n_devices=n_devices)
