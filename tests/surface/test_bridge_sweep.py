@@ -1,7 +1,4 @@
-"""Everything public in the installed TransformerLens gives on n devices what it gives on one.
-
-With a TransformerBridge.
-"""
+"""Everything public of a TransformerBridge gives on n devices what it gives on one."""
 
 from __future__ import annotations
 
@@ -80,7 +77,6 @@ REFUSED_OVER_HOSTS = {
     "training.train": TRAINS,
     "TransformerBridge.original_model": RECORDS,
     "TransformerBridge.hf_generate": RECORDS,
-    "TransformerBridge.hf_generate text": RECORDS,
 }
 
 AS_BOOTED = "llama as booted"
