@@ -107,7 +107,7 @@ def fails_unpatched(test: pytest.Item) -> bool:
 # HookedTransformer is in TransformerLens 3, the newest Bridge in 4. There, all of each is tested;
 # elsewhere, what depends on TransformerLens. `pytest --full` leaves nothing out.
 
-OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_token_batches")
+OF_FILES = ("test_saved_activations_resumed", "test_load_activations")
 """Saved activations, whichever model they are of."""
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
