@@ -1,7 +1,4 @@
-"""`dry_run`: what a job does at full size, without weights and devices.
-
-By a name that is of a HookedTransformer, or with TransformerLens 4 of a Bridge.
-"""
+"""`dry_run` of a name, a HookedTransformer's or with TransformerLens 4 a Bridge's."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers
+from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers, peaks_of
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -22,15 +19,11 @@ LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 @pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
 def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
-    devices = range(n_devices)
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
-        weights = [machine.memory_allocated(index) for index in devices]
-        for index in devices:
-            machine.reset_peak_memory_stats(index)
+        weights = [machine.memory_allocated(index) for index in range(n_devices)]
         machine.reset_transfers()
-        _kept = job(model)
-        peaks = [machine.max_memory_allocated(index) for index in devices]
+        peaks = peaks_of(machine, lambda: job(model))
         transfers = n_transfers(machine.transfers)
 
     dry = dry_run(config, job, n_devices, tokenizer=tokenizer)
@@ -42,12 +35,10 @@ def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
 
 
 def test_a_70b_model_runs_and_caches():
+    @torch.no_grad()
     def job(model):
-        with torch.no_grad():
-            logits, cache = model.run_with_cache(
-                torch.zeros(1, 128, dtype=torch.long),
-                names_filter=lambda name: name.endswith("hook_resid_post"),
-            )
+        tokens, resid = torch.zeros(1, 128, dtype=torch.long), "hook_resid_post"
+        logits, cache = model.run_with_cache(tokens, names_filter=lambda n: n.endswith(resid))
         return logits.shape, cache.stack_activation("resid_post").shape
 
     dry = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16)
@@ -154,10 +145,6 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_package_s_own_l
     assert "only sim:0, sim:1, cpu may be used" in message
 
 
-# --------------------------------------------------------------------------------------------
-# A HookedTransformer's own
-
-
 def order(tensor: torch.Tensor) -> list[int]:
     """The dimensions longer than 1, slowest first."""
     dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
@@ -177,6 +164,24 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name, from_pretrained)
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
 
 
+@torch.no_grad()
+def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
+    tokens, peaks = torch.zeros(1, 512, dtype=torch.long), []
+    hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
+    for hooks in ([], [hook]):
+        dry = dry_run(
+            long_llama,
+            lambda model, hooks=hooks: model.run_with_hooks(
+                tokens.to(model.cfg.device), fwd_hooks=hooks
+            ),
+            attn_implementation="sdpa",
+        )
+        assert dry.runs, dry
+        peaks.append(dry.devices[0].peak - dry.devices[0].weights)
+
+    assert peaks[0] < 4 * 512**2 * 4 < peaks[1]
+
+
 @hooked_s
 def test_a_subclass_and_a_device_map():
     from transformer_lens import HookedTransformer
@@ -188,10 +193,6 @@ def test_a_subclass_and_a_device_map():
 
     assert dry.result is Mine
     assert str(dry.placement.device_of("blocks.3")) == "sim:1"
-
-
-# --------------------------------------------------------------------------------------------
-# A Bridge's own
 
 
 @a_bridge_s

@@ -24,28 +24,23 @@ def test_printing_shows_a_table_and_the_verdict():
 
 
 def test_cached_names_are_whole_and_may_have_spaces_between():
-    job: dict[str, Any] = {"batch_size": 4, "seq_len": 512}
-    sizes = [
-        estimate("gpt2", cache=c, **job).devices[0].peak for c in (None, " resid_post , hook_z")
-    ]
-    assert sizes[1] - sizes[0] == pytest.approx(2 * 12 * 4 * 512 * 768 * 4, rel=0.1)
+    none, some = (
+        estimate("gpt2", cache=cache, batch_size=4, seq_len=512).devices[0].peak
+        for cache in (None, " resid_post , hook_z")
+    )
+    assert some - none == pytest.approx(2 * 12 * 4 * 512 * 768 * 4, rel=0.1)
 
 
 def test_devices_may_be_named_as_where_there_are_gpus():
     result = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
     assert [item.components for item in result.devices][1] == "blocks.3"
-    assert (
-        estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8).devices[0].capacity == 80 * GIB
-    )
+    result = estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8)
+    assert result.devices[0].capacity == 80 * GIB
 
 
 def test_gradients_of_offloaded_blocks_are_on_the_host():
     result = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
     assert result.devices[-1].peak == 2 * result.devices[-1].weights > 0
-
-
-# --------------------------------------------------------------------------------------------
-# What would fit
 
 
 def test_so_many_devices_as_it_says_are_enough():
@@ -73,26 +68,19 @@ def test_what_else_to_try_where_more_devices_do_not_help(options, first):
     assert "offloaded blocks" in advice
 
 
-# --------------------------------------------------------------------------------------------
-# The command line
-
-
-def test_the_command_fails_if_it_does_not_fit(capsys):
-    status = main(["estimate", "gpt2", "--max-memory", "0=430MiB,1=430MiB", "--seq-len", "8"])
-    assert status == 1
+def test_the_command_fails_if_it_does_not_fit_and_gives_json(capsys):
+    command = ["estimate", "gpt2", "--seq-len", "8"]
+    assert main([*command, "--max-memory", "0=430MiB,1=430MiB"]) == 1
     printed = capsys.readouterr().out
     assert "It does not fit: device 0 (home) needs" in printed
     assert printed.rstrip().endswith("SDPA or offloaded blocks.")
 
-
-def test_the_command_gives_json(capsys):
-    command = ["estimate", "gpt2", "--n-devices", "2", "--json", "--seq-len", "8"]
-    main([*command, "--device-map", '{"": 0, "blocks.3": 1}'])
+    main([*command, "--n-devices", "2", "--json", "--device-map", '{"": 0, "blocks.3": 1}'])
     result = json.loads(capsys.readouterr().out)
-    assert result["fits"] is True
-    assert [item["components"] for item in result["devices"]][1] == "blocks.3"
     expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, seq_len=8)
     assert result == json.loads(json.dumps(expected.to_dict()))
+    assert result["fits"] is True
+    assert [item["components"] for item in result["devices"]][1] == "blocks.3"
 
 
 def test_less_is_left_than_a_gpu_needs():

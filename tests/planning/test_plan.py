@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -44,16 +43,17 @@ def bytes_of_components(model: HookedTransformer) -> tuple[dict[str, int], dict[
     return weights, buffers
 
 
-def assert_weighs_as(placement: Any, model: HookedTransformer) -> None:
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *TOYS])
+def test_the_sizes_are_those_of_the_real_model(name, references):
+    if name in TOYS:
+        cfg = TOYS[name](dtype=torch.bfloat16)
+        model = HookedTransformer(cfg)
+    else:
+        model, cfg = references(name), references(name).cfg
     weights, buffers = bytes_of_components(model)
-    for component in placement.components:
+    for component in plan(cfg).components:
         assert component.weights == weights[component.name], component.name
         assert component.buffers == buffers[component.name], component.name
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_sizes_are_those_of_the_real_model(name, references):
-    assert_weighs_as(plan(references(name).cfg), references(name))
 
 
 @pytest.mark.parametrize(("name", "n_devices"), [("gpt2", 1), ("llama", 3), ("gemma-2", 3)])
@@ -74,26 +74,16 @@ def test_a_checkpoint_is_loaded_as_planned_and_like_blocks_share_masks_and_rotar
         present = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         assert model.placement.bytes_on(device) == present
     model.to(model.placement.devices[-1])
-    assert len({id(block.attn.IGNORE) for block in model.blocks}) == len(
-        {block.attn.attn_type for block in model.blocks}
-    )
+    kinds = {block.attn.attn_type for block in model.blocks}
+    assert len({id(block.attn.IGNORE) for block in model.blocks}) == len(kinds)
 
 
-@pytest.mark.parametrize("toy", TOYS)
-def test_the_sizes_of_a_toy_are_those_of_the_real_model(toy):
-    cfg = TOYS[toy](dtype=torch.bfloat16)
-    assert_weighs_as(plan(cfg), HookedTransformer(cfg))
-
-
-@pytest.mark.parametrize("of_config", [False, True])
-def test_dtypes_may_be_named_as_transformer_lens_names_them(of_config, config):
-    model = config() if of_config else "Llama-2-7b"
-    placements = [
-        plan(model, dtype=dtype) for dtype in (torch.bfloat16, "bfloat16", "bf16", "torch.bfloat16")
-    ]
-
-    assert all(placement == placements[0] for placement in placements)
-    assert 2 * placements[0].components[0].weights == plan(model).components[0].weights
+def test_dtypes_may_be_named_as_transformer_lens_names_them(config):
+    for model in (config(), "Llama-2-7b"):
+        expected = plan(model, dtype=torch.bfloat16)
+        assert 2 * expected.components[0].weights == plan(model).components[0].weights
+        for dtype in ("bfloat16", "bf16", "torch.bfloat16"):
+            assert plan(model, dtype=dtype) == expected
 
 
 def test_a_placement_cannot_be_changed(config):

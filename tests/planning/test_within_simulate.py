@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,21 +20,19 @@ def forward(model: Any) -> Any:
     return model(torch.zeros(1, 4, dtype=torch.long))
 
 
-def fail(model: Any) -> Any:
+def fail(model: Any, error: type[BaseException] = KeyError) -> Any:
     forward(model)
-    raise KeyError("of the job")
-
-
-def interrupt(model: Any) -> Any:
-    forward(model)
-    raise KeyboardInterrupt
+    raise error
 
 
 DRY_RUNS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "an estimate with advice": (None, lambda: estimate(NAME, 2, seq_len=4, max_memory="1MiB")),
     "what is refused": (ValueError, lambda: estimate(NAME, 2, batch_size=0)),
     "a job that fails": (None, lambda: dry_run(NAME, fail, 3)),
-    "a job that is interrupted": (KeyboardInterrupt, lambda: dry_run(NAME, interrupt, 2)),
+    "a job that is interrupted": (
+        KeyboardInterrupt,
+        lambda: dry_run(NAME, partial(fail, error=KeyboardInterrupt), 2),
+    ),
     "a dry run in one": (None, lambda: dry_run(NAME, lambda _: dry_run(NAME, forward, 2))),
 }
 
@@ -45,12 +44,10 @@ def outer():
 
 
 def counts(machine: Machine) -> Any:
-    devices = range(len(machine.devices))
+    kinds = (machine.memory_allocated, machine.max_memory_allocated, machine.mem_get_info)
     return (
-        [machine.memory_allocated(i) for i in devices],
-        [machine.max_memory_allocated(i) for i in devices],
+        [kind(i) for kind in kinds for i in range(len(machine.devices))],
         list(machine.transfers),
-        [machine.mem_get_info(i) for i in devices],
         torch.get_device_module("sim").device_count(),
         torch.get_device_module("sim").current_device(),
         meta_config.meta_nonzero_assume_all_nonzero,
