@@ -33,7 +33,7 @@ REFUSED: Rows = [
     (lambda: estimate("gpt2", seq_len=1000, max_new_tokens=100), "are 1100 tokens .* of 1024"),
     (
         lambda: estimated(NAME, n_device=4),
-        r"^estimate has .*'n_device'.*; did you mean 'n_devices'",
+        r"^estimate has .*'n_device'.* mean 'n_devices'\?",
     ),
     (lambda: dry(NAME, n_device=4), r"^dry_run has .*'n_device'.*; did you mean 'n_devices'\?"),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,13 +24,17 @@ def fail(model: Any, error: type[BaseException] = KeyError) -> Any:
     raise error
 
 
+def interrupt(model: Any) -> Any:
+    fail(model, KeyboardInterrupt)
+
+
 DRY_RUNS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "an estimate with advice": (None, lambda: estimate(NAME, 2, seq_len=4, max_memory="1MiB")),
     "what is refused": (ValueError, lambda: estimate(NAME, 2, batch_size=0)),
     "a job that fails": (None, lambda: dry_run(NAME, fail, 3)),
     "a job that is interrupted": (
         KeyboardInterrupt,
-        lambda: dry_run(NAME, partial(fail, error=KeyboardInterrupt), 2),
+        lambda: dry_run(NAME, interrupt, 2),
     ),
     "a dry run in one": (None, lambda: dry_run(NAME, lambda _: dry_run(NAME, forward, 2))),
 }
