@@ -1,7 +1,4 @@
-"""Live Hugging Face models: adapted, quantised or offloaded, and the plain model that each is.
-
-`CASES` says of each how it is made of a plain model, and what it then computes.
-"""
+"""Live Hugging Face models: adapted, quantised or offloaded, and the plain model that each is."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import peft
 import torch
 import transformers
 from architectures import Architecture
-from hf_models import D_VOCAB, N_CTX
+from hf_models import HF_CONFIGS, N_CTX
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -25,31 +22,14 @@ from transformers.pytorch_utils import Conv1D
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([[3, 5, 7, 9]])
 
-_SIZES = {"vocab_size": D_VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-
-
-def _mistral() -> transformers.PretrainedConfig:
-    return transformers.MistralConfig(
-        **_SIZES, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=N_CTX, sliding_window=4,
-    )  # fmt: skip
-
-
-def _gpt2() -> transformers.PretrainedConfig:
-    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": N_CTX, "n_ctx": N_CTX}
-    return transformers.GPT2Config(**_SIZES, **sizes)
-
-
 MISTRAL, GPT2 = "wide mistral", "wide gpt2"
+NAMES = {MISTRAL: "mistralai/Mistral-7B-v0.1", GPT2: "gpt2"}
 WIDE = {
-    MISTRAL: Architecture(MISTRAL, "mistralai/Mistral-7B-v0.1", _mistral, {"n_ctx": N_CTX}),
-    GPT2: Architecture(GPT2, "gpt2", _gpt2),
+    name: Architecture(name, official, HF_CONFIGS[name], {"n_ctx": N_CTX})
+    for name, official in NAMES.items()
 }
-"""Models that bitsandbytes can run: its kernel for CPUs takes multiples of 64. Mistral's layers are
-Linear, GPT-2's are Conv1D, so transposed."""
 
-# --------------------------------------------------------------------------------------------
-# Adapters as training leaves them: with values of their own, the same each time
+# Adapters as training leaves them: with values of their own, the same each time.
 
 Adapt = Callable[[PreTrainedModel], Any]
 """Puts adapters on a model, which is changed by it."""
@@ -152,16 +132,12 @@ NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
 }
 """What PEFT's own merge_and_unload would make another model of, or refuse."""
 
-# --------------------------------------------------------------------------------------------
-# Quantised by bitsandbytes
+# Quantised by bitsandbytes.
 
+_NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 KINDS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4, scales quantised too": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-    },
+    "nf4": _NF4,
+    "nf4, scales quantised too": {**_NF4, "bnb_4bit_use_double_quant": True},
     "int8": {"load_in_8bit": True},
 }
 
@@ -182,12 +158,8 @@ def dequantised(
 ) -> PreTrainedModel:
     """`plain`, which is changed, with the values that the quantised model's weights have.
 
-    A forward on a CPU with AVX512-BF16 packs 4-bit weights anew and rounds their scales.
-
-    Args:
-        hf_model: of which no forward has been run.
-        plain: the model that was quantised.
-        was_run: whether the values are those that the model has after a forward.
+    Of the latter, no forward has been run; `was_run` asks for the values after one, which on a CPU
+    with AVX512-BF16 packs 4-bit weights anew and rounds their scales.
     """
     rounded = False
     if was_run:
@@ -217,8 +189,7 @@ def values(weight: Any, rounded: bool) -> torch.Tensor:
     return functional.dequantize_4bit(weight.data, state)
 
 
-# --------------------------------------------------------------------------------------------
-# Offloaded by accelerate
+# Offloaded by accelerate.
 
 
 def gpt2_device_map(outside: str, first: str, others: str) -> dict[str, str]:
@@ -267,9 +238,6 @@ OFFLOADED: dict[str, tuple[str, Make]] = {
     "disk_offload, buffers too": ("llama", on_disk(offload_buffers=True)),
 }
 
-# --------------------------------------------------------------------------------------------
-# All of them
-
 
 @dataclass(frozen=True)
 class Case:
@@ -294,13 +262,7 @@ def once_disabled(adapt: Adapt) -> Case:
     return Case("llama", lambda parts: disabled(adapt)(parts.model))
 
 
-def quantised(
-    name: str,
-    kind: str,
-    adapt: Adapt | None = None,
-    merge: Adapt | None = None,
-    was_run: bool = False,
-) -> Case:
+def quantised(name: str, kind: str, adapt: Adapt | None = None, was_run: bool = False) -> Case:
     """In a way of `KINDS`, then adapted, if it is, and run, if it was."""
 
     def live(parts: Parts) -> Any:
@@ -313,8 +275,7 @@ def quantised(
 
     def plain(parts: Parts) -> PreTrainedModel:
         plain = dequantised(quantise(parts.checkpoint, kind), parts.model, was_run)
-        merged = merge or adapt
-        return merged(plain).merge_and_unload() if merged else plain
+        return adapt(plain).merge_and_unload() if adapt else plain
 
     return Case(name, live, plain)
 
@@ -330,7 +291,6 @@ CASES: dict[str, Case] = {
     "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
     "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
     "IA3": adapted("llama", IA3),
-    "norms": adapted("llama", adapter(peft.LNTuningConfig(target_modules=["norm"], **CAUSAL))),
     "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
     "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
     "a module to save of an adapter that is not active": adapted(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import sys
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
 from comparison import assert_same_logits, assert_same_model, log_probs
-from hf_models import make_hf_model, save_checkpoint
 from live_models import (
     CASES,
     CAUSAL,
@@ -59,29 +57,13 @@ def reference_of(tokenizer):
     return reference_of
 
 
-@pytest.fixture(scope="session")
-def wide(tokenizer, tmp_path_factory):
-    """`wide("wide gpt2")`: a model of `WIDE`, not to be changed, and its checkpoint."""
-
-    @functools.cache
-    def wide(name):
-        hf_model = make_hf_model(WIDE[name].hf_config())
-        directory = tmp_path_factory.mktemp("checkpoint")
-        return hf_model, save_checkpoint(hf_model, tokenizer, directory)
-
-    return wide
-
-
 @pytest.fixture
-def parts_of(hf_models, checkpoints, wide, tmp_path_factory):
+def parts_of(hf_models, checkpoints, tmp_path_factory):
     """`parts_of("gpt2")`: what a live model is made of, anew each time."""
 
     def parts_of(name, *dtypes):
-        plain, checkpoint = (
-            wide(name) if name in WIDE else (hf_models(name, *dtypes), checkpoints(name))
-        )
         folder = tmp_path_factory.mktemp("offloaded")
-        return Parts(copy.deepcopy(plain), checkpoint, folder)
+        return Parts(copy.deepcopy(hf_models(name, *dtypes)), checkpoints(name), folder)
 
     return parts_of
 
@@ -210,10 +192,6 @@ def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
     assert machine.memory_allocated("sim:1") == share == machine.memory_allocated("sim:0")
 
 
-# --------------------------------------------------------------------------------------------
-# Refusals
-
-
 def without_scales(parts: Parts) -> Any:
     hf_model = CASES["int8 mistral"].live(parts)
     layer = hf_model.model.layers[1].mlp.up_proj
@@ -221,21 +199,15 @@ def without_scales(parts: Parts) -> Any:
     return hf_model
 
 
-def quantised_by(method: str) -> Make:
-    def make(parts: Parts) -> Any:
-        parts.model.config.quantization_config = {"quant_method": method, "bits": 4}
-        return parts.model
-
-    return make
+def quantised_by_gptq(parts: Parts) -> Any:
+    parts.model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    return parts.model
 
 
-def of_a_byte(dtype: torch.dtype) -> Make:
-    def make(parts: Parts) -> Any:
-        layer = parts.model.model.layers[3].mlp.up_proj
-        layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
-        return parts.model
-
-    return make
+def of_a_byte(parts: Parts) -> Any:
+    layer = parts.model.model.layers[3].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return parts.model
 
 
 UNMERGEABLE = ("cannot be merged", "pass the base model")
@@ -259,8 +231,8 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         ("scales are lost", "without offloading"),
     ),
     "8 bits without scales": (MISTRAL, without_scales, ("scales are lost", "load it again")),
-    "gptq": ("qwen2", quantised_by("gptq"), ("gptq", *QUANTISED)),
-    "int8 without a scale": ("qwen2", of_a_byte(torch.int8), ("torch.int8", *QUANTISED)),
+    "gptq": ("qwen2", quantised_by_gptq, ("gptq", *QUANTISED)),
+    "int8 without a scale": ("qwen2", of_a_byte, ("torch.int8", *QUANTISED)),
 }
 
 
@@ -272,21 +244,9 @@ def test_what_has_no_plain_weights_is_refused(case, parts_of, load, refused):
         load(name, hf_model)
 
 
-@pytest.fixture
-def without_library(monkeypatch):
-    """`without_library("peft")`: as if it were not installed; what is in use of it goes on."""
-
-    def without_library(name):
-        for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == name]:
+def test_a_plain_model_needs_no_optional_library(hf_models, load, references, monkeypatch, tokens):
+    for library in ("peft", "bitsandbytes"):  # what is in use of them goes on
+        for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == library]:
             monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setitem(sys.modules, name, None)
-
-    return without_library
-
-
-def test_a_plain_model_needs_no_optional_library(
-    hf_models, load, references, without_library, tokens
-):
-    for library in ("peft", "bitsandbytes"):
-        without_library(library)
+        monkeypatch.setitem(sys.modules, library, None)
     assert_same_logits(load("llama", hf_models("llama")), references("llama"), tokens)
