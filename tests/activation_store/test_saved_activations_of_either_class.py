@@ -24,8 +24,6 @@ from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
 
 RESID = "blocks.3.hook_resid_post"
-SHARD_SIZE = 100_000
-"""Bytes, so that there are several shards of all activations of the tiny models."""
 
 
 def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
@@ -58,9 +56,8 @@ def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
         in_memory = [cache[name].cpu() for cache in expected]
         assert_bit_equal(result[name][:], torch.cat(in_memory))
     assert torch.equal(result.tokens[:], torch.cat(batches))
-    assert not [
-        t for t in threading.enumerate() if t.name.startswith(("activations", "pipeline_map"))
-    ]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("activations", "pipeline_map"))]
 
 
 METHODS: dict[str, Callable[[ActivationCache], Any]] = {
@@ -78,20 +75,16 @@ METHODS: dict[str, Callable[[ActivationCache], Any]] = {
 """Each way in which a cache's methods read it."""
 
 
-@pytest.fixture
-def both_caches(machine, folded, batches, run):
-    """Read, of several shards, and in memory."""
+def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
+    machine, folded, batches, run
+):
     model = folded("llama", 4)
-    result = run(model, batches[:3], shard_size=SHARD_SIZE)
+    result = run(model, batches[:3], shard_size=100_000)
     assert len(result.index.shards) > 1
     in_memory = cache_of(model, batches[:3])
     for name, activation in dict(in_memory).items():  # a Bridge's rotary tables are [1, ...]
         in_memory.cache_dict[name] = activation.expand(len(result), *activation.shape[1:])
-    return result.cache(slice(None), model), in_memory
-
-
-def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(machine, both_caches):
-    read, in_memory = both_caches
+    read = result.cache(slice(None), model)
     for name, method in METHODS.items():
         expected = method(in_memory)
         home = None if name in ("keys", "to") else machine.devices[0]
@@ -122,15 +115,11 @@ def test_a_cache_keeps_what_is_put_into_it(folded_on_one, batches, run):
     assert result[RESID][:2].any()
 
 
-def with_masks(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": tokens, "attention_mask": padded(tokens)}] * 2
-
-
 def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, run):
-    model, items = over_devices("llama"), with_masks(tokens)
-    mask = items[0]["attention_mask"]
+    model, mask = over_devices("llama"), padded(tokens)
     _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
 
+    items = [{"input_ids": tokens, "attention_mask": mask}] * 2
     result = run(model, items, RESID, stop_at_layer=4)
 
     # But for what is seen by nothing.
@@ -151,30 +140,23 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, r
     assert_agrees(result[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
-SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a data set": lambda tokens: datasets.Dataset.from_dict({"input_ids": tokens.tolist()}).iter(3),
-    "a data loader": lambda tokens: DataLoader(TensorDataset(tokens), batch_size=3),
-    "a data loader of dicts": lambda tokens: DataLoader(
-        [{"input_ids": row, "attention_mask": row * 0 + 1} for row in tokens], batch_size=3
-    ),
-    "a data loader without a length": lambda tokens: DataLoader(
-        datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
-        .with_format("torch")
-        .to_iterable_dataset(),
-        batch_size=3,
-    ),
-}
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("source", SOURCES)
-def test_batches_are_made_of_what_a_loader_has(source, folded_on_one, batches, run):
+def test_batches_are_made_of_what_a_loader_has(folded_on_one, batches, tmp_path):
     model, tokens = folded_on_one("llama"), torch.cat(batches)
-
-    result = run(model, SOURCES[source](tokens), RESID)
-
-    assert torch.equal(result.tokens[:], tokens)
-    assert_agrees(result[RESID][:], cache_of(model, batches)[RESID].cpu())
+    dataset = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+    without_a_length = dataset.with_format("torch").to_iterable_dataset()
+    expected = cache_of(model, batches)[RESID].cpu()
+    for number, source in enumerate(
+        (
+            dataset.iter(3),
+            DataLoader(TensorDataset(tokens), batch_size=3),
+            DataLoader([{"input_ids": x, "attention_mask": x * 0 + 1} for x in tokens], 3),
+            DataLoader(without_a_length, batch_size=3),
+        )
+    ):
+        directory = tmp_path / str(number)
+        result = save_activations(model, source, RESID, directory=directory, progress=False)
+        assert torch.equal(result.tokens[:], tokens)
+        assert_agrees(result[RESID][:], expected)
 
 
 def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else(

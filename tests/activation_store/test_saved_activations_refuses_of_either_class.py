@@ -14,40 +14,31 @@ from tl_devicefix import load_activations
 from tl_devicefix.activation_store.format import INDEX
 from tl_devicefix.activation_store.reader import SavedActivations
 
-RESID = "blocks.3.hook_resid_post"
+RESID, PATTERN = "blocks.3.hook_resid_post", "blocks.1.attn.hook_pattern"
 IDS = torch.arange(3, 12)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        {"names_filter": [RESID, "blocks.4.hook_residpost"]},
-        "'blocks.4.hook_residpost', which is no hook .* mean 'blocks.4.hook_resid_post'",
+        {"names_filter": [RESID, RESID[:-1]]},
+        "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook_res",
     ),
     ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
     ({"names_filter": "resid_post"}, "did you mean .blocks.0.hook_resid_post., or that of another"),
     ({"names_filter": []}, "names_filter is empty"),
     ({"names_filter": lambda name: False}, "names_filter selects no activation"),
-    (
-        {"names_filter": [RESID, "blocks.1.hook_resid_post"], "stop_at_layer": 2},
-        "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer=2",
-    ),
+    ({"stop_at_layer": 2}, "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer=2"),
     ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
     ({"stop_at_layers": 5}, "no argument 'stop_at_layers'; did you mean 'stop_at_layer'"),
     ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
     ({"transform": {RESID: "mean"}}, "'str' object is not callable"),
-    (
-        {"transform": {"blocks.3.hook_resid_pots": torch.abs}},
-        "transform has blocks.3.hook_resid_pots, which is not saved; did you mean 'blocks.3",
-    ),
+    ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
     ({"transform": lambda a: (a, a)}, r"must return a tensor, but for blocks.3\S* it .* a tuple"),
     ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
     ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
     ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),
     ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .*, but returned list"),
     ({"token_mask": lambda tokens: tokens[0] > 3}, r"of booleans \[1, 9\].* torch.bool \[9\]"),
-    (
-        {"names_filter": "blocks.1.attn.hook_pattern", "token_mask": "attention_mask"},
-        "token_mask cannot leave tokens out of blocks.1.attn.hook_pattern",
-    ),
+    ({"names_filter": PATTERN, "token_mask": "attention_mask"}, f"leave tokens out of {PATTERN}"),
     ({"data": []}, "batches has no batch"),
     ({"data": ["w4 w5"]}, "item 0 of batches is a str: give .* a list of texts"),
     ({"data": [IDS[None] / 2]}, r"must be one or more tokens .* of torch\.float32"),

@@ -1,7 +1,4 @@
-"""The same weights, however they are stored: safetensors or pickles, one file or shards, any dtype.
-
-And TransformerLens's own small models, which are `.pth` files in its own format.
-"""
+"""The same weights, however they are stored: kinds of files, shards, dtypes, `.pth` of its own."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ FILES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sharded safetensors": ("model.safetensors", 3, {}),
     "pickle": ("pytorch_model.bin", 1, {}),
     "sharded pickles": ("pytorch_model.bin", 3, {}),
-    "pickle of before torch 1.6": (
-        "pytorch_model.bin",
-        1,
-        {"_use_new_zipfile_serialization": False},
-    ),
+    "before torch 1.6": ("pytorch_model.bin", 1, {"_use_new_zipfile_serialization": False}),
 }
 """What a file is called, how many there are, and how they are saved."""
 
@@ -114,8 +107,7 @@ def test_a_padded_vocabulary(
     torch.testing.assert_close(of_real_tokens, expected, rtol=1e-5, atol=1e-5)
 
 
-# --------------------------------------------------------------------------------------------
-# TransformerLens's own small models
+# TransformerLens's own small models.
 
 SIZES = {
     "d_model": D_MODEL, "n_layers": 3, "d_mlp": D_MLP, "d_head": D_MODEL // N_HEADS,
@@ -137,11 +129,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """Names, and what the config.json there says beside `SIZES`."""
 
-FETCHED = (
-    "model_final.pth",
-    "checkpoints/model_1000000000.pth",
-    "checkpoints/model_2000000000.pth",
-)
+FETCHED = ("model_final.pth", *(f"checkpoints/model_{n}000000000.pth" for n in (1, 2)))
 
 
 class OwnModels:

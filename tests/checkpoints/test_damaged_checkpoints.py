@@ -78,20 +78,21 @@ def with_header(content: bytes, **changes: Any) -> bytes:
     return len(written).to_bytes(8, "little") + written + content[8 + size :]
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "cut short": lambda content: content[:-2],
-    "garbled": lambda content: content[:8] + b"?" * 12 + content[20:],
-    "another shape": lambda content: with_header(content, shape=[3, 3]),
-}
+DAMAGE: tuple[Callable[[bytes], bytes], ...] = (
+    lambda content: content[:-2],
+    lambda content: content[:8] + b"?" * 12 + content[20:],
+    lambda content: with_header(content, shape=[3, 3]),
+)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file(damage, write, refused):
+def test_a_damaged_file(write, refused):
     checkpoint = write(n_files=3)
     file = checkpoint / file_of(checkpoint, NAME, SAFETENSORS)
-    file.write_bytes(DAMAGE[damage](file.read_bytes()))
-    with refused(str(file), "damaged or incomplete", f"{file.stat().st_size} bytes", "again"):
-        load(checkpoint)
+    content = file.read_bytes()
+    for damage in DAMAGE:
+        file.write_bytes(damage(content))
+        with refused(str(file), "damaged or incomplete", f"{file.stat().st_size} bytes", "again"):
+            load(checkpoint)
 
 
 @pytest.mark.parametrize("file", [SAFETENSORS, PICKLE])
@@ -103,12 +104,12 @@ def test_a_shard_that_is_not_there(file, write, refused):
         load(checkpoint)
 
 
-@pytest.mark.parametrize("index", [None, "[]", '{"weight_map": null}', '{"weight_map": {"a": 5}}'])
-def test_a_damaged_index(index, write, refused):
+def test_a_damaged_index(write, refused):
     file = write(n_files=3) / f"{SAFETENSORS}.index.json"
-    file.write_text(index or file.read_text()[:-30])
-    with refused(file.name, "again"):
-        load(file.parent)
+    for index in (file.read_text()[:-30], "[]", '{"weight_map": null}', '{"weight_map": {"a": 5}}'):
+        file.write_text(index)
+        with refused(file.name, "again"):
+            load(file.parent)
 
 
 @pytest.mark.cover(("zipped", "left"))
@@ -132,13 +133,13 @@ class Malicious:
         return os.mkdir, (str(self._path),)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_that_would_run_code(zipped, write, refused):
+def test_a_pickle_that_would_run_code(write, refused):
     checkpoint = write(PICKLE)
     content = {"a": Malicious(checkpoint / "it ran")}
-    torch.save(content, checkpoint / PICKLE, _use_new_zipfile_serialization=zipped)
-    with refused(f"{PICKLE} would run", ".mkdir", "do not use this checkpoint"):
-        load(checkpoint)
+    for zipped in (True, False):
+        torch.save(content, checkpoint / PICKLE, _use_new_zipfile_serialization=zipped)
+        with refused(f"{PICKLE} would run", ".mkdir", "do not use this checkpoint"):
+            load(checkpoint)
     assert not (checkpoint / "it ran").exists()
 
 
@@ -147,25 +148,17 @@ def test_a_directory_without_a_config(tmp_path, refused):
         load(tmp_path)
 
 
-UNREADABLE = "config.json of {!r} cannot be read"
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "of a decoder": ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
-    "not in transformers": (
-        {"architectures": ["NewForCausalLM"], "model_type": "new-model"},
-        "new-model",
-    ),
-    "without an architecture": ({"architectures": None}, "architecture"),
-    "a word": ({"hidden_size": "x"}, UNREADABLE),
-    "no heads": ({"num_attention_heads": 0}, UNREADABLE),
-}
-"""What a config.json has instead, and what the refusal says."""
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_a_config_that_cannot_be_used(case, write, refused):
-    changes, says = CONFIGS[case]
+def test_a_config_that_cannot_be_used(write, refused):
     checkpoint = write()
     config = checkpoint / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
-    with refused(str(checkpoint), says.format(str(checkpoint)), error=(ValueError, RuntimeError)):
-        load(checkpoint)
+    fields = json.loads(config.read_text())
+    unreadable = f"config.json of {str(checkpoint)!r} cannot be read"
+    new = {"architectures": ["NewForCausalLM"], "model_type": "new-model"}
+    for changes, says in (
+        *(({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"), (new, "new-model")),
+        ({"architectures": None}, "architecture"),
+        *(({"hidden_size": "x"}, unreadable), ({"num_attention_heads": 0}, unreadable)),
+    ):
+        config.write_text(json.dumps({**fields, **changes}))
+        with refused(str(checkpoint), says, error=(ValueError, RuntimeError)):
+            load(checkpoint)
