@@ -17,10 +17,7 @@ from tl_devicefix.activation_store.reader import SavedActivations
 RESID, PATTERN = "blocks.3.hook_resid_post", "blocks.1.attn.hook_pattern"
 IDS = torch.arange(3, 12)
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"names_filter": [RESID, RESID[:-1]]},
-        "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook_res",
-    ),
+    ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),
     ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
     ({"names_filter": "resid_post"}, "did you mean .blocks.0.hook_resid_post., or that of another"),
     ({"names_filter": []}, "names_filter is empty"),
