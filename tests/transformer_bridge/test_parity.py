@@ -18,12 +18,8 @@ if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
 
-def compatibility(compatible: bool) -> str:
-    return "compatibility mode" if compatible else "as booted"
-
-
 @pytest.mark.cover(("name", "compatible"))
-@pytest.mark.parametrize("compatible", [False, True], ids=compatibility)
+@pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("n_devices", SPREADS)
 @pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
 def test_weights_and_everything_that_is_computed(
