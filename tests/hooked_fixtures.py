@@ -52,9 +52,8 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
         )
         with tl_devicefix.disabled(), load_state_dict:
             try:
-                return load_hooked(
-                    architecture, hf_model, tokenizer, device="cpu", dtype=dtype, **options
-                )
+                options |= {"device": "cpu", "dtype": dtype}
+                return load_hooked(architecture, hf_model, tokenizer, **options)
             except AttributeError as error:
                 # Each TransformerLens knows the attributes that transformers had at its time.
                 pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")

@@ -23,10 +23,6 @@ from tl_devicefix.patches import table
 LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
 PROCESSING = "load_and_process_state_dict" if has_hooked_transformer() else "process_weights"
 
-of_hooked_transformer = pytest.mark.skipif(
-    not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"
-)
-
 
 @pytest.fixture(autouse=True)
 def applied_again():
@@ -116,7 +112,7 @@ def test_what_another_library_put_there_is_put_back(monkeypatch):
     assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
-@of_hooked_transformer
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
 def test_help_shows_what_is_new_after_what_was_there():
     parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
     with tl_devicefix.disabled():
@@ -128,48 +124,36 @@ def test_help_shows_what_is_new_after_what_was_there():
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
     assert [p for name, p in parameters.items() if name not in new] == list(original.values())
     rendered = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
-    assert "device_map" in rendered
-    assert "max_memory" in rendered
-    assert str(documentation).strip().splitlines()[0] in rendered
+    first_line = str(documentation).strip().splitlines()[0]
+    assert all(text in rendered for text in ("device_map", "max_memory", first_line))
 
 
-FORWARDS = [patch for patch in table() if patch.name == "forward"]
-
-
-@pytest.mark.parametrize("patch", FORWARDS, ids=lambda patch: patch.target)
-def test_tools_see_the_installed_forward_through_its_replacement(patch):
+def test_tools_see_the_installed_forward_through_its_replacement():
     """nnsight looks through a wrapper that calls one function of its closure, by name."""
-    cls = named(str(patch.owner))
-    with tl_devicefix.disabled():
-        installed_forward = vars(cls)["forward"]
+    for cls in (named(str(patch.owner)) for patch in table() if patch.name == "forward"):
+        with tl_devicefix.disabled():
+            installed_forward = vars(cls)["forward"]
 
-    forward = vars(cls)["forward"]
-    cells = zip(forward.__code__.co_freevars, forward.__closure__)
-    functions = {
-        name: cell.cell_contents
-        for name, cell in cells
-        if isinstance(cell.cell_contents, types.FunctionType)
-    }
-    (name,) = functions
-    assert functions[name] is installed_forward
-    assert f"{name}(" in inspect.getsource(forward.__code__)
-    assert inspect.signature(forward) == inspect.signature(installed_forward)
+        forward = vars(cls)["forward"]
+        contents = [cell.cell_contents for cell in forward.__closure__]
+        closure = zip(forward.__code__.co_freevars, contents)
+        ((name, function),) = [it for it in closure if isinstance(it[1], types.FunctionType)]
+        assert function is installed_forward
+        assert f"{name}(" in inspect.getsource(forward.__code__)
+        assert inspect.signature(forward) == inspect.signature(installed_forward)
 
 
-FUNCTIONS = [patch for patch in table() if patch.owner is None]
-
-
-@pytest.mark.parametrize("patch", FUNCTIONS, ids=lambda patch: patch.target)
-def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch):
-    function = named(patch.name)
-    tl_devicefix.disable()
-    before = dict(vars(function)), function.__code__, function.__kwdefaults__
-    signature = inspect.signature(function)
-    with tl_devicefix.enabled():
-        assert named(patch.name) is function
-        assert function.__code__ is not before[1]
-        assert inspect.signature(function) == signature
-    assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
+def test_a_function_is_patched_and_restored_for_whoever_has_imported_it():
+    for name in [patch.name for patch in table() if patch.owner is None]:
+        function = named(name)
+        tl_devicefix.disable()
+        before = dict(vars(function)), function.__code__, function.__kwdefaults__
+        signature = inspect.signature(function)
+        with tl_devicefix.enabled():
+            assert named(name) is function
+            assert function.__code__ is not before[1]
+            assert inspect.signature(function) == signature
+        assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tl_parts import MODEL_CLASS, changed, parts_of_transformer_lens
 
 import tl_devicefix
+from tl_devicefix.monkeypatch import versions
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.versions import (
-    UnsupportedTransformerLens,
-    has_hooked_transformer,
-    installed,
-)
+from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens, installed
 
 VERSION = importlib.metadata.version("transformer_lens")
 
@@ -27,41 +25,25 @@ def monkeypatch_unpatched():
     with tl_devicefix.disabled(), pytest.MonkeyPatch.context() as monkeypatch:
         yield monkeypatch
         monkeypatch.undo()
-
-
-@pytest.fixture
-def pretend(monkeypatch_unpatched):
-    """`pretend("5.0.0")`: that is the version of TransformerLens that is installed."""
-
-    def pretend(version):
-        monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
         installed.cache_clear()
 
-    yield pretend
-    monkeypatch_unpatched.undo()
-    installed.cache_clear()
 
-
-@pytest.fixture
-def refuses():
-    @contextlib.contextmanager
-    def refuses(*says):
-        before = parts_of_transformer_lens()
-        with pytest.raises(UnsupportedTransformerLens) as caught:
-            yield
-        message = str(caught.value)
-        assert "\n" not in message
-        for text in says:
-            assert text in message
-        assert changed(before, parts_of_transformer_lens()) == set()
-        assert not is_enabled()
-
-    return refuses
+@contextlib.contextmanager
+def refuses(*says: str) -> Iterator[None]:
+    before = parts_of_transformer_lens()
+    with pytest.raises(UnsupportedTransformerLens) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(text in message for text in says), message
+    assert changed(before, parts_of_transformer_lens()) == set()
+    assert not is_enabled()
 
 
 @pytest.mark.parametrize("version", ["5.0.0.dev3", "2.15.4"])
-def test_a_version_that_is_too_new_or_too_old_is_not_patched(version, pretend, refuses):
-    pretend(version)
+def test_a_version_that_is_too_new_or_too_old_is_not_patched(version, monkeypatch_unpatched):
+    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
+    installed.cache_clear()
     for do in (tl_devicefix.enable, tl_devicefix.enabled().__enter__, tl_devicefix.report):
         with refuses(version, "install 'transformer_lens>=2.16.1,<5'"):
             do()
@@ -85,7 +67,7 @@ def get_device_for_block_index(cfg: Any, index: int) -> None: ...
 
 MISSING = ["process_weights", "boot_transformers", "get_caching_hooks"]
 CHANGED: list[tuple[str, Any, str]] = []
-if has_hooked_transformer():
+if versions.has_hooked_transformer():
     MISSING = ["load_and_process_state_dict", "from_pretrained", "get_device_for_block_index"]
     CHANGED = [
         ("load_and_process_state_dict", load_and_process_state_dict, "(self, weights, twice)"),
@@ -98,7 +80,7 @@ if has_hooked_transformer():
     ("name", "instead", "takes"), [*((name, None, "") for name in MISSING), *CHANGED]
 )
 def test_a_target_that_is_missing_or_has_an_unknown_signature_is_named(
-    name, instead, takes, monkeypatch_unpatched, refuses
+    name, instead, takes, monkeypatch_unpatched
 ):
     for place in places_of(name):
         monkeypatch_unpatched.delattr(place, name)
