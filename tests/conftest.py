@@ -20,27 +20,12 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
-    from hooked_fixtures import (  # noqa: F401
-        config,
-        from_pretrained,
-        references,
-        unprocessed,
-        without_weights,
-    )
-    from refusals import refused, snapshot  # noqa: F401
+    from hooked_fixtures import *  # noqa: F403
 
 # A Bridge's tests of a package are in its folder `transformer_bridge`.
 HERE = Path(__file__).parent
-SHARED_ROOMS = (
-    "attention",
-    "planning",
-    "checking",
-    "pipelining",
-    "offload",
-    "gathering",
-    "dispatch",
-    "racing",
-)
+SHARED_ROOMS = ("attention", "planning", "checking", "pipelining")
+SHARED_ROOMS += ("offload", "gathering", "dispatch", "racing")
 # What is written once for both classes, beside "..._of_either_class".
 OF_EITHER = ("test_within_simulate", "test_put_in_by_hand")
 OF_BRIDGE = [
