@@ -1,7 +1,6 @@
 """What is public in the installed TransformerLens, and how calls of it are compared.
 
-A call is written as for one device: a function that asks for what a `Run` has, as a test for its
-fixtures. It returns what is compared: tensors, or anything made of them.
+A call is a function that asks for what a `Run` has, as a test for its fixtures, as for one device.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from transformer_lens.hook_points import HookPoint
 
 LAST = 4
 """A block that is never at home on several devices."""
-SPECIAL = (
-    *("__getitem__", "__iter__", "__len__"),
-    *("__matmul__", "__rmatmul__", "__mul__", "__rmul__"),
-)
+SPECIAL: tuple[str, ...] = ("__getitem__", "__iter__", "__len__")
+SPECIAL += ("__matmul__", "__rmatmul__", "__mul__", "__rmul__")
 """Methods with a protocol's name that users call by its syntax."""
-REFUSALS = (
-    *(AttributeError, AssertionError, LookupError, TypeError, ValueError),
-    NotImplementedError,
+REFUSALS: tuple[type[Exception], ...] = (
+    AttributeError,
+    AssertionError,
+    LookupError,
+    TypeError,
+    ValueError,
 )
+REFUSALS += (NotImplementedError,)
 Call = Callable[..., Any]
 """A function of what a `Run` has, by the names of its parameters; `run` is all of it."""
 
