@@ -119,7 +119,6 @@ def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
 @pytest.fixture
 def config() -> Callable[..., Any]:
     """`config(n_layers=26, d_vocab=500)`."""
-
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
     return lambda **options: toy_config(**{**sizes, **options})
 

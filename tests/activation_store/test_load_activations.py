@@ -147,7 +147,6 @@ def assert_no_thread_reads() -> None:
 
 def test_every_token_is_handed_out_once_an_epoch_in_another_order(written):
     order = numbers(written.activations(RESID, 7, epochs=2))
-
     assert len(order) == 2 * N_TOKENS
     first, second = order[:N_TOKENS], order[N_TOKENS:]
     assert sorted(first) == sorted(second) == list(range(N_TOKENS))

@@ -118,10 +118,8 @@ def test_a_cache_keeps_what_is_put_into_it(folded_on_one, batches, run):
 def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, run):
     model, mask = over_devices("llama"), padded(tokens)
     _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
-
     items = [{"input_ids": tokens, "attention_mask": mask}] * 2
     result = run(model, items, RESID, stop_at_layer=4)
-
     # But for what is seen by nothing.
     assert_agrees(result[RESID][:2][mask.bool()], cache[RESID].cpu()[mask.bool()])
     assert torch.equal(result.masks[:], torch.cat([mask.bool()] * 2))
@@ -130,9 +128,7 @@ def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, r
 def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, run):
     model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID)
-
     result = run(model, [texts, texts], RESID)
-
     tokens = model.to_tokens(texts).cpu()
     mask = tokens != model.tokenizer.pad_token_id
     assert torch.equal(result.tokens[:2], tokens)
@@ -223,9 +219,7 @@ def test_shards_depend_on_the_arguments_only(machine, over_devices, batches, tmp
 
 def test_offloaded_blocks(machine, from_checkpoint, batches, run):
     model = from_checkpoint("llama", device_map={"": 0, "blocks": "cpu"})
-
     result = run(model, batches, RESID)
-
     assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
 
 

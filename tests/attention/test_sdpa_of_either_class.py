@@ -256,9 +256,7 @@ def test_large_biases_are_added_in_float32():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, n, 8, generator=generator).bfloat16()
     bias = torch.arange(n).float().expand(1, n, n)
-
     actual = sdpa.attend(q, k, v, 1.0, None, bias)
-
     scores = q.float() @ k.float().mT + bias
     expected = scores.softmax(-1) @ v.float()
     torch.testing.assert_close(actual.float(), expected, rtol=0.01, atol=0.01)

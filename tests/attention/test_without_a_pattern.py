@@ -51,7 +51,6 @@ def test_pytorch_s_own_hooks_see_what_was_installed(of_all_modules, sdpa, tokens
 def test_options_of_a_model(kind, option, n_fused, sdpa, tokens, fused_blocks):
     model, run = copy.deepcopy(sdpa(kind)), with_gradients(tokens)
     getattr(model, f"set_{option}")(True)
-
     assert_agrees(run(model), installed(model, run))
     assert len(fused_blocks) == n_fused
 
@@ -110,10 +109,8 @@ def test_a_mask_is_made_once_for_all_blocks(name, is_padded, sdpa):
     tokens = torch.full((1, 29), 7)
     options = {"attention_mask": padded(tokens)} if is_padded else {}
     model = sdpa(name)
-
     with ShapesMade() as made, torch.no_grad():
         model(tokens, **options)
-
     made_for_masks = [n for name, n in made.operations.items() if name == "aten.le.Tensor"]
     assert made_for_masks in ([1], [])  # TransformerLens 2 keeps one
 

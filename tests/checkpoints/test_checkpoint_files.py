@@ -41,9 +41,7 @@ def test_every_kind_of_file_holds_the_same_model(
         tensors.pop("lm_head.weight", None)
     file, n_files, options = FILES[kind]
     directory = write_checkpoint(hf_model, tensors, file, n_files, **options)
-
     model = HookedTransformer.from_pretrained(directory, n_devices=3)
-
     assert_same_model(model, references(name), tokens)
 
 
@@ -181,9 +179,7 @@ def own_models(monkeypatch):
 def test_transformer_lens_s_own_models(name, options, own_models, machine, tokens):
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu", **options)
-
     model = HookedTransformer.from_pretrained(name, n_devices=3, **options)
-
     assert own_models.fetched[-1][:2] == (name, FETCHED[2 if options else 0])
     assert_same_model(model, reference, tokens)
 
@@ -191,9 +187,7 @@ def test_transformer_lens_s_own_models(name, options, own_models, machine, token
 def test_transformer_lens_s_own_models_are_rounded_once(own_models):
     name = "NeelNanda/GELU_3L512W_C4_Code"
     exact = HookedTransformer.from_pretrained(name, device="cpu")
-
     model = HookedTransformer.from_pretrained(name, device="cpu", dtype=torch.bfloat16)
-
     for (parameter_name, parameter), folded in zip(model.named_parameters(), exact.parameters()):
         assert torch.equal(parameter, folded.bfloat16()), parameter_name
 
@@ -205,9 +199,7 @@ def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_reposi
     name, how = "NeelNanda/GELU_3L512W_C4_Code", {"cache_dir": tmp_path, "revision": "v2"}
     monkeypatch.setitem(OWN, name, {**OWN[name], "tokenizer_name": "someone/tokenizer"})
     HubCache(tmp_path).add("someone/tokenizer", hf_models("gpt2"), tokenizer)  # only "main"
-
     model = HookedTransformer.from_pretrained(name, n_devices=2, **how)
-
     assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
     for _, file, options in own_models.fetched:
         assert how.items() <= options.items(), file

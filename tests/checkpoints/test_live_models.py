@@ -105,9 +105,7 @@ def test_adapters_that_peft_itself_does_not_merge(case, parts_of, load, referenc
     references(name)  # skips where TransformerLens itself cannot read it
     hf_model = adapt(parts_of(name).model)
     unfolded = {"fold_ln": False} if name == "mixtral" else {}  # TransformerLens 2 drops its norms
-
     model = load(name, hf_model, n_devices=1, **unfolded)
-
     expected = predictions(hf_model, tokens)
     torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-4)
 
@@ -126,9 +124,7 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
     in_float64.load_state_dict(hf_model.state_dict())
     options = {"dtype": torch.float32, "fold_ln": False}
     exact = dict(reference_of(name, in_float64.merge_and_unload(), **options).named_parameters())
-
     model = load(name, hf_model, **options)
-
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.cpu(), exact[key], rtol=0, atol=1e-6)
 
@@ -139,9 +135,7 @@ def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_i
 ):
     hf_model = lora(*IN_GPT2, **CONV)(parts_of("gpt2").model)
     before = snapshot(hf_model)
-
     model = load("gpt2", hf_model, n_devices=1, device="cpu", **NO_PROCESSING)
-
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -155,9 +149,7 @@ def test_a_quantised_checkpoint_is_loaded_by_its_path(
     hf_model = CASES[f"{kind} mistral"].live(parts_of(MISTRAL))
     hf_model.save_pretrained(tmp_path)
     expected = log_probs(load(MISTRAL, hf_model), tokens)
-
     model = HookedTransformer.from_pretrained(str(tmp_path), n_devices=3)
-
     assert len(model.placement.devices) == 3
     torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-5)
 

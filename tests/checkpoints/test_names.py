@@ -68,9 +68,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architectu
     put(architecture, name)
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu")
-
     model = HookedTransformer.from_pretrained(name, n_devices=3)
-
     assert_same_model(model, reference, tokens)
     assert model.cfg.model_name == reference.cfg.model_name
     assert model.to_tokens("w5 w7").tolist() == reference.to_tokens("w5 w7").tolist()
@@ -80,9 +78,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architectu
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma-2", "pythia"])
 def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, tokens):
     reference, hf_model = references(architecture), put(architecture)
-
     model = HookedTransformer.from_pretrained(FINE_TUNE, n_devices=2)
-
     assert_same_model(model, reference, tokens)
     assert model.cfg.original_architecture == hf_model.config.architectures[0]
     assert model.cfg.model_name == "not-a-gemma-2-nor-llama"
@@ -177,9 +173,7 @@ def test_revision(name, put, hub, tmp_path):
 def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     HubCache(elsewhere).add(name, hf_models("qwen2"), tokenizer)
-
     model = load_unprocessed(name, cache_dir=elsewhere, local_files_only=True)
-
     assert_embeds_as(model, hf_models("qwen2"))
     assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert not hub.directory.exists()
@@ -212,9 +206,7 @@ def test_subfolder(hub, hf_models, tokenizer):
     snapshot = hub.add("someone/collection", hf_models("gpt2"))
     hf_models("qwen2").save_pretrained(snapshot / "small")
     tokenizer.save_pretrained(snapshot / "small")
-
     model = load_unprocessed("someone/collection", subfolder="small")
-
     assert_embeds_as(model, hf_models("qwen2"))
     assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
 
@@ -285,9 +277,7 @@ def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
     (folder / "own.py").write_text(OWN_CODE)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     change_json(folder / "config.json", model_type="own", auto_map=classes)
-
     model = HookedTransformer.from_pretrained("someone/own", n_devices=2, trust_remote_code=True)
-
     assert_same_model(model, references("llama"), tokens)
     with pytest.raises(ValueError, match="trust_remote_code"):
         HookedTransformer.from_pretrained("someone/own", trust_remote_code=False)

@@ -299,7 +299,6 @@ def test_a_prompt_longer_than_the_tables():
 
 def test_the_installed_blocks_are_known():
     versions = known_blocks.KNOWN.get(known_blocks.digest())
-
     assert versions is not None, (
         f"the blocks of the installed TransformerLens have the digest {known_blocks.digest()}: "
         "compare what has changed, then add it to KNOWN"
@@ -312,6 +311,5 @@ def test_blocks_of_an_unknown_transformer_lens_run_as_installed(monkeypatch):
     with mock.patch("tl_devicefix.hooked_transformer.forward.run_block") as run_block:
         assert_as_installed(lambda: run(model))
     blocks = tl_devicefix.set_attn_implementation(model, "sdpa").blocks
-
     assert not run_block.called
     assert all("does not know the blocks of" in reason for reason in blocks.values())

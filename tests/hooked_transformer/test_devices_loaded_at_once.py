@@ -112,6 +112,5 @@ def test_components_of_the_cpu_are_loaded_by_several_threads(load, while_reading
     while_reading(lambda *_: read_by.add(threading.current_thread()))
     with mock.patch.object(torch, "get_num_threads", return_value=2):
         state_dict = load(n_devices=1, device="cpu").state_dict()
-
     assert len(read_by) == 2
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state_dict.items())

@@ -36,7 +36,6 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(
     name, options, from_pretrained, machine
 ):
     model = from_pretrained(name, **options)
-
     assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}  # to no other before
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor.device == model.placement.device_of(name), name
@@ -95,10 +94,8 @@ def test_what_is_saved_is_the_model(from_pretrained, machine, tmp_path):
     model = from_pretrained("gpt-neo", n_devices=4)  # which has global and local attention in turn
     docstring = HookedTransformer.from_pretrained.__doc__.splitlines()
     advice = textwrap.dedent("\n".join(line for line in docstring if "copied" in line))
-
     path = tmp_path / "model.safetensors"
     exec(advice, {"torch": torch, "save_file": save_file, "model": model, "path": path})
-
     state_dict, loaded = model.state_dict(), load_file(path)
     assert set(loaded) == set(state_dict)
     assert all(torch.equal(loaded[key], state_dict[key].cpu()) for key in loaded)

@@ -17,9 +17,7 @@ def devices(*indices: int) -> tuple[torch.device, ...]:
 
 def test_balanced_and_auto_spread_over_all_devices(config, machine):
     cfg = config(n_layers=26)
-
     balanced = plan(cfg, device_map="balanced")
-
     assert balanced.device_map == plan(cfg, n_devices=4).device_map
     assert plan(cfg, device_map="auto") == balanced
     assert plan(cfg, device_map="auto", device="sim:1").devices == devices(1, 2, 3)
@@ -60,7 +58,6 @@ def test_a_dict_decides_for_each_component_the_longest_prefix_first(config, mach
 def test_max_memory_bounds_what_a_device_holds(config, machine):
     sim_1 = devices(1)[0]
     assert plan(config(n_layers=12), n_devices=4).bytes_on(sim_1) > 15_000
-
     for limit in (15_000, "15KB", "0.015MB"):
         placement = plan(config(n_layers=12), n_devices=4, max_memory={1: limit})
         assert 0 < placement.bytes_on(sim_1) <= 15_000

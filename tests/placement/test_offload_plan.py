@@ -51,14 +51,12 @@ def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config, machine)
 
 def test_a_model_whose_home_is_the_cpu_offloads_nothing(config, machine):
     placement = plan(config(), device_map={"": "cpu", "blocks.3": 1})
-
     assert offloaded(placement) == []
     assert placement.device_of("blocks.2") == HOST
 
 
 def test_what_does_not_fit_is_offloaded_and_no_more(config, machine, room):
     placement = plan(config(), max_memory={0: room(blocks=5), "cpu": "1GiB"})
-
     # Room for five blocks is room for three that stay, and two that visit.
     assert offloaded(placement) == [1, 3, 5]
     assert placement.devices == (sim(0),)
@@ -95,7 +93,6 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
     n_layers, blocks, config, machine, room
 ):
     placement = plan(config(n_layers=n_layers), max_memory={0: room(blocks), "cpu": "1GiB"})
-
     away = offloaded(placement)
     assert len(away) == n_layers - (blocks - 2)
     gaps = [later - earlier for earlier, later in zip([-1, *away], away)]

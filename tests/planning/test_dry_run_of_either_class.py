@@ -156,11 +156,9 @@ def order(tensor: torch.Tensor) -> list[int]:
 def test_parameters_are_laid_out_as_loading_lays_them_out(name, from_pretrained):
     """For what a forward allocates depends on it."""
     loaded = from_pretrained(name, device="cpu")
-
     dry = dry_run(
         loaded.cfg, lambda model: {name: order(p) for name, p in model.named_parameters()}
     )
-
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
 
 
@@ -188,9 +186,7 @@ def test_a_subclass_and_a_device_map():
 
     Mine = type("Mine", (HookedTransformer,), {})
     device_map = {"": 0, "blocks.3": 1}
-
     dry = dry_run("gpt2", type, n_devices=2, device_map=device_map, cls=Mine)
-
     assert dry.result is Mine
     assert str(dry.placement.device_of("blocks.3")) == "sim:1"
 
@@ -199,7 +195,6 @@ def test_a_subclass_and_a_device_map():
 def test_compatibility_mode_takes_little_more_than_the_weights():
     options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
     dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
-
     assert dry.runs, dry
     largest = max(component.weights for component in dry.placement.components)
     for item in dry.devices:
@@ -210,7 +205,6 @@ def test_compatibility_mode_takes_little_more_than_the_weights():
 def test_the_config_s_fields_may_be_others_as_for_booting():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
-
     assert dry.result == (64, 2)
 
 
@@ -220,5 +214,4 @@ def test_a_local_checkpoint_brings_its_tokenizer(checkpoints):
 
     path = str(checkpoints("llama"))
     dry = dry_run(path, lambda bridge: bridge("a b").shape[0], cls=TransformerBridge)
-
     assert dry.result == 1, dry

@@ -47,9 +47,7 @@ def test_so_many_devices_as_it_says_are_enough():
     options: dict[str, Any] = {"first_n_layers": 8, "max_memory": "4GiB", "seq_len": 64}
     name = "EleutherAI/pythia-6.9b"
     advice = estimate(name, **options).advice
-
     n_devices = int(re.findall(r"^It would fit on (\d+) devices", advice)[0])
-
     assert estimate(name, n_devices, **options).fits
     assert not estimate(name, n_devices - 1, **options).fits
 

@@ -82,9 +82,7 @@ def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
         model, config = loaded(name, n_devices)
         weights = [machine.memory_allocated(index) for index in range(n_devices)]
         peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
-
     result = estimate(config, n_devices, **sizes)
-
     assert [item.weights for item in result.devices] == pytest.approx(weights, rel=0.05)
     assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
 

@@ -25,9 +25,7 @@ from tl_devicefix import plan
 def test_the_device_map_names_every_component_in_the_order_they_run(options, lacks, config):
     cfg = config(n_layers=2, **options)
     every = ["embed", "pos_embed", "blocks.0", "blocks.1", "ln_final", "unembed"]
-
     names = list(plan(cfg).device_map)
-
     assert names == [name for name in every if name not in lacks]
     assert set(names) == set(bytes_of_components(HookedTransformer(cfg))[0])
 

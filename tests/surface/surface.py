@@ -139,9 +139,7 @@ def assert_as_on_one_device(
     frozen = {name for name, weight in run.model.named_parameters() if not weight.requires_grad}
     with unpatched():
         expected = outcome(call, replace(reference, frozen=frozen))
-
     actual = outcome(call, run)
-
     assert_agrees(actual, expected, tolerance=1e-4)
     # What a call moves to the CPU is there; nothing else is left on a block's device.
     assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}

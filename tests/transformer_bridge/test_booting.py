@@ -60,7 +60,6 @@ def test_devices_are_named_as_for_hooked_transformer(
     options, used, machine, boot, references, tokens
 ):
     bridge = boot("llama", **options)
-
     assert {device.index for device in devices_of(bridge).values()} == used
     assert {device.index for device in bridge.placement.devices} == used
     home = bridge.placement.home
@@ -226,9 +225,7 @@ def test_transformer_lens_3_finds_a_view_s_attention_by_what_it_wraps(boot):
     if registry is None:
         pytest.skip("TransformerLens 4 needs no registry")
     bridge = boot("llama", device="cpu")
-
     view = view_of(bridge)
-
     for model in (bridge, view):
         for block in model.blocks:
             assert registry[id(block.attn.original_component)] is block.attn

@@ -59,10 +59,8 @@ def test_gradients_after_a_first_forward_in_inference_mode(name, boot, tokens, m
     bridge = boot(name, device="cpu")
     with torch.inference_mode():
         expected = bridge(tokens)
-
     actual = bridge(tokens)
     actual.sum().backward()
-
     assert_agrees(actual, expected, tolerance=0)
 
 
@@ -148,7 +146,6 @@ def test_padding_and_masks(name, compatible, boot, tokens):
     n_tokens = tokens.shape[1]
     of_pairs = torch.ones(len(tokens), 1, n_tokens, n_tokens, dtype=torch.bool).tril()
     of_pairs[0, :, :, 0] = False
-
     for mask in (padded(tokens), *([of_pairs] if name != "mistral" else [])):
         assert_as_unpatched(bridge, lambda bridge, mask=mask: bridge(tokens, attention_mask=mask))
 
@@ -162,11 +159,9 @@ def test_tokens_behind_a_kv_cache_are_as_without(name, compatible, listens, boot
     """transformers 5.24 gives it by another name than a Bridge of TransformerLens 4.3 reads."""
     bridge = boot(name, device="cpu", compatible=compatible)
     hooks = [(lambda point: bool(listens) and point.endswith(listens), lambda value, hook: None)]
-
     with bridge.hooks(fwd_hooks=hooks):
         _, cache = bridge(tokens, return_type="logits_and_cache")
         actual = bridge(tokens[:, :3], past_key_values=cache)
-
     expected = bridge(torch.cat([tokens, tokens[:, :3]], dim=1))[:, -3:]
     assert_agrees(actual, expected)
 
@@ -201,7 +196,6 @@ def test_dropout_in_training(boot, tokens):
 def test_a_bridge_around_a_model_that_attends_by_sdpa(boot, tokens):
     bridge = boot("llama", device="cpu")
     bridge.original_model.config._attn_implementation = "sdpa"
-
     assert_as_unpatched(bridge, lambda bridge: bridge(tokens))
     assert all("asks for 'sdpa'" in str(why) for why in ways(bridge))
 
@@ -229,10 +223,8 @@ def test_a_bridge_with_hooks_that_hold_it_is_let_go(boot, tokens):
     bridge.blocks[0].attn.hook_z.add_hook(lambda z, hook: bridge and None, is_permanent=True)
     bridge(tokens)
     block = weakref.ref(bridge.blocks[1])
-
     del bridge
     gc.collect()
-
     assert block() is None
 
 
@@ -241,9 +233,7 @@ def test_a_bridge_with_hooks_that_hold_it_is_let_go(boot, tokens):
 def test_over_several_devices(max_memory, boot, machine, references, tokens):
     n_devices = len(machine.devices) if max_memory is None else None
     bridge = boot("gpt2", n_devices=n_devices, max_memory=max_memory)
-
     actual = bridge(tokens.to("sim:0"))
-
     assert ways(bridge) == [None] * N_LAYERS
     assert_agrees(actual, references("gpt2")(tokens), machine.devices[0], tolerance=0)
 
@@ -255,7 +245,6 @@ def test_router_logits_that_a_config_asks_for_are_recorded_on_several_devices(
     """transformers makes a loss of them, which a Bridge gives to nobody."""
     bridge = boot("mixtral", n_devices=4)
     bridge.original_model.config.output_router_logits = True
-
     assert_agrees(bridge(tokens).cpu(), references("mixtral")(tokens), tolerance=0)
 
 

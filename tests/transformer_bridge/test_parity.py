@@ -45,6 +45,5 @@ def test_other_architectures_in_compatibility_mode(name, machine, boot, referenc
     except (RuntimeError, ValueError, NotImplementedError) as error:
         pytest.skip(f"the unpatched release refuses compatibility mode for {name}: {error}")
     bridge = boot(name, compatible=True, n_devices=3)
-
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])

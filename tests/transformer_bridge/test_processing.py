@@ -29,9 +29,7 @@ def test_tied_weights_whose_final_norm_is_on_another_device_are_folded(
     bridge = boot(name, device_map=balanced_map(name, machine.devices))
     home = machine.devices[0]
     before = bridge(tokens).log_softmax(-1)
-
     bridge.enable_compatibility_mode()
-
     assert_agrees(bridge(tokens), references(name, compatible=True)(tokens), home)
     assert_agrees(bridge(tokens).log_softmax(-1), before, home)
 
@@ -104,9 +102,7 @@ def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine, boot):
     bridge = boot("llama", n_devices=3)
     unembed = bridge.unembed.original_component.weight
     values = unembed.detach().clone()
-
     bridge.enable_compatibility_mode()
-
     assert unembed.device == machine.devices[0]
     assert (unembed == values).all()
 
