@@ -108,15 +108,15 @@ def test_the_peak_is_where_it_was():
 
 
 def test_offloaded_blocks_visit_their_device():
-    limits = {0: "30GiB", "cpu": "200GiB"}
+    limits = {0: "1GiB", "cpu": "20GiB"}
 
-    dry = dry_run(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
+    dry = dry_run("EleutherAI/pythia-1.4b", forward, dtype=torch.bfloat16, max_memory=limits)
 
     assert dry.runs, dry
     components = dry.placement.components
     block = next(item.weights for item in components if item.name == "blocks.0")
     resident, peak = dry.devices[0].weights, dry.devices[0].peak
-    assert resident + 2 * block < 30 * 2**30
+    assert resident + 2 * block < 2**30
     assert resident + 2 * block < peak < resident + 2.2 * block
     offloaded = sum(item.weights for item in components if item.offloaded)
     copied = sum(item.bytes for item in dry.transfers if item.source.type == "cpu")
@@ -162,18 +162,18 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name, from_pretrained)
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
 
 
-@torch.no_grad()
 def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
     tokens, peaks = torch.zeros(1, 512, dtype=torch.long), []
-    hook = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
-    for hooks in ([], [hook]):
-        dry = dry_run(
-            long_llama,
-            lambda model, hooks=hooks: model.run_with_hooks(
-                tokens.to(model.cfg.device), fwd_hooks=hooks
-            ),
-            attn_implementation="sdpa",
-        )
+    listen = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
+    for hooks in ([], [listen]):
+
+        @torch.no_grad()
+        def read(model, hooks=hooks):
+            at_home = tokens.to(model.cfg.device)
+            options = {"attention_mask": torch.ones_like(at_home)}
+            return model.run_with_hooks(at_home, fwd_hooks=hooks, **options)
+
+        dry = dry_run(long_llama, read, attn_implementation="sdpa")
         assert dry.runs, dry
         peaks.append(dry.devices[0].peak - dry.devices[0].weights)
 

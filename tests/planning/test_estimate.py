@@ -90,9 +90,9 @@ def test_less_is_left_than_a_gpu_needs():
 
 
 def test_blocks_that_do_not_fit_are_estimated_on_the_host():
-    limits = {0: "24GiB", 1: "20GiB", "cpu": "200GiB"}
-    result = estimate("meta-llama/Llama-2-70b-hf", dtype="bfloat16", max_memory=limits, seq_len=16)
+    limits = {0: "400MiB", 1: "100MiB", "cpu": "1GiB"}
+    result = estimate("gpt2", max_memory=limits, seq_len=16)
     on_host = result.devices[-1]
     assert [item.device for item in result.devices] == ["0 (home)", "1", "cpu"]
-    assert on_host.weights == result.placement.bytes_on("cpu") > 80 * GIB
-    assert on_host.headroom == 200 * GIB - on_host.weights
+    assert on_host.weights == result.placement.bytes_on("cpu") > 2**27
+    assert on_host.headroom == GIB - on_host.weights
