@@ -62,10 +62,9 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     for option, meaning in {
-        "--unpatched": "run only tests marked fails_unpatched, without the patches: they fail, which "
-        "shows what the patches are for",
-        "--asynchronous": "run tests of simulated devices on devices that run behind the host, where "
-        "what nothing orders is an error (tests/racing)",
+        "--unpatched": "run only tests marked fails_unpatched, without the patches: they fail",
+        "--asynchronous": "run tests of simulated devices on devices that run behind the host, "
+        "where what nothing orders is an error (tests/racing)",
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
         "--full": "run every combination of what tests are parametrised over, and what other "
