@@ -192,13 +192,6 @@ def values(weight: Any, rounded: bool) -> torch.Tensor:
 # Offloaded by accelerate.
 
 
-def gpt2_device_map(outside: str, first: str, others: str) -> dict[str, str]:
-    """What transformers takes: all that is outside the blocks, the first block, and the others."""
-    names = ("wte", "wpe", "ln_f")
-    blocks = {f"transformer.h.{i}": others if i else first for i in range(5)}
-    return {**{f"transformer.{name}": outside for name in names}, "lm_head": outside, **blocks}
-
-
 @dataclass(frozen=True)
 class Parts:
     """What a live model is made of."""
@@ -214,12 +207,13 @@ class Parts:
 Make = Callable[[Parts], Any]
 
 
-def from_pretrained(outside: str, first: str, others: str, **options: Any) -> Make:
+def blocks_on_disk(outside: str) -> Make:
+    """By transformers: all blocks of a GPT-2 but the first; what is outside them, anywhere."""
+    device_map = {f"transformer.h.{i}": "disk" if i else "cpu" for i in range(5)}
+    device_map |= {f"transformer.{name}": outside for name in ("wte", "wpe", "ln_f")}
+    options: dict[str, Any] = {"device_map": {**device_map, "lm_head": outside}}
     return lambda parts: AutoModelForCausalLM.from_pretrained(
-        parts.checkpoint,
-        device_map=gpt2_device_map(outside, first, others),
-        offload_folder=parts.folder,
-        **options,
+        parts.checkpoint, offload_folder=parts.folder, **options
     ).eval()
 
 
@@ -229,14 +223,6 @@ def on_cpu(of: Make = lambda parts: parts.model, **options: Any) -> Make:
 
 def on_disk(of: Make = lambda parts: parts.model, **options: Any) -> Make:
     return lambda parts: accelerate.disk_offload(of(parts), parts.folder, CPU, **options)
-
-
-OFFLOADED: dict[str, tuple[str, Make]] = {
-    "transformers, blocks on disk": ("gpt2", from_pretrained("cpu", "cpu", "disk")),
-    # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
-    "transformers, embeddings on disk": ("gpt2", from_pretrained("disk", "cpu", "disk")),
-    "disk_offload, buffers too": ("llama", on_disk(offload_buffers=True)),
-}
 
 
 @dataclass(frozen=True)
@@ -307,7 +293,10 @@ CASES: dict[str, Case] = {
     "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
     "LoRA on nf4": quantised(MISTRAL, "nf4", lora(*IN_LLAMA)),
     "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
-    **{name: Case(architecture, make) for name, (architecture, make) in OFFLOADED.items()},
+    "transformers, blocks on disk": Case("gpt2", blocks_on_disk("cpu")),
+    # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
+    "transformers, embeddings on disk": Case("gpt2", blocks_on_disk("disk")),
+    "disk_offload, buffers too": Case("llama", on_disk(offload_buffers=True)),
     "an adapted model on the CPU": Case(
         "gpt2",
         on_cpu(lambda parts: _DORA_ON_CONV(parts.model)),
