@@ -23,20 +23,18 @@ from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+IMPLIED = () if IS_2 else ("mixtral", "olmo-2")  # by others that have more
 VARIANTS: dict[str, dict[str, Any]] = {
-    **block_variants.VARIANTS,
+    **{name: its for name, its in block_variants.VARIANTS.items() if name not in IMPLIED},
     "no norm": {"normalization_type": None, "act_fn": "relu"},
     "ungrouped": {**LLAMA, "ungroup_grouped_query_attention": True},
     "qk-norm of every head": {**LLAMA, "n_key_value_heads": None, "use_qk_norm": True},
     "adjacent pairs": {"rotary_adjacent_pairs": True, **ROTARY},
     "parallel with mlp_in": {"parallel_attn_mlp": True, "use_hook_mlp_in": True},
-    "local": {"use_local_attn": True, "window_size": 3, "attn_types": ["global", "local"]},
-    "mlp_in": {"use_hook_mlp_in": True},
-    "scale by layer": {"scale_attn_by_inverse_layer_idx": True},
-    "attn_result": {"use_attn_result": True},
-    "attn_result, grouped": {**LLAMA, "use_attn_result": True},
+    "mlp_in": {"use_hook_mlp_in": True, "scale_attn_by_inverse_layer_idx": True},
+    "attn_result": {**LLAMA, "use_attn_result": True},
     "split inputs": {"use_split_qkv_input": True},
-    "attn_in": {**LLAMA, "use_attn_in": True},
+    "attn_in": {**ROTARY, "use_attn_in": True},
 }
 if not IS_2:
     VARIANTS |= {
@@ -50,7 +48,7 @@ if not IS_2:
         "log-n": {**ROTARY, "use_logn_attn": True, "train_seq_length": 3},
     }
 BLOCKS_AS_INSTALLED = {"split inputs", "attn_in"}
-ATTENTION_AS_INSTALLED = {"attn_result", "attn_result, grouped", "log-n"} | BLOCKS_AS_INSTALLED
+ATTENTION_AS_INSTALLED = {"attn_result", "log-n"} | BLOCKS_AS_INSTALLED
 
 
 def make(name, dtype=torch.float32):

@@ -408,12 +408,16 @@ def metric(logits: torch.Tensor) -> torch.Tensor:
 
 
 PATCHES = (
-    *("resid_pre", "resid_mid", "attn_out", "mlp_out", "block_every"),
-    *("attn_head_out_by_pos", "attn_head_q_by_pos", "attn_head_k_by_pos", "attn_head_v_by_pos"),
-    *("attn_head_pattern_by_pos", "attn_head_pattern_dest_src_pos", "attn_head_out_all_pos"),
-    *("attn_head_q_all_pos", "attn_head_k_all_pos", "attn_head_v_all_pos"),
-    *("attn_head_pattern_all_pos", "attn_head_all_pos_every", "attn_head_by_pos_every"),
+    *("resid_pre", "attn_out", "attn_head_out_by_pos", "attn_head_k_by_pos"),
+    *("attn_head_q_all_pos", "attn_head_pattern_by_pos", "attn_head_pattern_dest_src_pos"),
+    "attn_head_pattern_all_pos",
 )
+ALIKE = (
+    *("resid_mid", "mlp_out", "attn_head_q_by_pos", "attn_head_v_by_pos"),
+    *("attn_head_out_all_pos", "attn_head_k_all_pos", "attn_head_v_all_pos"),
+    *("block_every", "attn_head_all_pos_every", "attn_head_by_pos_every"),
+)
+"""Those that do the same with another activation, or call others: `--full` runs them."""
 
 
 def patch_each(run: Run, name: str) -> Any:
@@ -492,7 +496,7 @@ IN_COMMON: dict[str, Call] = {
         f"patching.get_act_patch_{name}": lambda run, name=name: patch_each(
             run, f"get_act_patch_{name}"
         )
-        for name in PATCHES
+        for name in (*PATCHES, *ALIKE)
     },
     "patching.generic_activation_patch": patch_generically,
     "head_detector.detect_head": lambda model: [

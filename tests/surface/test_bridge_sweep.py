@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from bridge_calls import OF_ANALYSIS, OF_BRIDGE, OF_LENS
-from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, trained
+from calls import ALIKE, ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, trained
 from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
@@ -143,11 +143,14 @@ def unpatched():
             yield
 
 
+full = pytest.mark.full("alike")
+
+
 @pytest.mark.cover(("call",), ("kind", "n_devices"))
 @pytest.mark.parametrize(
     ("call", "kind", "n_devices"),
     [
-        (call, kind, n_devices)
+        pytest.param(call, kind, n_devices, marks=full if call.endswith(ALIKE) else ())
         for call in CALLS
         if call.split()[0] in PUBLIC
         for kind, numbers in kinds_of(call).items()
