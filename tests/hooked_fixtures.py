@@ -40,6 +40,14 @@ def _load_one_where_it_belongs(
     return _load_state_dict(model, state_dict, strict, assign)
 
 
+@contextlib.contextmanager
+def as_installed() -> Iterator[None]:
+    """Within it, TransformerLens is unpatched, but that it loads weights sooner."""
+    sooner = mock.patch.object(torch.nn.Module, "load_state_dict", _load_one_where_it_belongs)
+    with tl_devicefix.disabled(), sooner:
+        yield
+
+
 @pytest.fixture(scope="session")
 def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
     """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
@@ -49,10 +57,7 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
         if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
             pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
         hf_model = copy.deepcopy(hf_models(name, dtype))
-        load_state_dict = mock.patch.object(
-            torch.nn.Module, "load_state_dict", _load_one_where_it_belongs
-        )
-        with tl_devicefix.disabled(), load_state_dict:
+        with as_installed():
             try:
                 options |= {"device": "cpu", "dtype": dtype}
                 return load_hooked(architecture, hf_model, tokenizer, **options)

@@ -19,13 +19,12 @@ import transformers
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, Architecture, load_hooked
 from comparison import assert_same_logits, assert_same_model, log_probs
 from hf_models import HF_CONFIGS, N_CTX
+from hooked_fixtures import as_installed
 from packaging.version import Version
 from torch import nn
 from transformer_lens import HookedTransformer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-
-import tl_devicefix
 
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([[3, 5, 7, 9]])
@@ -331,7 +330,7 @@ def reference_of(tokenizer):
     """`reference_of("gpt2", plain_model)`: as unpatched TransformerLens loads it on one CPU."""
 
     def reference_of(name, hf_model, **options):
-        with tl_devicefix.disabled():
+        with as_installed():
             return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, device="cpu", **options)
 
     return reference_of
