@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import D_VOCAB
+from tqdm.auto import tqdm
 from written_by_hand import files
 
 from tl_devicefix import load_activations, save_activations
@@ -74,7 +75,15 @@ def begun(start, batches, tmp_path):
 
 def kill_at(moment: float, job: Callable[[], Any]) -> bool:
     """Run something in a process of its own, and kill that; say whether it was still running."""
-    process = multiprocessing.get_context("fork").Process(target=job)
+
+    def run() -> None:
+        # The lock of progress bars is one for all processes, and would be lost with this one.
+        for cls in tqdm.__mro__:
+            if "_lock" in vars(cls):
+                cls._lock = threading.RLock()
+        job()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     time.sleep(moment)
     os.kill(process.pid or 0, signal.SIGKILL)
