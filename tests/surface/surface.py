@@ -163,10 +163,10 @@ def results(value: Any) -> Any:
         return {name: results(entry) for name, entry in value.items()}
     if isinstance(value, pandas.DataFrame):
         return value.to_dict()
-    if type(value).__module__.startswith("transformer_lens"):
-        return results(vars(value))
     if isinstance(value, (list, tuple, Iterator, KeysView, ValuesView, ItemsView)):
         return [results(tensor) for tensor in value]
+    if type(value).__module__.startswith("transformer_lens"):
+        return results(vars(value))
     return value
 
 
