@@ -108,15 +108,15 @@ def test_the_peak_is_where_it_was():
 
 
 def test_offloaded_blocks_visit_their_device():
-    limits = {0: "1GiB", "cpu": "20GiB"}
+    limits = {0: "1.5GiB", "cpu": "20GiB"}
 
-    dry = dry_run("EleutherAI/pythia-1.4b", forward, dtype=torch.bfloat16, max_memory=limits)
+    dry = dry_run("meta-llama/Llama-3.2-1B", forward, dtype=torch.bfloat16, max_memory=limits)
 
     assert dry.runs, dry
     components = dry.placement.components
     block = next(item.weights for item in components if item.name == "blocks.0")
     resident, peak = dry.devices[0].weights, dry.devices[0].peak
-    assert resident + 2 * block < 2**30
+    assert resident + 2 * block < 1.5 * 2**30
     assert resident + 2 * block < peak < resident + 2.2 * block
     offloaded = sum(item.weights for item in components if item.offloaded)
     copied = sum(item.bytes for item in dry.transfers if item.source.type == "cpu")

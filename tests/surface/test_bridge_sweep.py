@@ -101,7 +101,8 @@ def kinds_of(call):
         return {"llama": (4,)}  # a forward for each layer, head and position
     if call == "evals.ioi_eval":  # which hands over tokens on the CPU: one device refuses them
         return {"gpt2": (3,), "llama": (4,)}
-    if call.startswith(("TransformerBridge.", "analysis.")):
+    is_for_folded = call == "analysis.direct_logit_attribution"  # which refuses others
+    if call.startswith(("TransformerBridge.", "analysis.")) and not is_for_folded:
         return KINDS
     return {kind: numbers for kind, numbers in KINDS.items() if kind != AS_BOOTED}
 
