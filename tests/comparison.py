@@ -74,7 +74,7 @@ def assert_agrees(
     """Tensors are equal, and at home where that is given; so are those in sequences and dicts."""
     if isinstance(expected, torch.Tensor):
         assert home is None or actual.device == home, f"on {actual.device}, not at home on {home}"
-        within = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+        within: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
         torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), **within)
     elif isinstance(expected, (Mapping, ActivationCache)):
         assert list(actual.keys()) == list(expected.keys())
