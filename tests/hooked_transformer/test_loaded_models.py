@@ -36,12 +36,16 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(
     name, options, from_pretrained, machine
 ):
     model = from_pretrained(name, **options)
-    assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}  # to no other before
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor.device == model.placement.device_of(name), name
         assert not tensor.is_meta, name
     assert model.cfg.device == str(model.placement.home)
     assert model.cfg.n_devices == len(model.placement.devices)
+
+
+def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machine):
+    from_pretrained("qwen2", n_devices=4)
+    assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
 
 
 @pytest.mark.cover
