@@ -20,9 +20,7 @@ def on_cpu(state_dict: Weights) -> Weights:
     return {name: tensor.detach().cpu() for name, tensor in state_dict.items()}
 
 
-def assert_same_weights(
-    model: HookedTransformer, reference: HookedTransformer, tolerance: float = 1e-5
-) -> None:
+def assert_same_weights(model: Any, reference: Any, tolerance: float = 1e-5) -> None:
     """Every parameter and buffer is the same, and of the same dtype.
 
     Two exceptions. Where TransformerLens 2 leaves a folded norm's module behind, ours may be gone
@@ -45,20 +43,12 @@ def assert_is_identity_norm(name: str, weight: torch.Tensor) -> None:
 def assert_same_tensors(ours: Weights, theirs: Weights, tolerance: float = 1e-5) -> None:
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
-        torch.testing.assert_close(
-            ours[name],
-            expected,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda message, name=name: f"{name}: {message}",  # type: ignore[misc]
-        )
+        says = lambda message, name=name: f"{name}: {message}"  # noqa: E731
+        torch.testing.assert_close(ours[name], expected, rtol=tolerance, atol=tolerance, msg=says)
 
 
 def assert_same_logits(
-    model: HookedTransformer,
-    reference: HookedTransformer,
-    tokens: torch.Tensor,
-    tolerance: float = 1e-5,
+    model: HookedTransformer, reference: Any, tokens: torch.Tensor, tolerance: float = 1e-5
 ) -> None:
     logits = model(tokens)
     assert logits.device == torch.device(model.cfg.device)
@@ -67,10 +57,7 @@ def assert_same_logits(
 
 
 def assert_same_model(
-    model: HookedTransformer,
-    reference: HookedTransformer,
-    tokens: torch.Tensor,
-    tolerance: float = 1e-5,
+    model: HookedTransformer, reference: Any, tokens: torch.Tensor, tolerance: float = 1e-5
 ) -> None:
     assert_same_weights(model, reference, tolerance)
     assert_same_logits(model, reference, tokens, tolerance)
@@ -87,13 +74,8 @@ def assert_agrees(
     """Tensors are equal, and at home where that is given; so are those in sequences and dicts."""
     if isinstance(expected, torch.Tensor):
         assert home is None or actual.device == home, f"on {actual.device}, not at home on {home}"
-        torch.testing.assert_close(
-            actual.detach().cpu(),
-            expected.detach().cpu(),
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-        )
+        within: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+        torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), **within)
     elif isinstance(expected, (Mapping, ActivationCache)):
         assert list(actual.keys()) == list(expected.keys())
         for name, value in expected.items():

@@ -20,27 +20,12 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 if has_hooked_transformer():
-    from hooked_fixtures import (  # noqa: F401
-        config,
-        from_pretrained,
-        references,
-        unprocessed,
-        without_weights,
-    )
-    from refusals import refused, snapshot  # noqa: F401
+    from hooked_fixtures import *  # noqa: F403
 
 # A Bridge's tests of a package are in its folder `transformer_bridge`.
 HERE = Path(__file__).parent
-SHARED_ROOMS = (
-    "attention",
-    "planning",
-    "checking",
-    "pipelining",
-    "offload",
-    "gathering",
-    "dispatch",
-    "racing",
-)
+SHARED_ROOMS = ("attention", "planning", "checking", "pipelining")
+SHARED_ROOMS += ("offload", "gathering", "dispatch", "racing")
 # What is written once for both classes, beside "..._of_either_class".
 OF_EITHER = ("test_within_simulate", "test_put_in_by_hand")
 OF_BRIDGE = [
@@ -76,31 +61,16 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--unpatched",
-        action="store_true",
-        help="run only the tests marked fails_unpatched, against TransformerLens without the "
-        "patches of tl_devicefix: they fail, which shows what the patches are for",
-    )
-    parser.addoption(
-        "--asynchronous",
-        action="store_true",
-        help="run tests of simulated devices on devices that run behind the host, where what "
-        "nothing orders is an error (tests/racing)",
-    )
-    parser.addoption(
-        "--hosts",
-        action="store_true",
-        help="run tests/surface with all blocks but the first device's on other hosts, which are "
-        "threads of this process",
-    )
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="run every combination of what tests are parametrised over, and what other versions "
-        "run; by default, some run that have every value between them, and code that is the same "
-        "for several versions with one of them (see tests/covering.py)",
-    )
+    for option, meaning in {
+        "--unpatched": "run only tests marked fails_unpatched, without the patches: they fail",
+        "--asynchronous": "run tests of simulated devices on devices that run behind the host, "
+        "where what nothing orders is an error (tests/racing)",
+        "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
+        "are threads of this process",
+        "--full": "run every combination of what tests are parametrised over, and what other "
+        "versions run; by default, some run that have every value between them (tests/covering.py)",
+    }.items():
+        parser.addoption(option, action="store_true", help=meaning)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -110,19 +80,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
         )
-    config.addinivalue_line(
-        "markers",
-        "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1; see "
-        "--unpatched",
-    )
-    config.addinivalue_line(
-        "markers", "full: runs with --full only; its reason says what else runs"
-    )
-    config.addinivalue_line(
-        "markers",
+    for marker in (
+        "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1",
+        "full: runs with --full only; its reason says what else runs",
         "cover(*groups): without --full, the combinations of its parameters that run have every "
         "value between them, and every combination of the parameters in a group",
-    )
+    ):
+        config.addinivalue_line("markers", marker)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -132,8 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--hosts"):  # of which a model on one device uses none
         others |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
-        others |= {item for item in items if item.get_closest_marker("full") is not None}
-        others |= {item for item in items if is_left_to_others(item)}
+        others |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
         others.update(left_out([item for item in items if item not in others]))
     if config.getoption("--unpatched"):
         others |= {item for item in items if not fails_unpatched(item)}

@@ -12,7 +12,7 @@ them. A mark says what else they are to have:
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ Combination = Mapping[str, Hashable]
 
 
 def covering(
-    product: Sequence[Combination], groups: Iterable[Sequence[str]] = ()
+    product: Sequence[Combination], groups: Sequence[Sequence[str]] = ()
 ) -> list[Combination]:
     """The combinations of a product, in its order, that together have all that it has.
 
@@ -34,8 +34,13 @@ def covering(
         groups: parameters of which every combination of values is to be there that the product
             has; of every other parameter, every value.
     """
-    expected = [tuple(group) for group in groups]
-    has = [_what_it_has(combination, expected) for combination in product]
+    has: list[set[Hashable]] = [
+        {
+            *each.items(),
+            *(tuple((name, each[name]) for name in group if name in each) for group in groups),
+        }
+        for each in product
+    ]
     order = list(range(len(product)))
     random.Random(0).shuffle(order)  # so that no value is chosen more often for being the first
     seen: set[Hashable] = set()
@@ -48,29 +53,18 @@ def covering(
     return [product[index] for index in sorted(chosen)]
 
 
-def _what_it_has(
-    combination: Combination, groups: Sequence[tuple[str, ...]]
-) -> frozenset[Hashable]:
-    of_groups = [
-        tuple((name, combination[name]) for name in group if name in combination)
-        for group in groups
-    ]
-    return frozenset([*combination.items(), *of_groups])
-
-
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The tests that the default run leaves out, as others of their function cover them."""
     functions: dict[tuple[pytest.Collector | None, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             functions.setdefault((item.parent, item.originalname), []).append(item)
-    return [item for tests in functions.values() for item in _left_out_of(tests)]
-
-
-def _left_out_of(tests: Sequence[pytest.Function]) -> list[pytest.Item]:
-    product = [_combination_of(test) for test in tests]
-    kept = {id(combination) for combination in covering(product, _groups_of(tests[0]))}
-    return [test for test, combination in zip(tests, product) if id(combination) not in kept]
+    others: list[pytest.Item] = []
+    for tests in functions.values():
+        product = [_combination_of(test) for test in tests]
+        kept = {id(combination) for combination in covering(product, _groups_of(tests[0]))}
+        others += [test for test, each in zip(tests, product) if id(each) not in kept]
+    return others
 
 
 def _groups_of(test: pytest.Item) -> list[Sequence[str]]:
@@ -102,19 +96,18 @@ def fails_unpatched(test: pytest.Item) -> bool:
     return marked and parameters_of(test).get("n_devices") != 1
 
 
-# --------------------------------------------------------------------------------------------
-# What the default run on one TransformerLens version leaves to that on another. The newest
-# HookedTransformer is in TransformerLens 3, the newest Bridge in 4. There, all of each is tested;
-# elsewhere, what depends on TransformerLens. `pytest --full` leaves nothing out.
-
-OF_FILES = ("test_saved_activations_resumed", "test_load_activations", "test_token_batches")
+OF_FILES = ("test_saved_activations_resumed", "test_load_activations")
 """Saved activations, whichever model they are of."""
 BRIDGE_ON_3 = ("test_parity",)
 """Where the Bridge of TransformerLens 3.9 is tested: whether it gives what it gave unpatched."""
 
 
 def is_left_to_others(item: pytest.Item) -> bool:
-    """Whether another version's default run has this test, of the same code."""
+    """Whether another version's default run has this test, of the same code.
+
+    The newest HookedTransformer is in TransformerLens 3, the newest Bridge in 4: all of each is
+    tested there, and elsewhere what depends on TransformerLens.
+    """
     if has_hooked_transformer() and _is_of_bridge(item):
         return item.path.stem not in BRIDGE_ON_3
     # Simulated devices, Ray and files know nothing of TransformerLens.

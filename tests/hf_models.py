@@ -124,6 +124,15 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "nemotron-h": _nemotron_h,
     "olmo-hybrid": _olmo_hybrid,
+    # Which bitsandbytes can run: its kernel for CPUs takes multiples of 64. Mistral's layers are
+    # Linear, GPT-2's are Conv1D, so transposed.
+    "wide mistral": lambda: transformers.MistralConfig(
+        **{**GROUPED, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+        sliding_window=4,
+    ),
+    "wide gpt2": lambda: transformers.GPT2Config(
+        **{**_GPT, "n_embd": 64, "n_layer": 3}, n_ctx=N_CTX
+    ),
 }
 """Name of an architecture -> the config of a tiny model of it."""
 

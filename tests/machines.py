@@ -1,20 +1,20 @@
-"""A simulated machine, for one test."""
+"""A simulated machine, for one test; and what TransformerLens alone does with it."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from racing import asynchronous
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.simulation.machine import Machine
-
-if has_hooked_transformer():
-    from unpatched_tl import transformer_lens_alone
 
 
 @pytest.fixture
@@ -50,3 +50,38 @@ def machine(n_devices: int, simulated: Any) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
     with simulated(n_devices) as machine:
         yield machine
+
+
+@contextlib.contextmanager
+def transformer_lens_alone(machine: Machine) -> Iterator[None]:
+    """Within it, unpatched TransformerLens takes the machine's devices for its CUDA devices.
+
+    It spreads a model over devices whose type is called "cuda", and asks torch.cuda how many there
+    are and how full they are. Here it gets the simulated devices' answers instead.
+    """
+    import transformer_lens.loading_from_pretrained as tl_loading
+    from transformer_lens import HookedTransformer
+
+    tl_model = sys.modules[HookedTransformer.__module__]
+    configure = tl_loading.get_pretrained_model_config
+
+    def configure_on_first_device(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return configure(*args, device=device or str(machine.devices[0]), **kwargs)
+
+    def get_best_available_device(cfg: Any) -> torch.device:
+        device = torch.device(cfg.device)
+        if device.type == "cpu" or cfg.n_devices <= 1:
+            return device
+        # As its get_best_available_cuda_device: whichever of the first n has most memory free.
+        return max(machine.devices[: cfg.n_devices], key=lambda d: machine.mem_get_info(d)[0])
+
+    name = get_best_available_device.__name__
+    # TransformerLens 3 imports the function itself, 2 the module that has it.
+    owner = tl_model if hasattr(tl_model, name) else tl_model.devices
+    with (
+        tl_devicefix.disabled(),
+        mock.patch("torch.cuda.device_count", return_value=len(machine.devices)),
+        mock.patch.object(tl_loading, "get_pretrained_model_config", configure_on_first_device),
+        mock.patch.object(owner, name, get_best_available_device),
+    ):
+        yield

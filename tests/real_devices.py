@@ -1,9 +1,7 @@
 """The tests on real devices: `TL_DEVICEFIX_TEST_DEVICE=cuda pytest` (docs/testing_on_gpus.md).
 
 `simulate(n)` then gives the first n real devices of that type, and "sim:1" in a test means the
-second. What only a simulation has (transfers, memory to the byte, devices of a given size, more
-devices than there are) skips the test that asks for it, and says why. Tolerances are those that a
-GPU can meet.
+second. A test that asks for what only a simulation has is skipped. Tolerances are a GPU's.
 """
 
 from __future__ import annotations
@@ -106,34 +104,27 @@ def simulate(n_devices: int, memory: Any = None, **options: Any) -> Iterator[Rea
     module = torch.get_device_module(TYPE)
     if hasattr(module, "set_device"):  # which an earlier test may have done
         module.set_device(0)
+    home = devices.with_index(torch.device(TYPE, 0))
+    real_existing, real_count = devices._existing, devices.device_count
+
+    def existing(device: torch.device, named: str) -> torch.device:
+        index = device.index or 0
+        if device.type != TYPE or index >= n_devices:
+            return real_existing(device, named)
+        return device if index < device_count() else _skip_as_too_few(index + 1)
+
+    def count(device_type: str) -> int:
+        if device_type != TYPE:
+            return real_count(device_type)
+        return n_devices if n_devices <= device_count() else _skip_as_too_few(n_devices)
+
     with ExitStack() as stack:
-        home = devices.with_index(torch.device(TYPE, 0))
         for owner in (devices, sys.modules.get("tl_devicefix.transformer_bridge.loading")):
             if owner is not None:
                 stack.enter_context(mock.patch.object(owner, "simulated_device", return_value=home))
-        counting = _Counting(n_devices)
-        stack.enter_context(mock.patch.object(devices, "_existing", counting.existing))
-        stack.enter_context(mock.patch.object(devices, "device_count", counting.device_count))
+        stack.enter_context(mock.patch.object(devices, "_existing", existing))
+        stack.enter_context(mock.patch.object(devices, "device_count", count))
         yield RealMachine(n_devices)
-
-
-class _Counting:
-    """What the package is told of devices: there are so many, and to use one not here skips."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._existing, self._device_count = devices._existing, devices.device_count
-
-    def existing(self, device: torch.device, named: str) -> torch.device:
-        index = device.index or 0
-        if device.type == TYPE and index < self._count:
-            return device if index < device_count() else _skip_as_too_few(index + 1)
-        return self._existing(device, named)
-
-    def device_count(self, device_type: str) -> int:
-        if device_type != TYPE:
-            return self._device_count(device_type)
-        return self._count if self._count <= device_count() else _skip_as_too_few(self._count)
 
 
 def skip_what_names_others(items: list[pytest.Item]) -> None:
@@ -147,9 +138,7 @@ def skip_what_names_others(items: list[pytest.Item]) -> None:
         texts += map(repr, params)
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
         if max(indices, default=0) >= device_count():
-            reason = (
-                f"names {TYPE}:{max(indices)}; there are {device_count()} devices of type {TYPE!r}"
-            )
+            reason = f"names {TYPE}:{max(indices)}, but there are {device_count()} of {TYPE!r}"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

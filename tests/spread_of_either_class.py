@@ -1,4 +1,4 @@
-# ruff: noqa: F401
+# ruff: noqa: F401, F403
 """Fixtures of either class's models over the devices of a machine that a whole module shares.
 
 A room's conftest imports all of it.
@@ -6,16 +6,7 @@ A room's conftest imports all of it.
 
 from __future__ import annotations
 
-from either_class import (
-    at_home,
-    cls,
-    folded,
-    folded_on_one,
-    from_checkpoint,
-    kind,
-    on_one,
-    over_devices,
-)
+from either_class import *
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
@@ -24,16 +15,4 @@ if has_bridge():
     from bridges import references as bridge_references
 
 if has_hooked_transformer():
-    from spread_models import (
-        load,
-        machine,
-        mask,
-        model,
-        models,
-        on_cpu,
-        other_tokens,
-        reference,
-        spread,
-        toys,
-        transfers_of,
-    )
+    from spread_models import *

@@ -9,20 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OF_LIBRARIES = (
-    "Expected all tensors to be on the same device",
-    "indices should be either on cpu",
-    "Found two parameters on different devices",
-    "view size is not compatible",
-    "OutOfMemoryError",
-    "CUDA error",
-    "derivative for aten",
-    "No space left on device",
-    "The current node timed out during startup",
-    "not found. Valid official model names",
-    "KeyError",
-    "You are trying to access a gated repo",
-    "Loading a GPTQ",
-    "Loading an AWQ",
+    *("Expected all tensors to be on the same device", "indices should be either on cpu"),
+    *("Found two parameters on different devices", "view size is not compatible", "CUDA error"),
+    *("OutOfMemoryError", "derivative for aten", "No space left on device", "KeyError"),
+    *("The current node timed out during startup", "not found. Valid official model names"),
+    *("You are trying to access a gated repo", "Loading a GPTQ", "Loading an AWQ"),
 )
 """Beginnings of what torch, transformers and the system say."""
 VALUE = ""
@@ -73,5 +64,6 @@ def test_messages_that_the_page_quotes_are_in_the_source():
         if not quote.startswith(OF_LIBRARIES):
             a_text = re.sub(r"^[A-Z]\w+: ", "", quote)  # as a traceback begins
             for piece in filter(None, map(words, a_text.split("..."))):
-                nearest = max(n_same(piece, text) for text in texts)
-                assert nearest >= 0.4 * len(piece), f"no message has {' '.join(piece)!r}"
+                enough = 0.4 * len(piece)
+                likely = (text for text in texts if len({*piece} & {*text}) > enough / 2)
+                assert any(n_same(piece, text) >= enough for text in likely), piece

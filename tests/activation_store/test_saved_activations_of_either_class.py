@@ -1,4 +1,4 @@
-"""`save_activations` of a model of either class: what is read back is what a cache has."""
+"""`save_activations` of a model of either class: what is read back, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from packaging.version import Version
 from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
-from written_by_hand import files
+from written_by_hand import RESID as WRITTEN
+from written_by_hand import files, write_by_hand
 
-from tl_devicefix import save_activations
+from tl_devicefix import load_activations, save_activations
+from tl_devicefix.activation_store.format import INDEX
+from tl_devicefix.activation_store.reader import SavedActivations
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
 
 RESID = "blocks.3.hook_resid_post"
-SHARD_SIZE = 100_000
-"""Bytes, so that there are several shards of all activations of the tiny models."""
 
 
 def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
@@ -58,9 +59,8 @@ def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
         in_memory = [cache[name].cpu() for cache in expected]
         assert_bit_equal(result[name][:], torch.cat(in_memory))
     assert torch.equal(result.tokens[:], torch.cat(batches))
-    assert not [
-        t for t in threading.enumerate() if t.name.startswith(("activations", "pipeline_map"))
-    ]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("activations", "pipeline_map"))]
 
 
 METHODS: dict[str, Callable[[ActivationCache], Any]] = {
@@ -78,20 +78,16 @@ METHODS: dict[str, Callable[[ActivationCache], Any]] = {
 """Each way in which a cache's methods read it."""
 
 
-@pytest.fixture
-def both_caches(machine, folded, batches, run):
-    """Read, of several shards, and in memory."""
+def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
+    machine, folded, batches, run
+):
     model = folded("llama", 4)
-    result = run(model, batches[:3], shard_size=SHARD_SIZE)
+    result = run(model, batches[:3], shard_size=100_000)
     assert len(result.index.shards) > 1
     in_memory = cache_of(model, batches[:3])
     for name, activation in dict(in_memory).items():  # a Bridge's rotary tables are [1, ...]
         in_memory.cache_dict[name] = activation.expand(len(result), *activation.shape[1:])
-    return result.cache(slice(None), model), in_memory
-
-
-def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(machine, both_caches):
-    read, in_memory = both_caches
+    read = result.cache(slice(None), model)
     for name, method in METHODS.items():
         expected = method(in_memory)
         home = None if name in ("keys", "to") else machine.devices[0]
@@ -122,17 +118,11 @@ def test_a_cache_keeps_what_is_put_into_it(folded_on_one, batches, run):
     assert result[RESID][:2].any()
 
 
-def with_masks(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": tokens, "attention_mask": padded(tokens)}] * 2
-
-
 def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, run):
-    model, items = over_devices("llama"), with_masks(tokens)
-    mask = items[0]["attention_mask"]
+    model, mask = over_devices("llama"), padded(tokens)
     _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
-
+    items = [{"input_ids": tokens, "attention_mask": mask}] * 2
     result = run(model, items, RESID, stop_at_layer=4)
-
     # But for what is seen by nothing.
     assert_agrees(result[RESID][:2][mask.bool()], cache[RESID].cpu()[mask.bool()])
     assert torch.equal(result.masks[:], torch.cat([mask.bool()] * 2))
@@ -141,9 +131,7 @@ def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, r
 def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, run):
     model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID)
-
     result = run(model, [texts, texts], RESID)
-
     tokens = model.to_tokens(texts).cpu()
     mask = tokens != model.tokenizer.pad_token_id
     assert torch.equal(result.tokens[:2], tokens)
@@ -151,30 +139,23 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, r
     assert_agrees(result[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
-SOURCES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a data set": lambda tokens: datasets.Dataset.from_dict({"input_ids": tokens.tolist()}).iter(3),
-    "a data loader": lambda tokens: DataLoader(TensorDataset(tokens), batch_size=3),
-    "a data loader of dicts": lambda tokens: DataLoader(
-        [{"input_ids": row, "attention_mask": row * 0 + 1} for row in tokens], batch_size=3
-    ),
-    "a data loader without a length": lambda tokens: DataLoader(
-        datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
-        .with_format("torch")
-        .to_iterable_dataset(),
-        batch_size=3,
-    ),
-}
-
-
-@pytest.mark.cover
-@pytest.mark.parametrize("source", SOURCES)
-def test_batches_are_made_of_what_a_loader_has(source, folded_on_one, batches, run):
+def test_batches_are_made_of_what_a_loader_has(folded_on_one, batches, tmp_path):
     model, tokens = folded_on_one("llama"), torch.cat(batches)
-
-    result = run(model, SOURCES[source](tokens), RESID)
-
-    assert torch.equal(result.tokens[:], tokens)
-    assert_agrees(result[RESID][:], cache_of(model, batches)[RESID].cpu())
+    dataset = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
+    without_a_length = dataset.with_format("torch").to_iterable_dataset()
+    expected = cache_of(model, batches)[RESID].cpu()
+    for number, source in enumerate(
+        (
+            dataset.iter(3),
+            DataLoader(TensorDataset(tokens), batch_size=3),
+            DataLoader([{"input_ids": x, "attention_mask": x * 0 + 1} for x in tokens], 3),
+            DataLoader(without_a_length, batch_size=3),
+        )
+    ):
+        directory = tmp_path / str(number)
+        result = save_activations(model, source, RESID, directory=directory, progress=False)
+        assert torch.equal(result.tokens[:], tokens)
+        assert_agrees(result[RESID][:], expected)
 
 
 def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else(
@@ -241,9 +222,7 @@ def test_shards_depend_on_the_arguments_only(machine, over_devices, batches, tmp
 
 def test_offloaded_blocks(machine, from_checkpoint, batches, run):
     model = from_checkpoint("llama", device_map={"": 0, "blocks": "cpu"})
-
     result = run(model, batches, RESID)
-
     assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
 
 
@@ -257,3 +236,91 @@ def test_the_bar_shows_examples_and_bytes(folded_on_one, batches, tmp_path, caps
     assert re.search(r"9/9 .* examples/s", last)
     save_activations(model, (batch for batch in batches[:2]), RESID, directory=tmp_path / "endless")
     assert re.search(r"Activations: 100%.* 4/4", capsys.readouterr().err.split("\r")[-1])
+
+
+PATTERN = "blocks.1.attn.hook_pattern"
+IDS = torch.arange(3, 12)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),
+    ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
+    ({"names_filter": "resid_post"}, "did you mean .blocks.0.hook_resid_post., or that of another"),
+    ({"names_filter": []}, "names_filter is empty"),
+    ({"names_filter": lambda name: False}, "names_filter selects no activation"),
+    ({"stop_at_layer": 2}, "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer=2"),
+    ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
+    ({"stop_at_layers": 5}, "no argument 'stop_at_layers'; did you mean 'stop_at_layer'"),
+    ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
+    ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
+    ({"transform": {RESID: "mean"}}, "'str' object is not callable"),
+    ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
+    ({"transform": lambda a: (a, a)}, r"must return a tensor, but for blocks.3\S* it .* a tuple"),
+    ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
+    ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
+    ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),
+    ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .*, but returned list"),
+    ({"token_mask": lambda tokens: tokens[0] > 3}, r"of booleans \[1, 9\].* torch.bool \[9\]"),
+    ({"names_filter": PATTERN, "token_mask": "attention_mask"}, f"leave tokens out of {PATTERN}"),
+    ({"data": []}, "batches has no batch"),
+    ({"data": ["w4 w5"]}, "item 0 of batches is a str: give .* a list of texts"),
+    ({"data": [IDS[None] / 2]}, r"must be one or more tokens .* of torch\.float32"),
+    ({"data": [torch.zeros(0, 9).long()]}, r"must be one or more tokens .* but is \[0, 9\]"),
+    ({"data": [{"content": "w4"}]}, r"with \['content'\]"),
+    ({"data": [[torch.ones(2, 9).long()] * 2]}, "item 0 of batches is a list: give"),  # or a mask
+    ({"data": [IDS]}, r"is \[9\] of torch\.int64: make batches"),
+    ({"data": [{"tokens": IDS[None], "attention_mask": IDS}]}, r"is \[9\], but .* \[1, 9\]"),
+    ({"model": 3}, "the model must be a"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_a_sentence_says_what_is_wrong(options, message, folded_on_one, run, tmp_path):
+    options = {"names_filter": RESID, "data": [IDS[None]], **options}
+    model = options.pop("model", None) or folded_on_one("llama")
+    with pytest.raises((ValueError, TypeError), match=message):
+        run(model, options.pop("data"), **options)
+    assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_a_token_mask_without_tokens_is_refused_at_the_end(folded_on_one, run, tmp_path):
+    with pytest.raises(ValueError, match="token_mask leaves out every token"):
+        run(folded_on_one("llama"), [IDS[None]] * 2, RESID, token_mask=lambda tokens: tokens < 0)
+    assert not load_activations(tmp_path / "out").is_complete
+
+
+def test_a_directory_without_shards_is_used_again(folded_on_one, run, tmp_path):
+    def ends():
+        yield IDS[None]
+        raise InterruptedError
+
+    model = folded_on_one("llama")
+    with pytest.raises(InterruptedError):
+        run(model, ends(), RESID)
+    assert len(load_activations(tmp_path / "out")) == 0
+    name = RESID.replace("post", "pre")
+    saved = run(model, [IDS[None]], {name: 1}.keys(), dtype="bfloat16")  # names of any kind
+    assert len(saved) == 1
+    assert saved[name].dtype == torch.bfloat16
+
+
+READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
+    (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
+    (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
+    (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),
+    (lambda h: h[3], "3 was not saved"),
+    (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved; did you mean"),
+    (lambda h: h[WRITTEN][11], "no example 11 among 11"),
+    (lambda h: h[WRITTEN][3, 5], "indexed by examples only"),
+    (lambda h: h[WRITTEN][[True, False]], "not by bool"),
+    (lambda h: h.activations(WRITTEN, device="cpuu"), "'cpuu' cannot be used here"),
+    (lambda h: h.activations(WRITTEN, batch_size=0), "batch_size must be 1 or more, but is 0"),
+    (lambda h: h.activations(WRITTEN).load_state_dict({}), "the state has batch_size=None, but"),
+]
+
+
+def test_what_cannot_be_read(tmp_path):
+    h = write_by_hand(tmp_path)
+    for read, message in READ:
+        with pytest.raises((KeyError, TypeError, IndexError, ValueError), match=message):
+            read(h)
+    assert torch.equal(h["resid_post", 0][:], h[WRITTEN][:])
+    assert torch.equal(h.cache([3, 1])[WRITTEN], h[WRITTEN][[3, 1]])

@@ -22,12 +22,9 @@ from tl_devicefix.monkeypatch.versions import installed as version
 NAMES = list(takewhile(lambda name: name != "mamba", HF_CONFIGS))
 """The architectures that attend."""
 HOOKED = has_hooked_transformer()
-# Until transformers 5.24, GPT-J's too.
-_OWN_WAY = [
-    "bloom",
-    "gpt-neo",
-    *(["gpt-j"] if Version(transformers.__version__).release < (5, 24) else []),
-]
+_OWN_WAY = ["bloom", "gpt-neo"]
+if Version(transformers.__version__).release < (5, 24):
+    _OWN_WAY.append("gpt-j")
 AS_INSTALLED = {
     "gemma-2": "soft cap",
     **({} if version().major == 2 else {"gpt-oss": "attention sinks"}),  # which it overlooks
@@ -60,11 +57,6 @@ def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]
         return logits, torch.autograd.grad(loss, weights, allow_unused=True)
 
     return run
-
-
-def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
-    value[:, :, 1] = 0
-    return value
 
 
 class ShapesMade(TorchDispatchMode):

@@ -18,9 +18,6 @@ from tl_devicefix.hooked_transformer import layers as block
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
-Step = Callable[[Any, int], None]
-"""What is done to a cache before its n-th token."""
-
 
 @pytest.fixture(scope="module")
 def text():
@@ -37,10 +34,11 @@ MASKS = {"all": torch.ones(2, N_TOKENS, dtype=torch.long)}
 MASKS["padded"] = padded(MASKS["all"])  # with three pads on the left of one sequence
 
 
-def read(
-    model: Any, text: torch.Tensor, mask: torch.Tensor, step: Step | None = None
-) -> tuple[list[torch.Tensor], Any]:
-    """Read a text with a cache: some tokens, then one by one, then three; the logits."""
+def read(model: Any, text: Any, mask: Any, step: Any = None) -> tuple[list[torch.Tensor], Any]:
+    """Read a text with a cache: some tokens, then one by one, then three; the logits.
+
+    `step(cache, at)` is called before each part.
+    """
     cache, logits, at = new_kv_cache(model, len(text)), [], 0
     for n in (6, *[1] * (N_TOKENS - 9), 3):
         if step is not None:
@@ -60,9 +58,7 @@ def assert_as_installed(model: Any, run: Callable[[Any], Any]) -> None:
             assert_agrees(run(model), expected)
 
 
-def assert_grows_as_installed(
-    model: Any, text: torch.Tensor, mask: torch.Tensor, step: Step | None = None
-) -> None:
+def assert_grows_as_installed(model: Any, text: Any, mask: Any, step: Any = None) -> None:
     """The logits of a text, and what is in the cache afterwards, are the same either way."""
 
     def run(model: Any) -> list[Any]:
@@ -107,10 +103,10 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
     assert rotated == [6, *[1] * (N_TOKENS - 9), 3]
 
 
+@torch.no_grad()
 def test_it_grows_beyond_its_room(on_cpu, text, monkeypatch):
     monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
-    with torch.no_grad():
-        assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
+    assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
 
 
 def exchange_values(cache: Any) -> None:
@@ -155,13 +151,11 @@ def test_what_is_done_to_a_cache_by_hand(how, mask, mode, on_cpu, text):
         assert_grows_as_installed(model, text, MASKS[mask], step)
 
 
-def edit(value: torch.Tensor, hook: Any) -> torch.Tensor:
-    value[:, 1] += 1
-    return value
-
-
 @torch.no_grad()
 def test_a_hook_that_edits_rotated_keys(on_cpu, text):
+    def edit(value, hook):
+        value[:, 1] += 1
+
     def run(model):
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
             return read(model, text, MASKS["all"])[0]
@@ -205,8 +199,8 @@ def test_two_texts_with_one_beginning(duplicate, on_cpu, text):
         actual: list[list[torch.Tensor]] = [[], []]
         for at in range(6, 9):
             for logits, cache, tokens in zip(actual, (first, second), (text, other)):
-                token = tokens[:, at : at + 1]
-                logits.append(model(token, past_kv_cache=cache, attention_mask=everything))
+                options = {"past_kv_cache": cache, "attention_mask": everything}
+                logits.append(model(tokens[:, at : at + 1], **options))
 
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
 

@@ -1,7 +1,4 @@
-"""With "sdpa", a model gives what it gives as installed, whatever hooks and users do to it.
-
-Written once for both classes, of which the newest that is installed runs.
-"""
+"""With "sdpa", a model gives what it gives as installed, whatever hooks and users do to it."""
 
 from __future__ import annotations
 
@@ -11,15 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attending import (
-    AS_INSTALLED,
-    HOOKED,
-    NAMES,
-    assert_either_way,
-    installed,
-    silence_a_head,
-    with_gradients,
-)
+from attending import AS_INSTALLED, HOOKED, NAMES, assert_either_way, installed, with_gradients
 from comparison import assert_agrees
 from hf_models import D_VOCAB, N_CTX, N_LAYERS, padded
 
@@ -121,8 +110,9 @@ def test_each_hook_point_listened_to_in_turn(name, options, sdpa, tokens, fused_
         assert_agrees([seen, gradients], [expected, expected_gradients])
 
 
-# --------------------------------------------------------------------------------------------
-# What users do, with the same results
+def silence_a_head(value: torch.Tensor, hook: Any) -> torch.Tensor:
+    value[:, :, 1] = 0
+    return value
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -266,9 +256,7 @@ def test_large_biases_are_added_in_float32():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, n, 8, generator=generator).bfloat16()
     bias = torch.arange(n).float().expand(1, n, n)
-
     actual = sdpa.attend(q, k, v, 1.0, None, bias)
-
     scores = q.float() @ k.float().mT + bias
     expected = scores.softmax(-1) @ v.float()
     torch.testing.assert_close(actual.float(), expected, rtol=0.01, atol=0.01)

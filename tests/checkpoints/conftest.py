@@ -17,14 +17,7 @@ def write_checkpoint(tmp_path):
     checkpoint lists: by default those that it has. Further options are `torch.save`'s.
     """
 
-    def write(
-        hf_model,
-        tensors,
-        file="model.safetensors",
-        n_files=1,
-        listed=None,
-        **options,
-    ):
+    def write(hf_model, tensors, file="model.safetensors", n_files=1, listed=None, **options):
         hf_model.config.save_pretrained(tmp_path)
         stem, suffix = file.split(".")
         names = sorted({*tensors, *(listed or ())})

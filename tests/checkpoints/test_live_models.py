@@ -3,36 +3,313 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import accelerate
+import bitsandbytes
 import peft
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, load_hooked
+import transformers
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, Architecture, load_hooked
 from comparison import assert_same_logits, assert_same_model, log_probs
-from hf_models import make_hf_model, save_checkpoint
-from live_models import (
-    CASES,
-    CAUSAL,
-    CONV,
-    IN_GPT2,
-    IN_LLAMA,
-    MISTRAL,
-    NOT_AS_MERGED,
-    WIDE,
-    Make,
-    Parts,
-    lora,
-    on_cpu,
-    on_disk,
-)
+from hf_models import HF_CONFIGS, N_CTX
+from hooked_fixtures import as_installed
+from packaging.version import Version
 from torch import nn
 from transformer_lens import HookedTransformer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-import tl_devicefix
+CPU = torch.device("cpu")
+TOKENS = torch.tensor([[3, 5, 7, 9]])
+
+MISTRAL, GPT2 = "wide mistral", "wide gpt2"
+NAMES = {MISTRAL: "mistralai/Mistral-7B-v0.1", GPT2: "gpt2"}
+WIDE = {
+    name: Architecture(name, official, HF_CONFIGS[name], {"n_ctx": N_CTX})
+    for name, official in NAMES.items()
+}
+
+# Adapters as training leaves them: with values of their own, the same each time.
+
+Adapt = Callable[[PreTrainedModel], Any]
+"""Puts adapters on a model, which is changed by it."""
+
+IN_LLAMA = ("q_proj", "v_proj", "down_proj")
+IN_GPT2 = ("c_attn", "c_proj", "c_fc")
+CONV = {"fan_in_fan_out": True}
+CAUSAL = {"task_type": "CAUSAL_LM"}
+
+
+def config(*targets: str, **options: Any) -> Any:
+    return peft.LoraConfig(target_modules=list(targets), **{"r": 4, **CAUSAL, **options})
+
+
+def lora(*targets: str, **options: Any) -> Adapt:
+    """`lora("q_proj")(model)` is that model with LoRA on its q_projs."""
+    return adapter(config(*targets, **options))
+
+
+def adapter(*configs: Any, active: Iterable[str] = ("0",)) -> Adapt:
+    """`adapter(one, two, active=["0", "1"])(model)`: the adapters are called "0", "1", ..."""
+
+    def adapt(model: PreTrainedModel) -> Any:
+        own = set(model.parameters())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            adapted = peft.get_peft_model(model, configs[0], adapter_name="0")
+            for i, config in enumerate(configs[1:], start=1):
+                adapted.add_adapter(str(i), config)
+            train(p for p in adapted.parameters() if p not in own or p.requires_grad)
+        adapted.base_model.set_adapter(list(active))
+        return adapted.eval()
+
+    return adapt
+
+
+@torch.no_grad()
+def train(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """As if they had been trained: no parameter has its initial value, be it zero or one."""
+    for parameter in parameters:
+        if parameter.is_floating_point():  # or it is one of bitsandbytes', wrapped anew
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float32), alpha=0.2)
+
+
+def added_by_transformers(model: PreTrainedModel) -> PreTrainedModel:
+    """With the adapter of `lora(*IN_LLAMA)`, but without a PeftModel around it."""
+    adapted = lora(*IN_LLAMA)(copy.deepcopy(model))
+    trained = peft.get_peft_model_state_dict(adapted, adapter_name="0")
+    model.add_adapter(config(*IN_LLAMA), adapter_name="0")
+    names = {f"base_model.model.{name}": p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, value in trained.items():
+            names[name.replace(".weight", ".0.weight")].copy_(value)
+    return model.eval()
+
+
+def merged_by_its_user(model: PreTrainedModel) -> Any:
+    adapted = lora(*IN_LLAMA)(model)
+    adapted.merge_adapter()
+    return adapted
+
+
+def mixed(model: PreTrainedModel) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config("q_proj", task_type=None), "0", mixed=True)
+        adapted.add_adapter("1", peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"]))
+        train(p for name, p in adapted.named_parameters() if "lora_" in name or "hada_" in name)
+    adapted.set_adapter(["0", "1"])
+    return adapted.eval()
+
+
+def disabled(adapt: Adapt) -> Adapt:
+    def switched_off(model: PreTrainedModel) -> Any:
+        adapted: Any = adapt(model)
+        if isinstance(adapted, PreTrainedModel):
+            adapted.disable_adapters()
+        else:
+            adapted.base_model.disable_adapter_layers()
+        return adapted
+
+    return switched_off
+
+
+IA3 = adapter(
+    peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
+    )
+)
+EXPERTS_ARE_PARAMETERS = Version(transformers.__version__) >= Version("5")
+NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
+    "LoRA on an embedding that is tied": ("gpt2", lora("wte")),
+    "LoRA and LoHa": ("llama", mixed),
+    "LoRA on experts": (
+        "mixtral",
+        lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+        if EXPERTS_ARE_PARAMETERS
+        else lora("q_proj", "w1", "w2", "w3"),
+    ),
+}
+"""What PEFT's own merge_and_unload would make another model of, or refuse."""
+
+# Quantised by bitsandbytes.
+
+_NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+KINDS: dict[str, dict[str, Any]] = {
+    "nf4": _NF4,
+    "nf4, scales quantised too": {**_NF4, "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def quantise(checkpoint: Path, kind: str) -> PreTrainedModel:
+    """Load a checkpoint as transformers quantises it, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        torch_dtype=torch.float32,
+        device_map="cpu",
+        quantization_config=BitsAndBytesConfig(**KINDS[kind]),
+    ).eval()
+
+
+@torch.no_grad()
+def dequantised(
+    hf_model: torch.nn.Module, plain: PreTrainedModel, was_run: bool = False
+) -> PreTrainedModel:
+    """`plain`, which is changed, with the values that the quantised model's weights have.
+
+    Of the latter, no forward has been run; `was_run` asks for the values after one, which on a CPU
+    with AVX512-BF16 packs 4-bit weights anew and rounds their scales.
+    """
+    rounded = False
+    if was_run:
+        other = copy.deepcopy(hf_model)
+        other(TOKENS)
+        states = (getattr(p, "quant_state", None) for p in other.parameters())
+        rounded = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    for name, module in hf_model.named_modules():
+        if type(module).__module__.startswith("bitsandbytes"):
+            layer = plain.get_submodule(name)
+            weight = values(module.weight, rounded)
+            layer.weight.copy_(weight.T if isinstance(layer, Conv1D) else weight)
+    return plain
+
+
+def values(weight: Any, rounded: bool) -> torch.Tensor:
+    """What a quantised weight stands for, by bitsandbytes' own functions."""
+    functional = bitsandbytes.functional
+    if isinstance(weight, bitsandbytes.nn.Int8Params):
+        return functional.int8_vectorwise_dequant(weight.data, weight.SCB)
+    state = copy.deepcopy(weight.quant_state)
+    if rounded:
+        if state.nested:
+            state.absmax = functional.dequantize_blockwise(state.absmax, state.state2)
+            state.absmax, state.nested = state.absmax + state.offset, False
+        state.absmax = state.absmax.bfloat16().float()
+    return functional.dequantize_4bit(weight.data, state)
+
+
+# Offloaded by accelerate.
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a live model is made of."""
+
+    model: PreTrainedModel
+    """A plain model, which may be changed."""
+    checkpoint: Path
+    """The same, as transformers saved it."""
+    folder: Path
+    """To offload to."""
+
+
+Make = Callable[[Parts], Any]
+
+
+def blocks_on_disk(outside: str) -> Make:
+    """By transformers: all blocks of a GPT-2 but the first; what is outside them, anywhere."""
+    device_map = {f"transformer.h.{i}": "disk" if i else "cpu" for i in range(5)}
+    device_map |= {f"transformer.{name}": outside for name in ("wte", "wpe", "ln_f")}
+    options: dict[str, Any] = {"device_map": {**device_map, "lm_head": outside}}
+    return lambda parts: AutoModelForCausalLM.from_pretrained(
+        parts.checkpoint, offload_folder=parts.folder, **options
+    ).eval()
+
+
+def on_cpu(of: Make = lambda parts: parts.model, **options: Any) -> Make:
+    return lambda parts: accelerate.cpu_offload(of(parts), CPU, **options)
+
+
+def on_disk(of: Make = lambda parts: parts.model, **options: Any) -> Make:
+    return lambda parts: accelerate.disk_offload(of(parts), parts.folder, CPU, **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A live model, and the plain model that it stands for."""
+
+    architecture: str
+    live: Make
+    plain: Callable[[Parts], PreTrainedModel] = lambda parts: parts.model
+
+
+def adapted(architecture: str, adapt: Adapt, merge: Adapt | None = None) -> Case:
+    """By `adapt`; if PEFT cannot merge it, `merge` makes the PeftModel that it is the same as."""
+    return Case(
+        architecture,
+        lambda parts: adapt(parts.model),
+        lambda parts: (merge or adapt)(parts.model).merge_and_unload(),
+    )
+
+
+def once_disabled(adapt: Adapt) -> Case:
+    """Adapted, and then as without its adapters."""
+    return Case("llama", lambda parts: disabled(adapt)(parts.model))
+
+
+def quantised(name: str, kind: str, adapt: Adapt | None = None, was_run: bool = False) -> Case:
+    """In a way of `KINDS`, then adapted, if it is, and run, if it was."""
+
+    def live(parts: Parts) -> Any:
+        hf_model = quantise(parts.checkpoint, kind)
+        hf_model = adapt(hf_model) if adapt else hf_model
+        if was_run:
+            with torch.no_grad():
+                hf_model(TOKENS)
+        return hf_model
+
+    def plain(parts: Parts) -> PreTrainedModel:
+        plain = dequantised(quantise(parts.checkpoint, kind), parts.model, was_run)
+        return adapt(plain).merge_and_unload() if adapt else plain
+
+    return Case(name, live, plain)
+
+
+_TWO = (config(*IN_LLAMA), config("q_proj", "o_proj"))
+_DORA_ON_CONV = lora(*IN_GPT2, use_dora=True, **CONV, modules_to_save=["ln_f"])
+
+CASES: dict[str, Case] = {
+    "LoRA, also on the embedding and the unembedding": adapted(
+        "llama", lora(*IN_LLAMA, "embed_tokens", "lm_head")
+    ),
+    "LoRA on Conv1D, with all biases trained": adapted("gpt2", lora(*IN_GPT2, **CONV, bias="all")),
+    "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
+    "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
+    "IA3": adapted("llama", IA3),
+    "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
+    "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
+    "a module to save of an adapter that is not active": adapted(
+        "llama",
+        adapter(config(*IN_LLAMA, modules_to_save=["lm_head"]), config("q_proj"), active=["1"]),
+    ),
+    "an adapter that transformers added": adapted("llama", added_by_transformers, lora(*IN_LLAMA)),
+    "an adapter that its user merged": adapted("llama", merged_by_its_user, lora(*IN_LLAMA)),
+    "disabled, with modules to save": once_disabled(lora(*IN_LLAMA, modules_to_save=["norm"])),
+    "disabled, once merged": once_disabled(merged_by_its_user),
+    "disabled, added by transformers": once_disabled(added_by_transformers),
+    **{f"{kind} mistral": quantised(MISTRAL, kind) for kind in KINDS},
+    "nf4, scales quantised too, run": quantised(MISTRAL, "nf4, scales quantised too", was_run=True),
+    "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
+    "LoRA on nf4": quantised(MISTRAL, "nf4", lora(*IN_LLAMA)),
+    "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
+    "transformers, blocks on disk": Case("gpt2", blocks_on_disk("cpu")),
+    # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
+    "transformers, embeddings on disk": Case("gpt2", blocks_on_disk("disk")),
+    "disk_offload, buffers too": Case("llama", on_disk(offload_buffers=True)),
+    "an adapted model on the CPU": Case(
+        "gpt2",
+        on_cpu(lambda parts: _DORA_ON_CONV(parts.model)),
+        lambda parts: _DORA_ON_CONV(parts.model).merge_and_unload(),
+    ),
+}
 
 ARCHITECTURES = {**ALL_ARCHITECTURES, **WIDE}
 
@@ -53,35 +330,19 @@ def reference_of(tokenizer):
     """`reference_of("gpt2", plain_model)`: as unpatched TransformerLens loads it on one CPU."""
 
     def reference_of(name, hf_model, **options):
-        with tl_devicefix.disabled():
+        with as_installed():
             return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, device="cpu", **options)
 
     return reference_of
 
 
-@pytest.fixture(scope="session")
-def wide(tokenizer, tmp_path_factory):
-    """`wide("wide gpt2")`: a model of `WIDE`, not to be changed, and its checkpoint."""
-
-    @functools.cache
-    def wide(name):
-        hf_model = make_hf_model(WIDE[name].hf_config())
-        directory = tmp_path_factory.mktemp("checkpoint")
-        return hf_model, save_checkpoint(hf_model, tokenizer, directory)
-
-    return wide
-
-
 @pytest.fixture
-def parts_of(hf_models, checkpoints, wide, tmp_path_factory):
+def parts_of(hf_models, checkpoints, tmp_path_factory):
     """`parts_of("gpt2")`: what a live model is made of, anew each time."""
 
     def parts_of(name, *dtypes):
-        plain, checkpoint = (
-            wide(name) if name in WIDE else (hf_models(name, *dtypes), checkpoints(name))
-        )
         folder = tmp_path_factory.mktemp("offloaded")
-        return Parts(copy.deepcopy(plain), checkpoint, folder)
+        return Parts(copy.deepcopy(hf_models(name, *dtypes)), checkpoints(name), folder)
 
     return parts_of
 
@@ -97,13 +358,7 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_model_and_goes_on_as_before(
-    name,
-    processing,
-    parts_of,
-    load,
-    reference_of,
-    snapshot,
-    tokens,
+    name, processing, parts_of, load, reference_of, snapshot, tokens
 ):
     case = CASES[name]
     of = case.architecture
@@ -129,9 +384,7 @@ def test_adapters_that_peft_itself_does_not_merge(case, parts_of, load, referenc
     references(name)  # skips where TransformerLens itself cannot read it
     hf_model = adapt(parts_of(name).model)
     unfolded = {"fold_ln": False} if name == "mixtral" else {}  # TransformerLens 2 drops its norms
-
     model = load(name, hf_model, n_devices=1, **unfolded)
-
     expected = predictions(hf_model, tokens)
     torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-4)
 
@@ -150,9 +403,7 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
     in_float64.load_state_dict(hf_model.state_dict())
     options = {"dtype": torch.float32, "fold_ln": False}
     exact = dict(reference_of(name, in_float64.merge_and_unload(), **options).named_parameters())
-
     model = load(name, hf_model, **options)
-
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.cpu(), exact[key], rtol=0, atol=1e-6)
 
@@ -163,9 +414,7 @@ def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_i
 ):
     hf_model = lora(*IN_GPT2, **CONV)(parts_of("gpt2").model)
     before = snapshot(hf_model)
-
     model = load("gpt2", hf_model, n_devices=1, device="cpu", **NO_PROCESSING)
-
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -179,9 +428,7 @@ def test_a_quantised_checkpoint_is_loaded_by_its_path(
     hf_model = CASES[f"{kind} mistral"].live(parts_of(MISTRAL))
     hf_model.save_pretrained(tmp_path)
     expected = log_probs(load(MISTRAL, hf_model), tokens)
-
     model = HookedTransformer.from_pretrained(str(tmp_path), n_devices=3)
-
     assert len(model.placement.devices) == 3
     torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-5)
 
@@ -216,10 +463,6 @@ def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
     assert machine.memory_allocated("sim:1") == share == machine.memory_allocated("sim:0")
 
 
-# --------------------------------------------------------------------------------------------
-# Refusals
-
-
 def without_scales(parts: Parts) -> Any:
     hf_model = CASES["int8 mistral"].live(parts)
     layer = hf_model.model.layers[1].mlp.up_proj
@@ -227,21 +470,15 @@ def without_scales(parts: Parts) -> Any:
     return hf_model
 
 
-def quantised_by(method: str) -> Make:
-    def make(parts: Parts) -> Any:
-        parts.model.config.quantization_config = {"quant_method": method, "bits": 4}
-        return parts.model
-
-    return make
+def quantised_by_gptq(parts: Parts) -> Any:
+    parts.model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    return parts.model
 
 
-def of_a_byte(dtype: torch.dtype) -> Make:
-    def make(parts: Parts) -> Any:
-        layer = parts.model.model.layers[3].mlp.up_proj
-        layer.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
-        return parts.model
-
-    return make
+def of_a_byte(parts: Parts) -> Any:
+    layer = parts.model.model.layers[3].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return parts.model
 
 
 UNMERGEABLE = ("cannot be merged", "pass the base model")
@@ -265,8 +502,8 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         ("scales are lost", "without offloading"),
     ),
     "8 bits without scales": (MISTRAL, without_scales, ("scales are lost", "load it again")),
-    "gptq": ("qwen2", quantised_by("gptq"), ("gptq", *QUANTISED)),
-    "int8 without a scale": ("qwen2", of_a_byte(torch.int8), ("torch.int8", *QUANTISED)),
+    "gptq": ("qwen2", quantised_by_gptq, ("gptq", *QUANTISED)),
+    "int8 without a scale": ("qwen2", of_a_byte, ("torch.int8", *QUANTISED)),
 }
 
 
@@ -278,21 +515,9 @@ def test_what_has_no_plain_weights_is_refused(case, parts_of, load, refused):
         load(name, hf_model)
 
 
-@pytest.fixture
-def without_library(monkeypatch):
-    """`without_library("peft")`: as if it were not installed; what is in use of it goes on."""
-
-    def without_library(name):
-        for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == name]:
+def test_a_plain_model_needs_no_optional_library(hf_models, load, references, monkeypatch, tokens):
+    for library in ("peft", "bitsandbytes"):  # what is in use of them goes on
+        for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == library]:
             monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setitem(sys.modules, name, None)
-
-    return without_library
-
-
-def test_a_plain_model_needs_no_optional_library(
-    hf_models, load, references, without_library, tokens
-):
-    for library in ("peft", "bitsandbytes"):
-        without_library(library)
+        monkeypatch.setitem(sys.modules, library, None)
     assert_same_logits(load("llama", hf_models("llama")), references("llama"), tokens)

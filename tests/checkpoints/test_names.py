@@ -1,7 +1,4 @@
-"""A checkpoint is loaded by its name on the hub or its directory, whatever it is called.
-
-What is fetched is laid out in the hub's cache beforehand; there is no network.
-"""
+"""A checkpoint is loaded by its name on the hub, or from its directory, whatever it is called."""
 
 from __future__ import annotations
 
@@ -64,10 +61,6 @@ def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
     assert torch.equal(model.W_E.detach().cpu(), embedding)
 
 
-# --------------------------------------------------------------------------------------------
-# Names and paths
-
-
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architecture, put, tokens):
@@ -75,9 +68,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architectu
     put(architecture, name)
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu")
-
     model = HookedTransformer.from_pretrained(name, n_devices=3)
-
     assert_same_model(model, reference, tokens)
     assert model.cfg.model_name == reference.cfg.model_name
     assert model.to_tokens("w5 w7").tolist() == reference.to_tokens("w5 w7").tolist()
@@ -87,9 +78,7 @@ def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architectu
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma-2", "pythia"])
 def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, tokens):
     reference, hf_model = references(architecture), put(architecture)
-
     model = HookedTransformer.from_pretrained(FINE_TUNE, n_devices=2)
-
     assert_same_model(model, reference, tokens)
     assert model.cfg.original_architecture == hf_model.config.architectures[0]
     assert model.cfg.model_name == "not-a-gemma-2-nor-llama"
@@ -98,30 +87,19 @@ def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, to
         assert model.to_tokens("w5 w7")[0, -2:].tolist() == [5, 7]
 
 
-@pytest.mark.parametrize("name", ["bert/mine", "NeelNanda/of-mine"])
-def test_any_name_on_the_hub_will_do(name, put):
-    hf_model = put(name=name)
-    model = load_unprocessed(name)
-    assert_embeds_as(model, hf_model)
-    assert model.tokenizer is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("t5-ish", str),
-        ("gpt2", str),
-        ("NeelNanda-of-mine", lambda path: path.name),
-        ("with spaces", lambda path: path),
-        ("a", lambda path: f"{path}/"),
-    ],
-)
-def test_any_path_will_do(name, how, directory, hf_models):
-    path = directory(name)
-    model = load_unprocessed(how(path))
-    assert model.cfg.original_architecture == "Qwen2ForCausalLM"
-    assert_embeds_as(model, hf_models("qwen2"))
-    assert Path(model.tokenizer.name_or_path).resolve() == path
+def test_any_name_on_the_hub_and_any_path_will_do(put, directory, hf_models):
+    for name in ("bert/mine", "NeelNanda/of-mine"):
+        put(name=name)
+        assert_embeds_as(load_unprocessed(name), hf_models("qwen2"))
+    for name, how in (
+        *(("gpt2", str), ("with spaces", lambda path: path)),
+        *(("NeelNanda-of-mine", lambda path: path.name), ("a", lambda path: f"{path}/")),
+    ):
+        path = directory(name)
+        model = load_unprocessed(how(path))
+        assert model.cfg.original_architecture == "Qwen2ForCausalLM"
+        assert_embeds_as(model, hf_models("qwen2"))
+        assert Path(model.tokenizer.name_or_path).resolve() == path
 
 
 def test_the_text_model_of_a_multimodal_fine_tune(hub, tokenizer, tokens):
@@ -147,34 +125,23 @@ def test_the_text_model_of_a_multimodal_fine_tune(hub, tokenizer, tokens):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------
-# Tokenizers
-
-
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("where", ["hub", "directory"])
 def test_without_a_tokenizer_there_the_model_has_none_and_says_so(
-    where, hub, hf_models, tokenizer, tmp_path, tokens,
-    caplog,
-) :  # fmt: skip
+    hub, hf_models, tokenizer, tmp_path, tokens, caplog
+):
     hub.add(FINE_TUNE, hf_models("qwen2"))
     hf_models("qwen2").save_pretrained(tmp_path / "model")
-    name = FINE_TUNE if where == "hub" else tmp_path / "model"
-
-    model = HookedTransformer.from_pretrained(name, n_devices=2)
-
-    assert model.tokenizer is None
-    (warning,) = [item for item in caplog.records if "has no tokenizer" in item.getMessage()]
-    assert warning.name == "tl_devicefix"
-    for text in (repr(str(name)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
-        assert text in warning.getMessage()
-    HookedTransformer.from_pretrained(name, tokenizer=tokenizer, n_devices=2)
-    assert caplog.text.count("has no tokenizer") == 1
-    assert model(tokens).shape[:2] == tokens.shape
-
-
-# --------------------------------------------------------------------------------------------
-# How it is fetched: config, weights and tokenizer in the same way
+    for name in (FINE_TUNE, tmp_path / "model"):
+        caplog.clear()
+        model = HookedTransformer.from_pretrained(name, n_devices=2)
+        assert model.tokenizer is None
+        assert model(tokens).shape[:2] == tokens.shape
+        (warning,) = [item for item in caplog.records if "has no tokenizer" in item.getMessage()]
+        assert warning.name == "tl_devicefix"
+        for text in (repr(str(name)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
+            assert text in warning.getMessage()
+        HookedTransformer.from_pretrained(name, tokenizer=tokenizer, n_devices=2)
+        assert caplog.text.count("has no tokenizer") == 1
 
 
 @pytest.fixture(params=[False, True], ids=["not listed", "listed"])
@@ -206,9 +173,7 @@ def test_revision(name, put, hub, tmp_path):
 def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     HubCache(elsewhere).add(name, hf_models("qwen2"), tokenizer)
-
     model = load_unprocessed(name, cache_dir=elsewhere, local_files_only=True)
-
     assert_embeds_as(model, hf_models("qwen2"))
     assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert not hub.directory.exists()
@@ -241,62 +206,44 @@ def test_subfolder(hub, hf_models, tokenizer):
     snapshot = hub.add("someone/collection", hf_models("gpt2"))
     hf_models("qwen2").save_pretrained(snapshot / "small")
     tokenizer.save_pretrained(snapshot / "small")
-
     model = load_unprocessed("someone/collection", subfolder="small")
-
     assert_embeds_as(model, hf_models("qwen2"))
     assert model.tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
-# --------------------------------------------------------------------------------------------
-# Refusals, each in one sentence
-
 NOT_CACHED = "couldn't find them in the cached files"
-REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "gpt2-smal": (("did you mean", "'gpt2-small'"), {}),
-    "xyzzy": (("organisation/model",), {}),
-    "someone/unknown": ((NOT_CACHED,), {}),
-    "meta-lama/Llama-2-7b-hf": (("did you mean 'meta-llama/Llama-2-7b-hf'",), {}),
-    "Qwen/Qwen2-0.5B": ((NOT_CACHED,), {"local_files_only": True}),
-    **{
-        path: (("TransformerLens lists no model", "directory"), {})
-        for path in ("./llama", "~/llama")
-    },
+REFUSED: dict[str, tuple[str, ...]] = {
+    "gpt2-smal": ("did you mean", "'gpt2-small'"),
+    "xyzzy": ("organisation/model",),
+    "someone/unknown": (NOT_CACHED,),
+    "meta-lama/Llama-2-7b-hf": ("did you mean 'meta-llama/Llama-2-7b-hf'",),
+    **dict.fromkeys(("./llama", "~/llama"), ("TransformerLens lists no model", "directory")),
 }
-"""A name -> what its refusal says, and options."""
+"""A name -> what its refusal says."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_name_that_is_no_checkpoint(name, hub, refused):
-    says, options = REFUSED[name]
-    with refused(repr(name), *says) as caught:
-        HookedTransformer.from_pretrained(name, **options)
-    assert name != "xyzzy" or "did you mean" not in str(caught.value)
-
-
-def test_a_training_checkpoint_of_a_fine_tune(put, refused):
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(put, tmp_path, refused):
+    for name, says in REFUSED.items():
+        with refused(repr(name), *says) as caught:
+            HookedTransformer.from_pretrained(name)
+        assert name != "xyzzy" or "did you mean" not in str(caught.value)
+    with refused("'Qwen/Qwen2-0.5B'", NOT_CACHED):
+        HookedTransformer.from_pretrained("Qwen/Qwen2-0.5B", local_files_only=True)
     put()
     with refused("checkpoint_index", "leave out"):
         HookedTransformer.from_pretrained(FINE_TUNE, checkpoint_index=3)
-
-
-def test_a_directory_with_an_adapter_only(tmp_path, refused):
     (tmp_path / "adapter_config.json").write_text("{}")
     with refused(str(tmp_path), "PEFT adapter", "hf_model"):
         HookedTransformer.from_pretrained(str(tmp_path))
 
 
-@pytest.mark.parametrize("use", [HookedTransformer.from_pretrained, plan])
-def test_an_architecture_that_is_not_supported_is_named(use, hub, refused):
+def test_an_architecture_that_is_not_supported_is_named(hub, refused):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     falcon = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes))
     hub.add("someone/falcon", falcon)
-    with refused("'someone/falcon' holds a FalconForCausalLM"):
-        use("someone/falcon")
-
-
-# --------------------------------------------------------------------------------------------
-# Code that comes with a checkpoint
+    for use in (HookedTransformer.from_pretrained, plan):
+        with refused("'someone/falcon' holds a FalconForCausalLM"):
+            use("someone/falcon")
 
 
 @pytest.fixture
@@ -330,9 +277,7 @@ def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
     (folder / "own.py").write_text(OWN_CODE)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     change_json(folder / "config.json", model_type="own", auto_map=classes)
-
     model = HookedTransformer.from_pretrained("someone/own", n_devices=2, trust_remote_code=True)
-
     assert_same_model(model, references("llama"), tokens)
     with pytest.raises(ValueError, match="trust_remote_code"):
         HookedTransformer.from_pretrained("someone/own", trust_remote_code=False)
@@ -350,41 +295,30 @@ def with_code(directory, modules, hf_models, tmp_path):
     return path.relative_to(tmp_path)
 
 
-@pytest.mark.parametrize("how", [str, os.path.abspath], ids=["relative", "absolute"])
-def test_code_in_a_directory_does_not_run_whatever_it_is_called(how, with_code, tmp_path):
-    model = HookedTransformer.from_pretrained(how(with_code), n_devices=2, fold_ln=False)
-    assert not model.cfg.trust_remote_code
-    assert not (tmp_path / "it ran").exists()
-    with contextlib.suppress(Exception):  # what it holds is no model
-        HookedTransformer.from_pretrained(how(with_code), trust_remote_code=True)
-    assert (tmp_path / "it ran").exists()
-
-
-def test_nor_does_that_of_a_name_that_transformer_lens_does_not_list(
+def test_code_in_a_directory_or_of_an_unlisted_name_does_not_run(
     with_code, hub, hf_models, tmp_path
 ):
     folder = hub.add("Qwen/Qwen3-tuned", hf_models("qwen3"))
     shutil.copytree(with_code, folder, dirs_exist_ok=True)
-    model = HookedTransformer.from_pretrained("Qwen/Qwen3-tuned", n_devices=2)
-    assert model.tokenizer is not None
-    assert not (tmp_path / "it ran").exists()
+    for path in (str(with_code), os.path.abspath(with_code), "Qwen/Qwen3-tuned"):
+        model = HookedTransformer.from_pretrained(path, n_devices=2, fold_ln=False)
+        assert not model.cfg.trust_remote_code
+        assert model.tokenizer is not None
+        assert not (tmp_path / "it ran").exists()
+    with contextlib.suppress(Exception):  # what it holds is no model
+        HookedTransformer.from_pretrained(str(with_code), trust_remote_code=True)
+    assert (tmp_path / "it ran").exists()
 
-
-# --------------------------------------------------------------------------------------------
-# Models that are known by name without the network, as their config.json on the hub has them:
-# TransformerLens has the sizes of Llamas and Gemmas written down; of the others it asks the hub
-
-ASKED_OF_THE_HUB = (
-    "EleutherAI/", "facebook/opt-", "gpt2", "distilgpt2", "microsoft/", "mistralai/", "Qwen/",
-)  # fmt: skip
-"""Families whose sizes are known here; none is left out."""
 
 NOT_LISTED = ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-405B")
 """Models that are known here and that no TransformerLens lists."""
 
 
 def test_every_model_of_a_known_family_is_known():
-    listed = {name for name in tl_loading.OFFICIAL_MODEL_NAMES if name.startswith(ASKED_OF_THE_HUB)}
+    """TransformerLens has sizes of Llamas and Gemmas written down; of these it asks the hub."""
+    small, large = ("gpt2", "distilgpt2", "facebook/opt-"), ("mistralai/", "Qwen/", "microsoft/")
+    families = (*small, *large, "EleutherAI/")
+    listed = {name for name in tl_loading.OFFICIAL_MODEL_NAMES if name.startswith(families)}
     assert listed - known_fields().keys() == set()
 
 
@@ -405,8 +339,9 @@ def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(name, 
     assert model_config(name, prefer_known=True).to_dict() == model_config(name).to_dict()
 
 
-@pytest.mark.parametrize("use", [plan, HookedTransformer.from_pretrained])
-def test_an_unknown_config_must_be_fetched_or_handed_over(use, refused):
+def test_an_unknown_config_must_be_fetched_or_handed_over(refused):
     name = "bigscience/bloom-560m"  # which TransformerLens lists and asks the hub for
-    with refused(repr(name), "cannot be fetched: check the connection, or give a local directory"):
-        use(name, n_devices=2)
+    says = "cannot be fetched: check the connection, or give a local directory"
+    for use in (plan, HookedTransformer.from_pretrained):
+        with refused(repr(name), says):
+            use(name, n_devices=2)

@@ -25,54 +25,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from block_variants import VARIANTS, config_of
 from operations import CHANGES, LOSES_CACHE, RUNS, Trial
-from pools import BETWEEN, BLOCKS, IS_2, IS_BRIDGE, POOLS, Method, Module, OwnMethod, Point, Weight
+from pools import BETWEEN, BLOCKS, IS_BRIDGE, POOLS, Method, Module, OwnMethod, Point, Weight
 
-_ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 4}
-_LLAMA = {"normalization_type": "RMS", "gated_mlp": True, "n_key_value_heads": 2, **_ROTARY}
-_LOCAL = {"use_local_attn": True, "window_size": 3, "attn_types": ["local", "global", "local"]}
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"act_fn": "gelu_new"},
-    "gpt2 folded": {"act_fn": "gelu_new", "normalization_type": "LNPre"},
-    "llama": _LLAMA,
-    "llama folded": {**_LLAMA, "normalization_type": "RMSPre"},
-    "qwen3": {**_LLAMA, "use_qk_norm": True},
-    "gemma-2": {
-        **_LLAMA,
-        **_LOCAL,
-        "use_normalization_before_and_after": True,
-        "attn_scores_soft_cap": 5.0,
-        "output_logits_soft_cap": 3.0,
-    },
-    "mistral": {**_LLAMA, **_LOCAL, "attn_types": ["local"] * 3},
-    "mixtral": {**_LLAMA, "num_experts": 3, "experts_per_token": 2},
-    "pythia": {**_ROTARY, "rotary_dim": 2, "parallel_attn_mlp": True, "act_fn": "gelu"},
-    "gpt-j": {
-        **_ROTARY,
-        "rotary_dim": 2,
-        "rotary_adjacent_pairs": True,
-        "parallel_attn_mlp": True,
-        "act_fn": "gelu_new",
-    },
-    "bloom": {"positional_embedding_type": "alibi", "act_fn": "gelu_fast"},
-    "gpt-neo": {**_LOCAL, "use_attn_scale": False, "act_fn": "gelu_new"},
-    "attention only": {"attn_only": True, "normalization_type": None},
-    "shortformer": {"positional_embedding_type": "shortformer"},
-    "bidirectional": {"attention_dir": "bidirectional", "act_fn": "relu"},
-    "solu": {"act_fn": "solu_ln"},
-}
-if not IS_2:
-    MODELS |= {
-        "olmo-2": {**_LLAMA, "original_architecture": "Olmo2ForCausalLM"},
-        "olmoe": {
-            **_LLAMA,
-            "original_architecture": "OlmoeForCausalLM",
-            "clip_qkv": 1.0,
-            "num_experts": 3,
-            "experts_per_token": 2,
-        },
-        "gpt-oss": {**_LLAMA, **_LOCAL, "use_attention_sinks": True},
-    }
 EXTRAS: dict[str, Any] = {
     "use_attn_result": True,
     "use_split_qkv_input": True,
@@ -106,7 +62,7 @@ def draw(seed: int) -> Case:
     else:
         extras = list(EXTRAS)[: -1 if n_devices > 1 else None]  # float32 there, for its rounding
         extra = random_.choice(extras) if random_.random() < 0.25 else None
-        model = random_.choice(list(MODELS)), random_.choice((2, 3)), extra
+        model = random_.choice(list(VARIANTS)), random_.choice((2, 3)), extra
     draw = Draw(random_, model, is_spread=n_devices > 1)
     operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
     return Case(model, n_devices, [*operations, draw.one_of(RUNS)])
@@ -229,17 +185,9 @@ def build(model: tuple[Any, ...], n_devices: int, seed: int = 1) -> Any:
 
 
 def build_hooked(name: str, n_layers: int, extra: str | None, n_devices: int, seed: int) -> Any:
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens import HookedTransformer
 
-    options: dict[str, Any] = {"n_layers": n_layers, "d_model": 16, "n_heads": 4, "d_head": 4}
-    options |= {"d_mlp": 24, "d_vocab": 40, "n_ctx": 24, "act_fn": "silu"}
-    options |= {"normalization_type": "LN", "window_size": 4}  # of blocks that are made local
-    options |= {"device": "cpu", "init_weights": False, **MODELS[name]}
-    if extra:
-        options[extra] = EXTRAS[extra]
-    if "attn_types" in options:
-        options["attn_types"] = options["attn_types"][:n_layers]
-    cfg = HookedTransformerConfig(**options)
+    cfg = config_of(VARIANTS[name] | ({extra: EXTRAS[extra]} if extra else {}), n_layers)
     if n_devices > 1:  # as an argument of the config, TransformerLens would count CUDA devices
         cfg.device, cfg.n_devices = "sim:0", n_devices
     model = HookedTransformer(cfg)

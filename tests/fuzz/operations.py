@@ -22,23 +22,10 @@ from importlib.metadata import version
 from typing import Any, Literal
 from unittest import mock
 
+import pools
 import torch
 from packaging.version import Version
-from pools import (
-    IS_BRIDGE,
-    Attribute,
-    Block,
-    Component,
-    Function,
-    Instead,
-    Method,
-    Module,
-    OwnMethod,
-    Point,
-    Setting,
-    Weight,
-    find_class,
-)
+from pools import IS_BRIDGE, find_class
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
@@ -179,13 +166,15 @@ def run_with_cache(
 
 @run
 def run_with_hooks(
-    trial: Trial, n: N, grad: Grad, point: Point, effect: Effect, backward: Literal[False, True]
+    trial: Trial,
+    n: N,
+    grad: Grad,
+    point: pools.Point,
+    effect: Effect,
+    backward: Literal[False, True],
 ) -> None:
     hooks = [(point, functools.partial(act, trial, effect))]
-    with (
-        grad_mode(grad),
-        trial.model.hooks(**{"bwd_hooks" if backward else "fwd_hooks": hooks}),
-    ):
+    with grad_mode(grad), trial.model.hooks(**{"bwd_hooks" if backward else "fwd_hooks": hooks}):
         finish(trial, grad, trial.model(tokens(n)))
 
 
@@ -231,7 +220,7 @@ def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
 @change
 def hook(
     trial: Trial,
-    point: Point,
+    point: pools.Point,
     effect: Effect,
     direction: Literal["fwd", "fwd", "bwd"],
     how: Literal["name", "filter", "permanent", "on the point", "prepended"],
@@ -251,7 +240,7 @@ def hook(
 @change
 def torch_hook(
     trial: Trial,
-    module: Module,
+    module: pools.Module,
     kind: Literal[
         "forward",
         "forward with_kwargs",
@@ -312,7 +301,7 @@ def remove_hooks(trial: Trial, which: Literal["reset", "permanent", "handles"]) 
 @change
 def replace_hook_dicts(
     trial: Trial,
-    module: Module,
+    module: pools.Module,
     which: Literal["_forward_hooks", "_forward_pre_hooks", "_backward_hooks"],
     how: Literal["of all", "of one", "clear"],
 ) -> None:
@@ -328,13 +317,13 @@ def replace_hook_dicts(
 
 
 @change
-def set_config(trial: Trial, setting: Setting) -> None:
+def set_config(trial: Trial, setting: pools.Setting) -> None:
     """Of the config that all components share."""
     setattr(trial.model.cfg, *setting)
 
 
 @change
-def set_attribute(trial: Trial, block: Block, attribute: Attribute) -> None:
+def set_attribute(trial: Trial, block: pools.Block, attribute: pools.Attribute) -> None:
     path, value = attribute
     trial.at(f"{block}.{path}")  # which has to be there
     trial.put(f"{block}.{path}", nn.Tanh() if value == "tanh" else value)
@@ -342,7 +331,7 @@ def set_attribute(trial: Trial, block: Block, attribute: Attribute) -> None:
 
 @change
 def own_method(
-    trial: Trial, block: Block, method: OwnMethod, deleted: Literal["layer_id", None]
+    trial: Trial, block: pools.Block, method: pools.OwnMethod, deleted: Literal["layer_id", None]
 ) -> None:
     """An instance's method in place of its class's, and perhaps an attribute fewer."""
     component, _, name = f"{block}.{method}".rpartition(".")
@@ -365,31 +354,28 @@ def set_mode(trial: Trial, mode: Literal["train", "eval", "frozen", "float64", "
 @change
 def weight(
     trial: Trial,
-    block: Block,
-    name: Weight,
+    block: pools.Block,
+    name: pools.Weight,
     how: Literal["in place", "data", "new", "half", "frozen", "tensor", "parametrized", "deleted"],
 ) -> None:
     path, _, name = f"{block}.{name}".rpartition(".")  # type: ignore[assignment]
     module = trial.at(path)
     old = getattr(module, name)
     new = trial.randn_like(old) * 0.3
-    if how == "in place":
-        with torch.no_grad():
-            old.mul_(0.5)
-    elif how == "data":
-        old.data = new
-    elif how == "new":
-        setattr(module, name, nn.Parameter(new))
-    elif how == "half":
-        old.data = old.data.bfloat16()
-    elif how == "frozen":
-        old.requires_grad_(False)
-    elif how == "parametrized":
-        parametrize.register_parametrization(module, name, nn.Tanh())
-    else:
-        delattr(module, name)
-        if how == "tensor":
-            setattr(module, name, new)
+    do: dict[str, Callable[[], Any]] = {
+        "in place": lambda: torch.no_grad()(old.mul_)(0.5),
+        "data": lambda: setattr(old, "data", new),
+        "new": lambda: setattr(module, name, nn.Parameter(new)),
+        "half": lambda: setattr(old, "data", old.data.bfloat16()),
+        "frozen": lambda: old.requires_grad_(False),
+        "parametrized": lambda: parametrize.register_parametrization(module, name, nn.Tanh()),
+    }
+    if how in do:
+        do[how]()
+        return
+    delattr(module, name)
+    if how == "tensor":
+        setattr(module, name, new)
 
 
 # Of a HookedTransformer only.
@@ -411,7 +397,9 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Literal[
         finish(trial, grad, torch.cat(logits, 1))
 
 
-def own_config(trial: Trial, block: Block, component: Component, setting: Setting) -> None:
+def own_config(
+    trial: Trial, block: pools.Block, component: pools.Component, setting: pools.Setting
+) -> None:
     module = trial.at(block + component)
     module.cfg = copy.copy(module.cfg)
     setattr(module.cfg, *setting)
@@ -419,18 +407,13 @@ def own_config(trial: Trial, block: Block, component: Component, setting: Settin
 
 def buffer(
     trial: Trial,
-    block: Block,
+    block: pools.Block,
     name: Literal["rotary_sin", "rotary_cos", "IGNORE", "mask"],
     how: Literal["in place", "replaced", "data"],
 ) -> None:
     attn = trial.at(f"{block}.attn")
     old = getattr(attn, name)
-    if name == "mask":
-        new = torch.ones_like(old)
-    elif name == "IGNORE":
-        new = torch.full_like(old, -2.0)
-    else:
-        new = old * 0.5
+    new = {"mask": torch.ones_like(old), "IGNORE": torch.full_like(old, -2.0)}.get(name, old * 0.5)
     if how == "in place":
         old.copy_(new)
     elif how == "data":
@@ -458,28 +441,27 @@ class Doubling(nn.Module):
 @change
 def exchange(
     trial: Trial,
-    module: Module,
+    module: pools.Module,
     by: Literal["copy", "Doubling", "Identity", "Sequential", "another model's"],
 ) -> None:
-    if by == "copy":
-        instead = copy.deepcopy(trial.at(module))
-    elif by == "another model's":
-        instead = operator.attrgetter(module)(trial.other())
-    elif by == "Sequential":
-        instead = nn.Sequential(trial.at(module), Doubling())
-    else:
-        instead = Doubling() if by == "Doubling" else nn.Identity()
-    trial.put(module, instead)
+    make: dict[str, Callable[[], Any]] = {
+        "copy": lambda: copy.deepcopy(trial.at(module)),
+        "Doubling": Doubling,
+        "Identity": nn.Identity,
+        "Sequential": lambda: nn.Sequential(trial.at(module), Doubling()),
+        "another model's": lambda: operator.attrgetter(module)(trial.other()),
+    }
+    trial.put(module, make[by]())
 
 
 @change
-def graft(trial: Trial, block: Block, of: Block) -> None:
+def graft(trial: Trial, block: pools.Block, of: pools.Block) -> None:
     """A block of another model in the place of one."""
     trial.put(block, operator.attrgetter(of)(trial.other()))
 
 
 @change
-def sub_class(trial: Trial, module: Module, does: Literal["scale", "nothing"]) -> None:
+def sub_class(trial: Trial, module: pools.Module, does: Literal["scale", "nothing"]) -> None:
     instance = trial.at(module)
     cls: Any = type(instance)
 
@@ -491,7 +473,9 @@ def sub_class(trial: Trial, module: Module, does: Literal["scale", "nothing"]) -
 
 
 @change
-def instance_forward(trial: Trial, module: Module, how: Literal["put in", "taken out"]) -> None:
+def instance_forward(
+    trial: Trial, module: pools.Module, how: Literal["put in", "taken out"]
+) -> None:
     instance = trial.at(module)
     if how == "taken out":
         vars(instance).pop("forward", None)
@@ -522,7 +506,7 @@ class Descriptor:
 @change
 def method(
     trial: Trial,
-    name: Method,
+    name: pools.Method,
     how: Literal[
         "function",
         "wraps",
@@ -541,26 +525,27 @@ def method(
     def function(*args: Any, **kwargs: Any) -> Any:
         return scaled(original(*args, **kwargs))
 
-    instead: Any = function
-    if how == "wraps":
-        instead = functools.wraps(original)(function)
-    elif how == "descriptor":
-        instead = Descriptor(original)
-    elif how == "partialmethod":
-        instead = functools.partialmethod(function)
-    elif how == "partial":  # which is not bound: `self` is not among what it is given
-        instead = functools.partial(lambda *args, **kwargs: scaled([*args, *kwargs.values()][0]))
-    elif how == "mock":
-        instead = mock.Mock(side_effect=lambda *args, **kwargs: [*args, *kwargs.values()][0])
-    elif how == "autospec":
-        instead = mock.create_autospec(original, side_effect=function)
-    elif how == "torch's decorator":
-        instead = torch.no_grad()(original)
-    trial.undo.enter_context(mock.patch.object(cls, name, instead))
+    def first(*args: Any, **kwargs: Any) -> Any:
+        return [*args, *kwargs.values()][0]
+
+    make: dict[str, Callable[[], Any]] = {
+        "function": lambda: function,
+        "wraps": lambda: functools.wraps(original)(function),
+        "descriptor": lambda: Descriptor(original),
+        "partialmethod": lambda: functools.partialmethod(function),
+        # Not bound: `self` is not among what it is given.
+        "partial": lambda: functools.partial(
+            lambda *args, **kwargs: scaled(first(*args, **kwargs))
+        ),
+        "mock": lambda: mock.Mock(side_effect=first),
+        "autospec": lambda: mock.create_autospec(original, side_effect=function),
+        "torch's decorator": lambda: torch.no_grad()(original),
+    }
+    trial.undo.enter_context(mock.patch.object(cls, name, make[how]()))
 
 
 @change
-def code(trial: Trial, name: Instead) -> None:
+def code(trial: Trial, name: pools.Instead) -> None:
     """As IPython's autoreload does: a function of which only the code is another."""
     owner, _, name = name.rpartition(".")  # type: ignore[assignment]
     function = getattr(find_class(owner), name)
@@ -569,7 +554,7 @@ def code(trial: Trial, name: Instead) -> None:
 
 
 @change
-def module_function(trial: Trial, name: Function) -> None:
+def module_function(trial: Trial, name: pools.Function) -> None:
     module, _, name = name.partition(":")  # type: ignore[assignment]
     owner = importlib.import_module(module)
     original = getattr(owner, name)

@@ -8,8 +8,7 @@ from typing import Any, NewType
 
 import torch
 
-_MAJOR = int(version("transformer_lens").partition(".")[0])
-IS_2, IS_BRIDGE = _MAJOR == 2, _MAJOR >= 4
+IS_BRIDGE = int(version("transformer_lens").partition(".")[0]) >= 4
 
 Block = NewType("Block", str)
 Component = NewType("Component", str)

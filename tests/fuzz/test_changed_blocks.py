@@ -7,8 +7,9 @@ import pickle
 from typing import Any
 
 import pytest
+from block_variants import IS_2
 from cases import Case, Installed, Outcome, difference, equal
-from pools import IS_2, IS_BRIDGE
+from pools import IS_BRIDGE
 
 NO_GRAD, GRAD = (("forward", 5, grad, 0, None) for grad in ("no_grad", "grad"))
 GPT2, QWEN3, GPT_NEO = (("gpt2", 2, None), ("qwen3", 2, None), ("gpt-neo", 2, None))

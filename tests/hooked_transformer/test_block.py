@@ -10,101 +10,50 @@ from functools import cache, partial
 from typing import Any
 from unittest import mock
 
+import block_variants
 import pytest
 import torch
+from block_variants import LLAMA, ROTARY, config_of
 from kinds import new_kv_cache
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import known_blocks
 from tl_devicefix.hooked_transformer.known_blocks import IS_2
 
-N_LAYERS, N_CTX, D_VOCAB = 2, 24, 40
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 4}
-_LLAMA = {"normalization_type": "RMS", "gated_mlp": True, **_ROTARY}
-_GROUPED = {"n_key_value_heads": 2}
 
+IMPLIED = () if IS_2 else ("mixtral", "olmo-2")  # by others that have more
 VARIANTS: dict[str, dict[str, Any]] = {
-    "LN": {"act_fn": "gelu_new"},
-    "LNPre": {"normalization_type": "LNPre", "act_fn": "gelu_new"},
+    **{name: its for name, its in block_variants.VARIANTS.items() if name not in IMPLIED},
     "no norm": {"normalization_type": None, "act_fn": "relu"},
-    "RMS, grouped": {**_LLAMA, **_GROUPED},
-    "RMSPre, grouped": {**_LLAMA, **_GROUPED, "normalization_type": "RMSPre"},
-    "ungrouped": {**_LLAMA, **_GROUPED, "ungroup_grouped_query_attention": True},
-    "partial rotary": {**_LLAMA, "rotary_dim": 2},
-    "adjacent pairs": {**_LLAMA, "rotary_adjacent_pairs": True},
-    "partial, adjacent": {"rotary_adjacent_pairs": True, **_ROTARY, "rotary_dim": 2},
-    "parallel": {"parallel_attn_mlp": True, **_ROTARY, "rotary_dim": 2},
+    "ungrouped": {**LLAMA, "ungroup_grouped_query_attention": True},
+    "qk-norm of every head": {**LLAMA, "n_key_value_heads": None, "use_qk_norm": True},
+    "adjacent pairs": {"rotary_adjacent_pairs": True, **ROTARY},
     "parallel with mlp_in": {"parallel_attn_mlp": True, "use_hook_mlp_in": True},
-    "ALiBi": {"positional_embedding_type": "alibi"},
-    "shortformer": {"positional_embedding_type": "shortformer"},
-    "local": {"use_local_attn": True, "window_size": 3, "attn_types": ["global", "local"]},
-    "local rotary": {
-        **_LLAMA,
-        **({} if IS_2 else {"rotary_base_local": 100}),
-        "use_local_attn": True,
-        "window_size": 3,
-        "attn_types": ["local", "global"],
-    },
-    "soft cap, norms after": {
-        **_LLAMA,
-        "attn_scores_soft_cap": 5.0,
-        "use_normalization_before_and_after": True,
-    },
-    "qk-norm": {**_LLAMA, "use_qk_norm": True},
-    "qk-norm, grouped": {**_LLAMA, **_GROUPED, "use_qk_norm": True},
-    "experts": {**_LLAMA, "num_experts": 3, "experts_per_token": 2},
-    "attention only": {"attn_only": True},
-    "bidirectional": {"attention_dir": "bidirectional"},
-    "solu_ln": {"act_fn": "solu_ln"},
-    "mlp_in": {"use_hook_mlp_in": True},
-    "no scale": {"use_attn_scale": False},
-    "scale by layer": {"scale_attn_by_inverse_layer_idx": True},
-    "attn_result": {"use_attn_result": True},
-    "attn_result, grouped": {**_LLAMA, **_GROUPED, "use_attn_result": True},
+    "mlp_in": {"use_hook_mlp_in": True, "scale_attn_by_inverse_layer_idx": True},
+    "attn_result": {**LLAMA, "use_attn_result": True},
     "split inputs": {"use_split_qkv_input": True},
-    "attn_in": {**_LLAMA, "use_attn_in": True},
+    "attn_in": {**ROTARY, "use_attn_in": True},
 }
 if not IS_2:
     VARIANTS |= {
-        "OLMo 2": {**_LLAMA, "original_architecture": "Olmo2ForCausalLM"},
-        "OLMo 2, mlp_in": {
-            **_LLAMA,
-            "original_architecture": "Olmo2ForCausalLM",
-            "use_hook_mlp_in": True,
+        "olmo-2, mlp_in": {**block_variants.VARIANTS["olmo-2"], "use_hook_mlp_in": True},
+        "clipped": {**LLAMA, "clip_qkv": 0.5},
+        "two rotary bases": {
+            **block_variants.VARIANTS["gemma-2"],
+            "rotary_base_local": 100,
+            "attn_types": ["global", "local"],
         },
-        "OLMoE": {**_LLAMA, **_GROUPED, "original_architecture": "OlmoeForCausalLM"},
-        "clipped": {**_LLAMA, "clip_qkv": 0.5},
-        "clipped and normalised": {
-            **_LLAMA,
-            "original_architecture": "OlmoeForCausalLM",
-            "clip_qkv": 1.0,
-        },
-        "sinks": {**_LLAMA, **_GROUPED, "use_attention_sinks": True},
-        "log-n": {**_ROTARY, "use_logn_attn": True, "train_seq_length": 3},
+        "log-n": {**ROTARY, "use_logn_attn": True, "train_seq_length": 3},
     }
 BLOCKS_AS_INSTALLED = {"split inputs", "attn_in"}
-ATTENTION_AS_INSTALLED = {"attn_result", "attn_result, grouped", "log-n"} | BLOCKS_AS_INSTALLED
+ATTENTION_AS_INSTALLED = {"attn_result", "log-n"} | BLOCKS_AS_INSTALLED
 
 
 def make(name, dtype=torch.float32):
     """A model of a variant; how its weights lie in memory differs from block to block."""
-    options = {
-        "n_layers": N_LAYERS,
-        "d_model": 16,
-        "n_heads": 4,
-        "d_head": 4,
-        "d_mlp": 24,
-        "d_vocab": D_VOCAB,
-        "n_ctx": N_CTX,
-        "act_fn": "silu",
-        "normalization_type": "LN",
-        "seed": 0,
-        "device": "cpu",
-        "dtype": dtype,
-    }
-    model = HookedTransformer(HookedTransformerConfig(**{**options, **VARIANTS[name]}))
+    model = HookedTransformer(config_of({**VARIANTS[name], "dtype": dtype}))
     model.to(dtype)  # a mixture of experts has a router in float32
     generator = torch.Generator().manual_seed(0)
     for path, parameter in model.named_parameters():
@@ -120,7 +69,7 @@ shared = cache(make)
 
 
 def tokens(n):
-    return torch.randint(0, D_VOCAB, (2, n), generator=torch.Generator().manual_seed(n))
+    return torch.randint(0, 40, (2, n), generator=torch.Generator().manual_seed(n))
 
 
 def padded(n, left=0, right=0):
@@ -151,12 +100,12 @@ def assert_all_as_installed(runs):
     for key, expecteds in expected.items():
         assert list(actual[key]) == list(expecteds), key
         for name, value in expecteds.items():
-            message = f"{key} {name}: {actual[key][name]}, {value}"
-            exactly = {"rtol": 0, "atol": 0, "equal_nan": True, "msg": message}
-            if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(actual[key][name], value, **exactly)
+            exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+            if isinstance(value, torch.Tensor):  # which takes long to print: only where it differs
+                says = lambda why, of=f"{key} {name}": f"{of}: {why}"  # noqa: E731
+                torch.testing.assert_close(actual[key][name], value, **exactly, msg=says)
             else:
-                assert actual[key][name] == value, message
+                assert actual[key][name] == value, f"{key} {name}"
     return actual
 
 
@@ -290,7 +239,7 @@ def test_a_variant_of_a_block(variant):
     assert (of_attention is not None) == (variant in ATTENTION_AS_INSTALLED)
 
 
-@pytest.mark.parametrize("variant", ["LN", "no norm"])
+@pytest.mark.parametrize("variant", ["gpt2", "no norm"])
 def test_a_residual_stream_that_is_a_part_of_another(variant):
     """As `generate` hands the last token's to the blocks; its layout decides how is rounded."""
     model = shared(variant)
@@ -306,7 +255,7 @@ def test_a_residual_stream_that_is_a_part_of_another(variant):
     assert_all_as_installed({str(grad): partial(start, grad) for grad in (False, True)})
 
 
-@pytest.mark.parametrize("variant", ["LN", "no norm", "RMSPre, grouped"])
+@pytest.mark.parametrize("variant", ["gpt2", "no norm", "llama folded"])
 def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant):
     model = make(variant)
     model.requires_grad_(False)
@@ -320,7 +269,7 @@ def test_what_is_edited_in_place_before_attention_is_edited_there_alone(variant)
 
 
 def test_a_copy_of_a_model_has_its_own_hooks():
-    model = make("RMS, grouped")
+    model = make("llama")
     before = run(model, grad=False)["logits"]
     copied = copy.deepcopy(model)
     copied.add_hook("blocks.1.hook_resid_mid", lambda activation, hook: activation * 0.5)
@@ -331,7 +280,7 @@ def test_a_copy_of_a_model_has_its_own_hooks():
 
 
 def test_a_prompt_longer_than_the_tables():
-    model = make("RMS, grouped")
+    model = make("llama")
     for block in model.blocks:
         for name in ("rotary_sin", "rotary_cos"):
             setattr(block.attn, name, getattr(block.attn, name)[:4])
@@ -348,7 +297,6 @@ def test_a_prompt_longer_than_the_tables():
 
 def test_the_installed_blocks_are_known():
     versions = known_blocks.KNOWN.get(known_blocks.digest())
-
     assert versions is not None, (
         f"the blocks of the installed TransformerLens have the digest {known_blocks.digest()}: "
         "compare what has changed, then add it to KNOWN"
@@ -357,10 +305,9 @@ def test_the_installed_blocks_are_known():
 
 def test_blocks_of_an_unknown_transformer_lens_run_as_installed(monkeypatch):
     monkeypatch.setattr(known_blocks, "KNOWN", {})
-    model = make("RMS, grouped")
+    model = make("llama")
     with mock.patch("tl_devicefix.hooked_transformer.forward.run_block") as run_block:
         assert_as_installed(lambda: run(model))
     blocks = tl_devicefix.set_attn_implementation(model, "sdpa").blocks
-
     assert not run_block.called
     assert all("does not know the blocks of" in reason for reason in blocks.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -36,8 +37,7 @@ def while_reading(monkeypatch):
 
 
 def test_all_devices_are_read_for_at_once(load, while_reading):
-    together = threading.Barrier(4)
-    waited_for = set()
+    together, waited_for = threading.Barrier(4), set()
 
     def wait_for_the_others(unit, device):
         if device not in waited_for:
@@ -50,47 +50,40 @@ def test_all_devices_are_read_for_at_once(load, while_reading):
     assert len(waited_for) == 4
 
 
-@pytest.fixture
-def most_at_once(monkeypatch):
-    """How many components of each device were read or folded at a time, at most."""
-    now: dict[torch.device, int] = {}
-    most: dict[torch.device, int] = {}
+@pytest.mark.parametrize("options", [{}, {"max_memory": {0: "30KB", 1: "30KB", "cpu": "1GB"}}])
+def test_a_device_has_one_component_at_a_time(options, load, monkeypatch):
+    now: Counter[torch.device] = Counter()
+    most: Counter[torch.device] = Counter()
     fill_one = processing._fill_one
 
     def watched(model, source, placement, *rest):
         device = placement.device_of(rest[-1])
-        now[device] = now.get(device, 0) + 1
-        most[device] = max(most.get(device, 0), now[device])
+        now[device] += 1
+        most[device] = max(most[device], now[device])
         fill_one(model, source, placement, *rest)
         now[device] -= 1
 
     monkeypatch.setattr(processing, "_fill_one", watched)
-    return most
-
-
-@pytest.mark.parametrize("options", [{}, {"max_memory": {0: "30KB", 1: "30KB", "cpu": "1GB"}}])
-def test_a_device_has_one_component_at_a_time(options, load, most_at_once):
-    model = load(**options, n_devices=4 if not options else None)
+    model = load(**options, n_devices=None if options else 4)
 
     assert any(component.offloaded for component in model.placement.components) == bool(options)
-    assert most_at_once == dict.fromkeys(model.placement.devices, 1)
+    assert most == dict.fromkeys(model.placement.devices, 1)
 
 
 def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
     load, while_reading, monkeypatch
 ):
-    read_by: list[threading.Thread] = []
-    original = HuggingFaceSource.__init__
+    read_by, original = set(), HuggingFaceSource.__init__
 
     def computing(self, *args):
         original(self, *args)
         self.computes = True
 
     monkeypatch.setattr(HuggingFaceSource, "__init__", computing)
-    while_reading(lambda *_: read_by.append(threading.current_thread()))
+    while_reading(lambda *_: read_by.add(threading.current_thread()))
     load()
 
-    assert set(read_by) == {threading.current_thread()}
+    assert read_by == {threading.current_thread()}
 
 
 def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_before(
@@ -119,6 +112,5 @@ def test_components_of_the_cpu_are_loaded_by_several_threads(load, while_reading
     while_reading(lambda *_: read_by.add(threading.current_thread()))
     with mock.patch.object(torch, "get_num_threads", return_value=2):
         state_dict = load(n_devices=1, device="cpu").state_dict()
-
     assert len(read_by) == 2
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state_dict.items())

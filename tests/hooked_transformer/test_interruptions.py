@@ -1,8 +1,4 @@
-"""A load that fails or is interrupted, wherever it is, leaves everything as it was before.
-
-The error is kept while the devices are measured, as a notebook keeps the last one: nothing here
-empties its frames.
-"""
+"""A load that fails or is interrupted, wherever it is, leaves everything as it was before."""
 
 from __future__ import annotations
 
@@ -97,10 +93,6 @@ def stopped_at(stage, stop):
         yield
 
 
-def raising(error):
-    return mock.Mock(side_effect=error)
-
-
 @pytest.mark.cover
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("stage", STAGES)
@@ -111,12 +103,13 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     reference = references("gpt2")
     unchanged, before = snapshot(hf_models("gpt2")), state()
 
-    with stopped_at(stage, raising(kind("stop here"))), pytest.raises(kind) as caught:
+    stop = mock.Mock(side_effect=kind("stop here"))
+    with stopped_at(stage, stop), pytest.raises(kind) as caught:
         load()
 
     assert state() == before
     unchanged.assert_unchanged()
-    assert caught.value is not None  # it is alive, with all of its traceback
+    assert caught.value is not None  # it is alive with all of its traceback, as in a notebook
     model = load()
     assert [str(device) for device in model.placement.devices] == ["sim:0", "sim:1", "sim:2"]
     assert_same_weights(model, reference)
@@ -127,13 +120,11 @@ def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(load, machi
         looked_at = "here"
         raise KeyError(looked_at)
 
+    stop = mock.Mock(side_effect=RuntimeError("stop here"))
     try:
         look()
     except KeyError as error:
-        with (
-            stopped_at("the plan", raising(RuntimeError("stop here"))),
-            pytest.raises(RuntimeError, match="stop here"),
-        ):
+        with stopped_at("the plan", stop), pytest.raises(RuntimeError, match="stop here"):
             load()
         innermost = inspect.getinnerframes(error.__traceback__)[-1].frame
     assert innermost.f_locals == {"looked_at": "here"}

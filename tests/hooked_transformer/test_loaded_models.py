@@ -1,13 +1,24 @@
-"""What is true of every model that is loaded: where it is, what it holds, what it shares."""
+"""What is true of every model that is loaded, and loads that are out of the ordinary."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from architectures import NO_PROCESSING
+from comparison import assert_agrees, log_probs
+from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import AutoModelForCausalLM
 
 
 @pytest.mark.cover
@@ -20,12 +31,11 @@ from architectures import NO_PROCESSING
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom", "opt"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom"])
 def test_every_parameter_and_buffer_is_where_the_placement_says(
     name, options, from_pretrained, machine
 ):
     model = from_pretrained(name, **options)
-
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor.device == model.placement.device_of(name), name
         assert not tensor.is_meta, name
@@ -41,7 +51,7 @@ def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machin
 @pytest.mark.cover
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
 def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
     name, device, options, from_pretrained, hf_models, snapshot,
     machine,
@@ -63,14 +73,13 @@ def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"),
-    [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("mixtral", (1,))],
+    ("name", "devices"), [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("mixtral", (1,))]
 )
 def test_an_hf_model_that_is_on_devices_itself_stays_there(
     name, devices, hf_models, from_pretrained, snapshot,
     machine,
 ) :  # fmt: skip
-    """TransformerLens's issue 371."""
+    """See TransformerLens's issue 371."""
     reference = from_pretrained(name, device="cpu")
     hf_model = copy.deepcopy(hf_models(name)).to(f"sim:{devices[0]}")
     for i, layer in enumerate(getattr(hf_model, "model", hf_model).children()):
@@ -83,3 +92,119 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
     for name, tensor in model.named_parameters():
         assert tensor.device == model.placement.device_of(name)
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
+
+
+def test_what_is_saved_is_the_model(from_pretrained, machine, tmp_path):
+    model = from_pretrained("gpt-neo", n_devices=4)  # which has global and local attention in turn
+    docstring = HookedTransformer.from_pretrained.__doc__.splitlines()
+    advice = textwrap.dedent("\n".join(line for line in docstring if "copied" in line))
+    path = tmp_path / "model.safetensors"
+    exec(advice, {"torch": torch, "save_file": save_file, "model": model, "path": path})
+    state_dict, loaded = model.state_dict(), load_file(path)
+    assert set(loaded) == set(state_dict)
+    assert all(torch.equal(loaded[key], state_dict[key].cpu()) for key in loaded)
+
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+class WithProbe(HookedTransformer):
+    """A subclass that adds a parameter, a module and a buffer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+        self.probe = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.arange(3))
+
+
+def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints, machine):
+    model = WithProbe.from_pretrained(checkpoints("gpt2"), n_devices=3)
+    added = {tensor.device for tensor in (model.scale, model.probe.weight, model.seen)}
+    assert added == {model.placement.home}
+    assert (model.scale.tolist(), model.seen.tolist()) == ([3.0, 3.0], [0, 1, 2])
+    assert not model.probe.weight.is_meta
+
+
+def test_threads_may_load_at_once(checkpoints):
+    alone = HookedTransformer.from_pretrained(checkpoints("gpt2"), device="cpu")
+    load = partial(HookedTransformer.from_pretrained, device="cpu")
+    with ThreadPoolExecutor(3) as pool:
+        models = list(pool.map(load, [checkpoints("gpt2")] * 3))
+    for model in models:
+        torch.testing.assert_close(model(TOKENS), alone(TOKENS), rtol=0, atol=0)
+    # Nothing that loading replaces for a moment is left behind.
+    cfg = HookedTransformerConfig(
+        n_layers=1, d_model=8, n_heads=2, d_head=4, d_vocab=9, n_ctx=5, act_fn="relu", device="cpu"
+    )
+    assert not any(parameter.is_meta for parameter in HookedTransformer(cfg).parameters())
+
+
+def test_the_masks_that_old_checkpoints_store_are_ignored(tmp_path):
+    hf_model = make_hf_model(HF_CONFIGS["gpt-j"]())
+    names = ("transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias")
+    masks = {name: torch.ones(3) for name in names}
+    hf_model.save_pretrained(tmp_path, state_dict={**hf_model.state_dict(), **masks})
+    assert HookedTransformer.from_pretrained(tmp_path, device="cpu").cfg.n_layers == N_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("pythia", "use_parallel_residual", False), ("gpt2", "scale_attn_by_inverse_layer_idx", True)],
+)
+def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
+    config = HF_CONFIGS[name]()
+    setattr(config, field, value)
+    make_hf_model(config).save_pretrained(tmp_path)
+    try:
+        model = HookedTransformer.from_pretrained(tmp_path, device="cpu")
+    except ValueError as error:
+        if "released together" not in str(error):
+            raise
+        pytest.skip(f"TransformerLens itself cannot convert it here: {error}")
+    # transformers 4's sdpa attention overlooks the scaling by layer.
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    expected = hf_model(TOKENS).logits.log_softmax(-1)
+    assert_agrees(log_probs(model, TOKENS), expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+    ],
+)
+def test_a_llama_that_would_be_wrong_is_refused(changes, says, tmp_path):
+    make_hf_model(HF_CONFIGS["llama"]()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=says):
+        HookedTransformer.from_pretrained(tmp_path, device="cpu")
+
+
+def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints):
+    load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
+    source, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
+    model.load_and_process_state_dict(source.state_dict())
+    # TransformerLens itself rounds to float32 in between.
+    wide = source.W_E.double()
+    assert torch.equal(model.W_E, wide - wide.mean(-1, keepdim=True))
+
+
+def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints, machine):
+    model = HookedTransformer.from_pretrained_no_processing(checkpoints("gpt2"), n_devices=2)
+    model.process_weights_()
+    for component in model.placement.components:
+        parameters = model.get_submodule(component.name).parameters()
+        assert component.weights == sum(parameter.nbytes for parameter in parameters)
+
+
+@pytest.mark.fails_unpatched
+def test_devices_that_are_simulated_are_the_default(machine):
+    sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9}
+    cfg = HookedTransformerConfig(**sizes, act_fn="relu", n_devices=4)
+    assert torch.device(cfg.device) == machine.devices[0]
+    placed = {p.device for p in HookedTransformer(cfg).parameters()}
+    assert placed == set(machine.devices)

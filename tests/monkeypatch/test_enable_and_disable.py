@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import pydoc
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tl_parts import MODEL_CLASS, changed, ours, parts_of_transformer_lens
 
 import tl_devicefix
-from tl_devicefix.monkeypatch import applying
+from tl_devicefix.monkeypatch import applying, versions
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import named
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import (
+    UnsupportedTransformerLens,
+    has_bridge,
+    has_hooked_transformer,
+    installed,
+)
 from tl_devicefix.patches import table
 
 LOADER = "from_pretrained" if has_hooked_transformer() else "boot_transformers"
 PROCESSING = "load_and_process_state_dict" if has_hooked_transformer() else "process_weights"
-
-of_hooked_transformer = pytest.mark.skipif(
-    not has_hooked_transformer(), reason="this TransformerLens has no HookedTransformer"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +64,7 @@ def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once(
     assert changed(once, parts_of_transformer_lens()) == set()
 
 
-def test_what_changes_is_what_report_lists_and_nothing_else(
-    capsys,
-):
+def test_what_changes_is_what_report_lists_and_nothing_else(capsys):
     if importlib.util.find_spec("transformer_lens.model_bridge"):
         importlib.import_module("transformer_lens.model_bridge")
     patched = parts_of_transformer_lens()
@@ -118,7 +120,7 @@ def test_what_another_library_put_there_is_put_back(monkeypatch):
     assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
-@of_hooked_transformer
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
 def test_help_shows_what_is_new_after_what_was_there():
     parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
     with tl_devicefix.disabled():
@@ -130,48 +132,36 @@ def test_help_shows_what_is_new_after_what_was_there():
     assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in new.values())
     assert [p for name, p in parameters.items() if name not in new] == list(original.values())
     rendered = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
-    assert "device_map" in rendered
-    assert "max_memory" in rendered
-    assert str(documentation).strip().splitlines()[0] in rendered
+    first_line = str(documentation).strip().splitlines()[0]
+    assert all(text in rendered for text in ("device_map", "max_memory", first_line))
 
 
-FORWARDS = [patch for patch in table() if patch.name == "forward"]
-
-
-@pytest.mark.parametrize("patch", FORWARDS, ids=lambda patch: patch.target)
-def test_tools_see_the_installed_forward_through_its_replacement(patch):
+def test_tools_see_the_installed_forward_through_its_replacement():
     """nnsight looks through a wrapper that calls one function of its closure, by name."""
-    cls = named(str(patch.owner))
-    with tl_devicefix.disabled():
-        installed_forward = vars(cls)["forward"]
+    for cls in (named(str(patch.owner)) for patch in table() if patch.name == "forward"):
+        with tl_devicefix.disabled():
+            installed_forward = vars(cls)["forward"]
 
-    forward = vars(cls)["forward"]
-    cells = zip(forward.__code__.co_freevars, forward.__closure__)
-    functions = {
-        name: cell.cell_contents
-        for name, cell in cells
-        if isinstance(cell.cell_contents, types.FunctionType)
-    }
-    (name,) = functions
-    assert functions[name] is installed_forward
-    assert f"{name}(" in inspect.getsource(forward.__code__)
-    assert inspect.signature(forward) == inspect.signature(installed_forward)
+        forward = vars(cls)["forward"]
+        contents = [cell.cell_contents for cell in forward.__closure__]
+        closure = zip(forward.__code__.co_freevars, contents)
+        ((name, function),) = [it for it in closure if isinstance(it[1], types.FunctionType)]
+        assert function is installed_forward
+        assert f"{name}(" in inspect.getsource(forward.__code__)
+        assert inspect.signature(forward) == inspect.signature(installed_forward)
 
 
-FUNCTIONS = [patch for patch in table() if patch.owner is None]
-
-
-@pytest.mark.parametrize("patch", FUNCTIONS, ids=lambda patch: patch.target)
-def test_a_function_is_patched_and_restored_for_whoever_has_imported_it(patch):
-    function = named(patch.name)
-    tl_devicefix.disable()
-    before = dict(vars(function)), function.__code__, function.__kwdefaults__
-    signature = inspect.signature(function)
-    with tl_devicefix.enabled():
-        assert named(patch.name) is function
-        assert function.__code__ is not before[1]
-        assert inspect.signature(function) == signature
-    assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
+def test_a_function_is_patched_and_restored_for_whoever_has_imported_it():
+    for name in [patch.name for patch in table() if patch.owner is None]:
+        function = named(name)
+        tl_devicefix.disable()
+        before = dict(vars(function)), function.__code__, function.__kwdefaults__
+        signature = inspect.signature(function)
+        with tl_devicefix.enabled():
+            assert named(name) is function
+            assert function.__code__ is not before[1]
+            assert inspect.signature(function) == signature
+        assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
@@ -194,3 +184,77 @@ def interrupted(owner, name, value):
     if name == PROCESSING:
         raise KeyboardInterrupt
     setattr(owner, name, value)
+
+
+VERSION = importlib.metadata.version("transformer_lens")
+
+
+@pytest.fixture
+def monkeypatch_unpatched():
+    """Change TransformerLens while it is unpatched; afterwards it is put right and patched."""
+    with tl_devicefix.disabled(), pytest.MonkeyPatch.context() as monkeypatch:
+        yield monkeypatch
+        monkeypatch.undo()
+        installed.cache_clear()
+
+
+@contextlib.contextmanager
+def refuses(*says: str) -> Iterator[None]:
+    before = parts_of_transformer_lens()
+    with pytest.raises(UnsupportedTransformerLens) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(text in message for text in says), message
+    assert changed(before, parts_of_transformer_lens()) == set()
+    assert not is_enabled()
+
+
+@pytest.mark.parametrize("version", ["5.0.0.dev3", "2.15.4"])
+def test_a_version_that_is_too_new_or_too_old_is_not_patched(version, monkeypatch_unpatched):
+    monkeypatch_unpatched.setattr(importlib.metadata, "version", lambda _: version)
+    installed.cache_clear()
+    for do in (tl_devicefix.enable, tl_devicefix.enabled().__enter__, tl_devicefix.report):
+        with refuses(version, "install 'transformer_lens>=2.16.1,<5'"):
+            do()
+
+
+def places_of(name: str) -> list[Any]:
+    """Modules and classes of TransformerLens that have something of a name."""
+    places = [owner for owner in MODEL_CLASS.__mro__ if name in vars(owner)]
+    modules = (path.partition(":") for path in parts_of_transformer_lens())
+    return places or [importlib.import_module(module) for module, _, its in modules if its == name]
+
+
+def load_and_process_state_dict(self: Any, weights: Any, twice: bool) -> None: ...
+
+
+def from_pretrained(cls: Any, name: str) -> None: ...
+
+
+def get_device_for_block_index(cfg: Any, index: int) -> None: ...
+
+
+MISSING = ["process_weights", "boot_transformers", "get_caching_hooks"]
+CHANGED: list[tuple[str, Any, str]] = []
+if versions.has_hooked_transformer():
+    MISSING = ["load_and_process_state_dict", "from_pretrained", "get_device_for_block_index"]
+    CHANGED = [
+        ("load_and_process_state_dict", load_and_process_state_dict, "(self, weights, twice)"),
+        ("from_pretrained", classmethod(from_pretrained), "(cls, name)"),
+        ("get_device_for_block_index", get_device_for_block_index, "(cfg, index)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "takes"), [*((name, None, "") for name in MISSING), *CHANGED]
+)
+def test_a_target_that_is_missing_or_has_an_unknown_signature_is_named(
+    name, instead, takes, monkeypatch_unpatched
+):
+    for place in places_of(name):
+        monkeypatch_unpatched.delattr(place, name)
+        if instead is not None:
+            monkeypatch_unpatched.setattr(place, name, instead, raising=False)
+    with refuses(name, takes, VERSION, "nothing was replaced"):
+        tl_devicefix.enable()

@@ -14,24 +14,20 @@ if importlib.util.find_spec("transformer_lens.HookedTransformer"):
 else:
     from transformer_lens.model_bridge import TransformerBridge as MODEL_CLASS
 
-__all__ = ["MODEL_CLASS", "changed", "changed_in_modules_of", "ours", "parts_of_transformer_lens"]
+__all__ = ["MODEL_CLASS", "changed", "ours", "parts_of_transformer_lens"]
 
 Parts = dict[str, Any]
 
 
 def parts_of_transformer_lens() -> Parts:
-    """Every attribute of every TransformerLens module and class that is imported, by its path.
+    """Every attribute of every module and class of TransformerLens that is imported, by its path.
 
-    So are those of a module of transformers in which a function has a patch.
-
-    Of a module's functions, the code, which a patch exchanges.
+    Also of a module of transformers with a patch. Of functions the code, which a patch exchanges.
     """
     parts: Parts = {}
     for module_name, module in list(sys.modules.items()):
-        is_patched = module_name == "transformers.masking_utils"
-        if module is None or not (
-            is_patched or module_name.partition(".")[0] == "transformer_lens"
-        ):
+        its = module_name, module_name.partition(".")[0]
+        if module is None or not {"transformers.masking_utils", "transformer_lens"} & {*its}:
             continue
         for name, value in list(vars(module).items()):
             parts[f"{module_name}:{name}"] = getattr(value, "__code__", value)
@@ -46,16 +42,6 @@ def changed(before: Parts, after: Parts) -> set[str]:
     missing = object()
     paths = before.keys() | after.keys()
     return {p for p in paths if before.get(p, missing) is not after.get(p, missing)}
-
-
-def changed_in_modules_of(before: Parts, after: Parts) -> set[str]:
-    """As `changed`, leaving out modules that have been imported since."""
-    modules = {path.partition(":")[0] for path in before}
-    return {
-        path
-        for path in changed(before, after)
-        if path.partition(":")[0] in modules and not inspect.ismodule(after.get(path))
-    }
 
 
 def ours(parts: Parts) -> set[str]:

@@ -10,8 +10,6 @@ import torch
 
 from tl_devicefix.placement.workers import each_on_its_device
 
-UNITS = [0, 1, 2, 3, 4]
-
 
 @pytest.fixture
 def devices(machine):
@@ -43,26 +41,21 @@ def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun
     assert not any(thread.is_alive() for thread in threads - {threading.current_thread()})
 
 
-def test_workers_share_the_cores_that_the_caller_uses(devices):
-    before = torch.get_num_threads()
-    used: list[int] = []
-    try:
-        torch.set_num_threads(7)
-        each_on_its_device(lambda _: used.append(torch.get_num_threads()), UNITS, devices)
-        assert used == [2] * 5
-        assert torch.get_num_threads() == 7
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
-def test_workers_are_in_the_caller_s_mode(mode, devices):
-    def modes(_=None):
+def test_workers_share_the_cores_that_the_caller_uses_and_are_in_its_mode(mode, devices):
+    before, used, seen = torch.get_num_threads(), [], set()
+
+    def do(_):
+        used.append(torch.get_num_threads())
         seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
 
-    seen: set[tuple[bool, bool]] = set()
-    with mode():
-        modes()
-        each_on_its_device(modes, UNITS, devices)
-
+    try:
+        torch.set_num_threads(7)
+        with mode():
+            each_on_its_device(do, [0, 1, 2, 3, 4], devices)
+            assert used == [2] * 5
+            do(None)
+        assert used[-1] == 7
+    finally:
+        torch.set_num_threads(before)
     assert len(seen) == 1

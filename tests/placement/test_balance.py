@@ -53,9 +53,7 @@ def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
 @pytest.mark.parametrize("d_vocab", [8, 300])
 @pytest.mark.parametrize(
     "memory",
-    [
-        *((3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2), (7, 7, 7, 8)),
-    ],
+    [*((3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2), (7, 7, 7, 8))],
     ids=str,
 )
 @pytest.mark.parametrize("n_layers", [4, 7, 11])
@@ -65,7 +63,6 @@ def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_f
     free = [size * 2**20 for size in memory]
     with tl_devicefix.simulate(len(memory), memory=free):
         placement = plan(config(n_layers=n_layers, d_vocab=d_vocab), n_devices=len(memory))
-
     loads = home_block_and_shared_bytes(placement)
     best = min(how_full(*loads, counts, free) for counts in every_split(n_layers, len(memory)))
     assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
@@ -77,7 +74,6 @@ def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config):
         in_use = torch.empty(768 * 2**10, dtype=torch.uint8, device="sim:1")
         after = plan(config(n_layers=12), n_devices=2)
         del in_use
-
     sim_1 = torch.device("sim", 1)
     assert after.bytes_on(sim_1) < before.bytes_on(sim_1) / 2
 
@@ -87,9 +83,7 @@ def test_a_home_with_room_for_the_embeddings_only_has_no_block(config):
     with tl_devicefix.simulate(3) as machine:
         home, _, _ = home_block_and_shared_bytes(plan(cfg, n_devices=3))
         assert blocks_per_device(plan(cfg, n_devices=3))[0] > 0
-
         placement = plan(cfg, n_devices=3, max_memory={0: home + 1000})
-
         assert block_devices(placement) == [*machine.devices[1:2] * 3, *machine.devices[2:] * 3]
         assert placement.home == machine.devices[0]
         assert placement.bytes_on(placement.home) == home

@@ -1,4 +1,4 @@
-"""`device_map` and `max_memory` mean what they mean to accelerate."""
+"""`device_map` and `max_memory` mean what they mean to accelerate; unknown names are told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformer_lens import HookedTransformer
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 
@@ -16,9 +17,7 @@ def devices(*indices: int) -> tuple[torch.device, ...]:
 
 def test_balanced_and_auto_spread_over_all_devices(config, machine):
     cfg = config(n_layers=26)
-
     balanced = plan(cfg, device_map="balanced")
-
     assert balanced.device_map == plan(cfg, n_devices=4).device_map
     assert plan(cfg, device_map="auto") == balanced
     assert plan(cfg, device_map="auto", device="sim:1").devices == devices(1, 2, 3)
@@ -59,15 +58,11 @@ def test_a_dict_decides_for_each_component_the_longest_prefix_first(config, mach
 def test_max_memory_bounds_what_a_device_holds(config, machine):
     sim_1 = devices(1)[0]
     assert plan(config(n_layers=12), n_devices=4).bytes_on(sim_1) > 15_000
-
     for limit in (15_000, "15KB", "0.015MB"):
         placement = plan(config(n_layers=12), n_devices=4, max_memory={1: limit})
         assert 0 < placement.bytes_on(sim_1) <= 15_000
         assert placement.devices == devices(0, 1, 2, 3)
 
-
-# --------------------------------------------------------------------------------------------
-# `max_memory` means one thing: the devices that it names are used
 
 SIZES: dict[str, Any] = {
     "with a gap": {0: "1GiB", 3: "1GiB"},
@@ -109,3 +104,91 @@ def test_the_devices_that_are_named_are_used(sizes, options, devices, machine):
     placement = plan("gpt2", max_memory=sizes, **options)
     names = [d.type if d.index is None else str(d.index) for d in placement.devices]
     assert ", ".join(names) == devices
+
+
+@pytest.fixture
+def placement(config, machine):
+    """Of 6 blocks, on two devices of four."""
+    return plan(config(), n_devices=2)
+
+
+HAS = "which has embed, pos_embed, blocks.0-5, ln_final, unembed"
+
+
+def test_a_name_of_no_component(placement):
+    meant = {"blocks.99": "", "blocks": "", 4: "", "unembd.W_U": "; did you mean 'unembed'?"}
+    for name in meant:
+        for ask in (placement.device_of, placement.stored_on):
+            with pytest.raises(KeyError) as caught:
+                ask(name)
+            says = f"{name!r} is in no component of this model, {HAS}{meant[name]}"
+            assert caught.value.args[0] == says
+
+
+def test_more_devices_than_blocks_are_told(config, caplog):
+    for n_devices, told in ((6, ""), (8, "n_devices is 8, but the model has 6 blocks")):
+        with simulate(8):
+            assert len(plan(config(), n_devices=n_devices).devices) == 6
+        assert told in caplog.text
+        assert told or not caplog.text
+
+
+def test_hooks_are_where_what_they_see_is(config, machine):
+    cfg = config(use_hook_tokens=True)
+    model = HookedTransformer(cfg)
+    model.to("sim:0")
+    placement = plan(cfg, n_devices=3)
+
+    for name in model.hook_dict:
+        device = placement.device_of(name)
+        assert device == placement.device_for(name)
+        block = name.split(".")[1] if name.startswith("blocks.") else None
+        assert device == placement.device_of(f"blocks.{block}" if block else "embed")
+    assert placement.device_of("hook_embed") == placement.home
+    assert placement.device_of("blocks.5.hook_resid_post") != placement.home
+
+
+def test_bytes_on_devices(placement):
+    assert placement.bytes_on(3) == placement.bytes_on("sim:2") == placement.bytes_on("cpu") == 0
+    assert placement.bytes_on("sim") == placement.bytes_on(0) == placement.bytes_on("sim:0") > 0
+
+
+def test_bytes_on_the_devices_of_a_machine_that_was_left(config):
+    with simulate(2):
+        placement = plan(config(), n_devices=2)
+        n_bytes = placement.bytes_on(1)
+    assert placement.bytes_on(1) == placement.bytes_on("sim:1") == n_bytes > 0
+    with pytest.raises(ValueError, match="device '2' does not exist"):
+        placement.bytes_on(2)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "says"),
+    [
+        ({"": 0, "blocks.3": "disk"}, "as 'sim:0'; blocks on 'cpu' are offloaded to host memory"),
+        ({"": 0, "blocks.3": "smi:1"}, "but that is not a .* as 'sim:0'"),
+        ({"": 0, "blocks.3": 7}, "device_map puts blocks.3 on 7, but device '7' does not exist: "),
+        ({"": 0, "blocks.3": None}, "device_map puts blocks.3 on None, but that is not a device"),
+        ({"": 0, "blcks": 1}, "device_map names 'blcks', but this model has no such component"),
+        ({"": 0, "blocks.3.mlp": 1}, "names 'blocks.3.mlp', .* each placed as a whole"),
+        ({"embed": 0, "blocks": 1}, "leaves out pos_embed, ln_final, unembed: give each"),
+        ("balance", "device_map='balance' is neither .*; did you mean 'balanced'?"),
+        (3.5, "device_map=3.5 is neither a device nor one of 'auto', 'balanced', 'sequential', "),
+        ("sim:7", "but device 'sim:7' does not exist: this machine has 4 device"),
+    ],
+)
+def test_a_device_map_that_says_no_device(device_map, says, config, machine):
+    with pytest.raises(ValueError, match=says.replace("?", r"\?")):
+        plan(config(), device_map=device_map)
+
+
+@pytest.mark.parametrize("device_map", [{"": 0, "blocks.3": 1}, 1])
+def test_a_device_map_that_does_not_fit_is_told_to_map_blocks_elsewhere(
+    device_map, config, machine
+):
+    with pytest.raises(ValueError, match="do not fit") as caught:
+        plan(config(), device_map=device_map, max_memory={0: "1KiB", 1: "1KiB"})
+    message = str(caught.value)
+    assert all(says in message for says in ("put less there in device_map", "map them to 'cpu'"))
+    # A Bridge has no first_n_layers, and max_memory does nothing beside a map.
+    assert not any(s in message for s in ("more devices", "first_n_layers", "in max_memory"))

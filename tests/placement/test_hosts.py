@@ -68,7 +68,6 @@ def test_where_no_other_host_has_joined_no_device_is_named_by_one(config, joined
 
 def test_joined_hosts_are_filled_after_this_one(config, joined_hosts):
     placement = plan(config(n_layers=6, d_model=16), n_devices=5)
-
     labels = [line.split("  ")[0] for line in repr(placement).splitlines()]
     assert labels[1] == "node-a/cpu (home)"
     assert labels[2:6] == ["node-b/cuda:0", "node-b/cuda:1", "node-c/cuda:0", "node-c/cuda:1"]
@@ -77,7 +76,6 @@ def test_joined_hosts_are_filled_after_this_one(config, joined_hosts):
 def test_a_device_map_names_devices_of_joined_hosts(config, joined_hosts):
     blocks = {"blocks.1": "node-b/cuda:1", "blocks.2": "host2/0", "blocks.3": 4}
     placement = plan(config(n_layers=4), device_map={"": "cpu", **blocks})
-
     places = [placement.device_of(block) for block in ("blocks.0", *blocks)]
     assert places == [torch.device("cpu"), elsewhere(1), elsewhere(2), elsewhere(3)]
     assert placement.bytes_on("node-b/cuda:1") == placement.bytes_on("host1/1") > 0

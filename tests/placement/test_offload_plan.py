@@ -35,10 +35,6 @@ def offloaded(placement: Placement) -> list[int]:
     return [int(c.name.split(".")[1]) for c in placement.components if c.offloaded]
 
 
-# --------------------------------------------------------------------------------------------
-# device_map
-
-
 def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config, machine):
     device_map = {"": 0, "blocks": "cpu", "blocks.1": 1, "blocks.4": 2}
 
@@ -55,18 +51,12 @@ def test_blocks_on_the_cpu_run_where_the_block_before_them_does(config, machine)
 
 def test_a_model_whose_home_is_the_cpu_offloads_nothing(config, machine):
     placement = plan(config(), device_map={"": "cpu", "blocks.3": 1})
-
     assert offloaded(placement) == []
     assert placement.device_of("blocks.2") == HOST
 
 
-# --------------------------------------------------------------------------------------------
-# max_memory
-
-
 def test_what_does_not_fit_is_offloaded_and_no_more(config, machine, room):
     placement = plan(config(), max_memory={0: room(blocks=5), "cpu": "1GiB"})
-
     # Room for five blocks is room for three that stay, and two that visit.
     assert offloaded(placement) == [1, 3, 5]
     assert placement.devices == (sim(0),)
@@ -103,7 +93,6 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
     n_layers, blocks, config, machine, room
 ):
     placement = plan(config(n_layers=n_layers), max_memory={0: room(blocks), "cpu": "1GiB"})
-
     away = offloaded(placement)
     assert len(away) == n_layers - (blocks - 2)
     gaps = [later - earlier for earlier, later in zip([-1, *away], away)]
@@ -124,10 +113,6 @@ def test_what_does_not_fit_is_refused_in_one_sentence(limits, message, config, m
     with pytest.raises(ValueError, match=message) as refused:
         plan(config(), max_memory={0: room(blocks), **({"cpu": on_host[0]} if on_host else {})})
     assert "\n" not in str(refused.value)
-
-
-# --------------------------------------------------------------------------------------------
-# The placement
 
 
 def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(config, machine):

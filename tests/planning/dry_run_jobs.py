@@ -1,4 +1,4 @@
-"""Jobs that are dry, and run on a model with values beside it."""
+"""Jobs of dry runs, and of a model with values beside them."""
 
 from __future__ import annotations
 
@@ -72,3 +72,12 @@ def n_transfers(transfers: Iterable[Any]) -> int:
     """
     least = 0 if has_hooked_transformer() else 2 * TOKENS.nbytes
     return sum(item.bytes > least for item in transfers)
+
+
+def peaks_of(machine: Any, run: Callable[[], Any]) -> list[int]:
+    """What each device had at most while something ran and its result was kept."""
+    devices = range(len(machine.devices))
+    for index in devices:
+        machine.reset_peak_memory_stats(index)
+    _kept = run()
+    return [machine.max_memory_allocated(index) for index in devices]

@@ -1,7 +1,4 @@
-"""`dry_run`: what a job does at full size, without weights and devices.
-
-By a name that is of a HookedTransformer, or with TransformerLens 4 of a Bridge.
-"""
+"""`dry_run` of a name, a HookedTransformer's or with TransformerLens 4 a Bridge's."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers
+from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers, peaks_of
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -22,15 +19,11 @@ LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 @pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
 def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
-    devices = range(n_devices)
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
-        weights = [machine.memory_allocated(index) for index in devices]
-        for index in devices:
-            machine.reset_peak_memory_stats(index)
+        weights = [machine.memory_allocated(index) for index in range(n_devices)]
         machine.reset_transfers()
-        _kept = job(model)
-        peaks = [machine.max_memory_allocated(index) for index in devices]
+        peaks = peaks_of(machine, lambda: job(model))
         transfers = n_transfers(machine.transfers)
 
     dry = dry_run(config, job, n_devices, tokenizer=tokenizer)
@@ -42,12 +35,10 @@ def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
 
 
 def test_a_70b_model_runs_and_caches():
+    @torch.no_grad()
     def job(model):
-        with torch.no_grad():
-            logits, cache = model.run_with_cache(
-                torch.zeros(1, 128, dtype=torch.long),
-                names_filter=lambda name: name.endswith("hook_resid_post"),
-            )
+        tokens, resid = torch.zeros(1, 128, dtype=torch.long), "hook_resid_post"
+        logits, cache = model.run_with_cache(tokens, names_filter=lambda n: n.endswith(resid))
         return logits.shape, cache.stack_activation("resid_post").shape
 
     dry = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16)
@@ -117,15 +108,15 @@ def test_the_peak_is_where_it_was():
 
 
 def test_offloaded_blocks_visit_their_device():
-    limits = {0: "30GiB", "cpu": "200GiB"}
+    limits = {0: "1.5GiB", "cpu": "20GiB"}
 
-    dry = dry_run(LLAMA_70B, forward, dtype=torch.bfloat16, max_memory=limits)
+    dry = dry_run("meta-llama/Llama-3.2-1B", forward, dtype=torch.bfloat16, max_memory=limits)
 
     assert dry.runs, dry
     components = dry.placement.components
     block = next(item.weights for item in components if item.name == "blocks.0")
     resident, peak = dry.devices[0].weights, dry.devices[0].peak
-    assert resident + 2 * block < 30 * 2**30
+    assert resident + 2 * block < 1.5 * 2**30
     assert resident + 2 * block < peak < resident + 2.2 * block
     offloaded = sum(item.weights for item in components if item.offloaded)
     copied = sum(item.bytes for item in dry.transfers if item.source.type == "cpu")
@@ -154,10 +145,6 @@ def test_devices_that_only_max_memory_names_are_not_used_and_the_package_s_own_l
     assert "only sim:0, sim:1, cpu may be used" in message
 
 
-# --------------------------------------------------------------------------------------------
-# A HookedTransformer's own
-
-
 def order(tensor: torch.Tensor) -> list[int]:
     """The dimensions longer than 1, slowest first."""
     dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
@@ -169,12 +156,28 @@ def order(tensor: torch.Tensor) -> list[int]:
 def test_parameters_are_laid_out_as_loading_lays_them_out(name, from_pretrained):
     """For what a forward allocates depends on it."""
     loaded = from_pretrained(name, device="cpu")
-
     dry = dry_run(
         loaded.cfg, lambda model: {name: order(p) for name, p in model.named_parameters()}
     )
-
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
+
+
+def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
+    tokens, peaks = torch.zeros(1, 512, dtype=torch.long), []
+    listen = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
+    for hooks in ([], [listen]):
+
+        @torch.no_grad()
+        def read(model, hooks=hooks):
+            at_home = tokens.to(model.cfg.device)
+            options = {"attention_mask": torch.ones_like(at_home)}
+            return model.run_with_hooks(at_home, fwd_hooks=hooks, **options)
+
+        dry = dry_run(long_llama, read, attn_implementation="sdpa")
+        assert dry.runs, dry
+        peaks.append(dry.devices[0].peak - dry.devices[0].weights)
+
+    assert peaks[0] < 4 * 512**2 * 4 < peaks[1]
 
 
 @hooked_s
@@ -183,22 +186,15 @@ def test_a_subclass_and_a_device_map():
 
     Mine = type("Mine", (HookedTransformer,), {})
     device_map = {"": 0, "blocks.3": 1}
-
     dry = dry_run("gpt2", type, n_devices=2, device_map=device_map, cls=Mine)
-
     assert dry.result is Mine
     assert str(dry.placement.device_of("blocks.3")) == "sim:1"
-
-
-# --------------------------------------------------------------------------------------------
-# A Bridge's own
 
 
 @a_bridge_s
 def test_compatibility_mode_takes_little_more_than_the_weights():
     options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
     dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
-
     assert dry.runs, dry
     largest = max(component.weights for component in dry.placement.components)
     for item in dry.devices:
@@ -209,7 +205,6 @@ def test_compatibility_mode_takes_little_more_than_the_weights():
 def test_the_config_s_fields_may_be_others_as_for_booting():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
-
     assert dry.result == (64, 2)
 
 
@@ -219,5 +214,4 @@ def test_a_local_checkpoint_brings_its_tokenizer(checkpoints):
 
     path = str(checkpoints("llama"))
     dry = dry_run(path, lambda bridge: bridge("a b").shape[0], cls=TransformerBridge)
-
     assert dry.result == 1, dry

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dry_run_jobs import peaks_of
 from hf_models import N_CTX
 
 from tl_devicefix import estimate, plan, simulate
@@ -14,6 +15,14 @@ from tl_devicefix.checkpoints.hub import known_config
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.planning.estimation import Job
 
+if has_hooked_transformer():
+    from transformer_lens import HookedTransformer
+
+    load = HookedTransformer.from_pretrained
+else:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    load = TransformerBridge.boot_transformers
 a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
 
 BILLIONS = {
@@ -53,12 +62,14 @@ def test_a_plan_weighs_the_published_number_of_parameters(name):
 TIED = "gpt2" if has_hooked_transformer() else "llama"
 
 
-def kept(model: Any, job: Job) -> Any:
+def run(model: Any, job: Job) -> Any:
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
-    with torch.no_grad():
-        return model.run_with_cache(
-            tokens, names_filter=job.keeps, return_type="logits", return_cache_object=False
-        )[1]
+    options = {"names_filter": job.keeps, "return_type": "loss" if job.gradients else "logits"}
+    with torch.set_grad_enabled(job.gradients):
+        output, cache = model.run_with_cache(tokens, **options, return_cache_object=False)
+    if job.gradients:
+        output.backward()
+    return output, cache
 
 
 @pytest.mark.parametrize(
@@ -66,21 +77,30 @@ def kept(model: Any, job: Job) -> Any:
     [("llama", "all", 1), ("pythia", "resid_post,z", 3), (TIED, None, 3), (TIED, "all", 3)],
 )
 def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
-    devices, job = range(n_devices), Job(batch_size=16, seq_len=N_CTX // 2, cache=cache)
+    sizes = {"batch_size": 16, "seq_len": N_CTX // 2, "cache": cache}
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
-        weights = [machine.memory_allocated(index) for index in devices]
-        for index in devices:
-            machine.reset_peak_memory_stats(index)
-        kept(model, job)
-        peaks = [machine.max_memory_allocated(index) for index in devices]
-
-    result = estimate(
-        config, n_devices, batch_size=job.batch_size, seq_len=job.seq_len, cache=cache
-    )
-
+        weights = [machine.memory_allocated(index) for index in range(n_devices)]
+        peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
+    result = estimate(config, n_devices, **sizes)
     assert [item.weights for item in result.devices] == pytest.approx(weights, rel=0.05)
     assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_with_sdpa_it_is_what_a_model_takes_without_patterns(gradients, long_llama):
+    sizes: dict[str, Any] = {"seq_len": 2048, "gradients": gradients}
+    with simulate(2) as machine:
+        model = load(long_llama, n_devices=2, attn_implementation="sdpa")
+        run(model, Job(seq_len=8))  # TransformerLens 2 keeps a mask, which is looked at once
+        peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
+
+    result = estimate(long_llama, 2, **sizes, attn_implementation="sdpa")
+    installed = estimate(long_llama, 2, **sizes)
+
+    assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
+    for less, more in zip(result.devices, installed.devices):
+        assert less.peak - less.weights < 4 * 2048**2 * 4 < more.peak - more.weights
 
 
 def grows(name: str, few: int, many: int, **options: Any) -> int:

@@ -1,8 +1,10 @@
-"""What `plan` says: where each component is, and what it weighs there."""
+"""What `plan` and `estimate` say: where each component is, what a job takes, and what fits."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from architectures import ARCHITECTURES, TOYS
 from transformer_lens import HookedTransformer
 
-from tl_devicefix import plan
+from tl_devicefix import Estimate, estimate, plan
+from tl_devicefix.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -26,9 +29,7 @@ from tl_devicefix import plan
 def test_the_device_map_names_every_component_in_the_order_they_run(options, lacks, config):
     cfg = config(n_layers=2, **options)
     every = ["embed", "pos_embed", "blocks.0", "blocks.1", "ln_final", "unembed"]
-
     names = list(plan(cfg).device_map)
-
     assert names == [name for name in every if name not in lacks]
     assert set(names) == set(bytes_of_components(HookedTransformer(cfg))[0])
 
@@ -44,16 +45,17 @@ def bytes_of_components(model: HookedTransformer) -> tuple[dict[str, int], dict[
     return weights, buffers
 
 
-def assert_weighs_as(placement: Any, model: HookedTransformer) -> None:
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *TOYS])
+def test_the_sizes_are_those_of_the_real_model(name, references):
+    if name in TOYS:
+        cfg = TOYS[name](dtype=torch.bfloat16)
+        model = HookedTransformer(cfg)
+    else:
+        model, cfg = references(name), references(name).cfg
     weights, buffers = bytes_of_components(model)
-    for component in placement.components:
+    for component in plan(cfg).components:
         assert component.weights == weights[component.name], component.name
         assert component.buffers == buffers[component.name], component.name
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_sizes_are_those_of_the_real_model(name, references):
-    assert_weighs_as(plan(references(name).cfg), references(name))
 
 
 @pytest.mark.parametrize(("name", "n_devices"), [("gpt2", 1), ("llama", 3), ("gemma-2", 3)])
@@ -74,26 +76,16 @@ def test_a_checkpoint_is_loaded_as_planned_and_like_blocks_share_masks_and_rotar
         present = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
         assert model.placement.bytes_on(device) == present
     model.to(model.placement.devices[-1])
-    assert len({id(block.attn.IGNORE) for block in model.blocks}) == len(
-        {block.attn.attn_type for block in model.blocks}
-    )
+    kinds = {block.attn.attn_type for block in model.blocks}
+    assert len({id(block.attn.IGNORE) for block in model.blocks}) == len(kinds)
 
 
-@pytest.mark.parametrize("toy", TOYS)
-def test_the_sizes_of_a_toy_are_those_of_the_real_model(toy):
-    cfg = TOYS[toy](dtype=torch.bfloat16)
-    assert_weighs_as(plan(cfg), HookedTransformer(cfg))
-
-
-@pytest.mark.parametrize("of_config", [False, True])
-def test_dtypes_may_be_named_as_transformer_lens_names_them(of_config, config):
-    model = config() if of_config else "Llama-2-7b"
-    placements = [
-        plan(model, dtype=dtype) for dtype in (torch.bfloat16, "bfloat16", "bf16", "torch.bfloat16")
-    ]
-
-    assert all(placement == placements[0] for placement in placements)
-    assert 2 * placements[0].components[0].weights == plan(model).components[0].weights
+def test_dtypes_may_be_named_as_transformer_lens_names_them(config):
+    for model in (config(), "Llama-2-7b"):
+        expected = plan(model, dtype=torch.bfloat16)
+        assert 2 * expected.components[0].weights == plan(model).components[0].weights
+        for dtype in ("bfloat16", "bf16", "torch.bfloat16"):
+            assert plan(model, dtype=dtype) == expected
 
 
 def test_a_placement_cannot_be_changed(config):
@@ -103,3 +95,90 @@ def test_a_placement_cannot_be_changed(config):
             setattr(frozen, name, None)
     placement.device_map["embed"] = torch.device("meta")
     assert placement.device_map["embed"] == placement.home
+
+
+GIB = 2**30
+
+
+def test_printing_shows_a_table_and_the_verdict():
+    lines = repr(estimate("gpt2", 2, cache="resid_post", max_memory="24GiB")).splitlines()
+    assert lines[0] == "gpt2, float32: batch 1, 1024 tokens, caching resid_post"
+    assert lines[1].split() == ["device", "components", "weights", "peak", "headroom", "peak", "in"]
+    assert lines[2].startswith("0 (home)  embed, pos_embed, blocks.0, ln_final, unembed")
+    assert lines[2].endswith(" unembed")
+    assert lines[-1] == "It fits into 24.00 GiB a device."
+
+
+def test_cached_names_are_whole_and_may_have_spaces_between():
+    none, some = (
+        estimate("gpt2", cache=cache, batch_size=4, seq_len=512).devices[0].peak
+        for cache in (None, " resid_post , hook_z")
+    )
+    assert some - none == pytest.approx(2 * 12 * 4 * 512 * 768 * 4, rel=0.1)
+
+
+def test_devices_may_be_named_as_where_there_are_gpus():
+    result = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
+    assert [item.components for item in result.devices][1] == "blocks.3"
+    result = estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8)
+    assert result.devices[0].capacity == 80 * GIB
+
+
+def test_gradients_of_offloaded_blocks_are_on_the_host():
+    result = estimate("gpt2", gradients=True, seq_len=8, device_map={"": 0, "blocks": "cpu"})
+    assert result.devices[-1].peak == 2 * result.devices[-1].weights > 0
+
+
+def test_so_many_devices_as_it_says_are_enough():
+    options: dict[str, Any] = {"first_n_layers": 4, "max_memory": "3GiB", "seq_len": 64}
+    name = "EleutherAI/pythia-6.9b"
+    advice = estimate(name, **options).advice
+    n_devices = int(re.findall(r"^It would fit on (\d+) devices", advice)[0])
+    assert estimate(name, n_devices, **options).fits
+    assert not estimate(name, n_devices - 1, **options).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({"max_memory": "1MiB"}, "a smaller dtype"),
+        ({"max_memory": {0: "300MiB", 1: "200MiB"}}, "more devices"),
+        ({"max_memory": "200MiB", "device_map": {"": 0, "blocks.3": 1}}, "more devices"),
+    ],
+)
+def test_what_else_to_try_where_more_devices_do_not_help(options, first):
+    advice = estimate("gpt2", seq_len=8, **options).advice
+    assert advice.startswith(f"Try {first}, ")
+    assert "offloaded blocks" in advice
+
+
+def test_the_command_fails_if_it_does_not_fit_and_gives_json(capsys):
+    command = ["estimate", "gpt2", "--seq-len", "8"]
+    assert main([*command, "--max-memory", "0=430MiB,1=430MiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "It does not fit: device 0 (home) needs" in printed
+    assert printed.rstrip().endswith("SDPA or offloaded blocks.")
+
+    main([*command, "--n-devices", "2", "--json", "--device-map", '{"": 0, "blocks.3": 1}'])
+    result = json.loads(capsys.readouterr().out)
+    expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, seq_len=8)
+    assert result == json.loads(json.dumps(expected.to_dict()))
+    assert result["fits"] is True
+    assert [item["components"] for item in result["devices"]][1] == "blocks.3"
+
+
+def test_less_is_left_than_a_gpu_needs():
+    few = {"max_memory": "790MiB", "seq_len": 8}
+    verdict = repr(estimate("gpt2", **few)).splitlines()[-1]
+    assert re.fullmatch(
+        r"It fits, but device 0 \(home\) has only [\d.]+ MiB \(\d%\) left: leave 10% .*", verdict
+    )
+
+
+def test_blocks_that_do_not_fit_are_estimated_on_the_host():
+    limits = {0: "400MiB", 1: "100MiB", "cpu": "1GiB"}
+    result = estimate("gpt2", max_memory=limits, seq_len=16)
+    on_host = result.devices[-1]
+    assert [item.device for item in result.devices] == ["0 (home)", "1", "cpu"]
+    assert on_host.weights == result.placement.bytes_on("cpu") > 2**27
+    assert on_host.headroom == GIB - on_host.weights

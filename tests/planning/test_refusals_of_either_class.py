@@ -30,13 +30,10 @@ REFUSED: Rows = [
     (lambda: dry_run("gpt2", "forward"), "run must be a function .*, but is 'forward'"),  # type: ignore[arg-type]
     (lambda: dry(cls=dict), "cls must be .*, but is"),
     (lambda: estimated(cache="resid_pots"), "'resid_pots', but .* no such hook.* 'resid_post'"),
-    (
-        lambda: estimate("gpt2", seq_len=1000, max_new_tokens=100),
-        "are 1100 tokens together, more than the model's n_ctx of 1024",
-    ),
+    (lambda: estimate("gpt2", seq_len=1000, max_new_tokens=100), "are 1100 tokens .* of 1024"),
     (
         lambda: estimated(NAME, n_device=4),
-        r"^estimate has .*'n_device'.*; did you mean 'n_devices'\?",
+        r"^estimate has .*'n_device'.* mean 'n_devices'\?",
     ),
     (lambda: dry(NAME, n_device=4), r"^dry_run has .*'n_device'.*; did you mean 'n_devices'\?"),
 ]
@@ -58,10 +55,7 @@ if has_hooked_transformer():
         (lambda: estimated(cache=""), "but is ''"),
         (lambda: estimated(cache=["z"]), "cache must be 'all' or names"),
         (lambda: estimated(max_memory="much"), "but is 'much'"),
-        (
-            lambda: estimated(max_memory={0: "9" * 400 + "GiB"}),
-            r"max_memory\[0\] must be .* but is '999\S*GiB'",
-        ),
+        (lambda: estimated(max_memory={0: "9" * 400 + "GiB"}), r"y\[0\] must be .* '999\S*GiB'"),
         (lambda: estimated(attn_implementation="spda"), "must be 'sdpa' or 'eager', but is 'spda'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
         (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is neither a model's name"),
@@ -88,10 +82,10 @@ def test_arguments_that_make_no_sense(call, message):
         call()
 
 
-@pytest.mark.parametrize("n_ctx", [64, 2048])
-def test_learnt_positions_are_as_many_as_they_are(n_ctx, checkpoints):
-    with pytest.raises(ValueError, match=f"n_ctx is {n_ctx}, but this model has"):
-        estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
+def test_learnt_positions_are_as_many_as_they_are(checkpoints):
+    for n_ctx in (64, 2048):
+        with pytest.raises(ValueError, match=f"n_ctx is {n_ctx}, but this model has"):
+            estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
 
 
 def test_quantised_weights_that_no_load_reads(checkpoints, tmp_path):

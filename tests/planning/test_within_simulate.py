@@ -19,21 +19,23 @@ def forward(model: Any) -> Any:
     return model(torch.zeros(1, 4, dtype=torch.long))
 
 
-def fail(model: Any) -> Any:
+def fail(model: Any, error: type[BaseException] = KeyError) -> Any:
     forward(model)
-    raise KeyError("of the job")
+    raise error
 
 
 def interrupt(model: Any) -> Any:
-    forward(model)
-    raise KeyboardInterrupt
+    fail(model, KeyboardInterrupt)
 
 
 DRY_RUNS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "an estimate with advice": (None, lambda: estimate(NAME, 2, seq_len=4, max_memory="1MiB")),
     "what is refused": (ValueError, lambda: estimate(NAME, 2, batch_size=0)),
     "a job that fails": (None, lambda: dry_run(NAME, fail, 3)),
-    "a job that is interrupted": (KeyboardInterrupt, lambda: dry_run(NAME, interrupt, 2)),
+    "a job that is interrupted": (
+        KeyboardInterrupt,
+        lambda: dry_run(NAME, interrupt, 2),
+    ),
     "a dry run in one": (None, lambda: dry_run(NAME, lambda _: dry_run(NAME, forward, 2))),
 }
 
@@ -45,12 +47,10 @@ def outer():
 
 
 def counts(machine: Machine) -> Any:
-    devices = range(len(machine.devices))
+    kinds = (machine.memory_allocated, machine.max_memory_allocated, machine.mem_get_info)
     return (
-        [machine.memory_allocated(i) for i in devices],
-        [machine.max_memory_allocated(i) for i in devices],
+        [kind(i) for kind in kinds for i in range(len(machine.devices))],
         list(machine.transfers),
-        [machine.mem_get_info(i) for i in devices],
         torch.get_device_module("sim").device_count(),
         torch.get_device_module("sim").current_device(),
         meta_config.meta_nonzero_assume_all_nonzero,
@@ -87,9 +87,7 @@ def test_the_same_outside():
     assert repr(inside[1]) == repr(outside[1])
 
 
-def test_tensors_of_the_outer_machine_and_another_one_are_refused(
-    outer,
-):
+def test_tensors_of_the_outer_machine_and_another_one_are_refused(outer):
     vector = torch.ones(1, device="sim:0")
     dry = dry_run(NAME, lambda model: forward(model) + vector, 2)
     assert "belong to different simulated machines" in str(dry.error)

@@ -17,9 +17,6 @@ from transformer_lens.tools import analysis as tools
 
 analysis: Any = tools  # each version has others of its functions
 
-# --------------------------------------------------------------------------------------------
-# TransformerBridge
-
 
 def on_cpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: weight.detach().cpu() for name, weight in weights.items()}
@@ -68,31 +65,30 @@ OF_BRIDGE: dict[str, Call] = {
     "state_dict": lambda model: on_cpu(model.state_dict()),
     "load_state_dict": moved(lambda model: model.load_state_dict(model.state_dict())),
     "to twice": moved(lambda model: model.to(model.cfg.device).to(torch.float64)),
-    "hf_generate": lambda model, at_home: model.hf_generate(at_home, **FEW, stop_at_eos=False),
-    "hf_generate text": lambda model: model.hf_generate(TEXT, **FEW),
+    "hf_generate": lambda model, at_home: [
+        model.hf_generate(at_home, **FEW, stop_at_eos=False),
+        model.hf_generate(TEXT, **FEW),
+    ],
     "generate several_texts": lambda model: model.generate([TEXT, "w5 w6"], **FEW, verbose=False),
-    "forward start_to_stop": lambda model, tokens: model(
-        model(tokens, stop_at_layer=1), start_at_layer=1, stop_at_layer=4
-    ),
-    "forward several_texts": lambda model: model([TEXT, "w5 w6"]),
-    "forward predictions": lambda model: model(TEXT, return_type="predictions"),
+    "forward as_a_bridge": lambda model, tokens: [
+        model(model(tokens, stop_at_layer=1), start_at_layer=1, stop_at_layer=4),
+        model([TEXT, "w5 w6"]),
+        model(TEXT, return_type="predictions"),
+    ],
     "train": lambda run, tokens: run.changeable().train()(tokens),
     "input_to_embed and_on": lambda model, tokens: model(
         model.input_to_embed(tokens)[0], start_at_layer=0
     ),
-    "run_with_hooks block_input": lambda run, model, tokens: model.run_with_hooks(
-        tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in", steer(run))]
-    ),
-    "run_with_hooks attention": lambda model, tokens: model.run_with_hooks(
-        tokens, fwd_hooks=[(f"blocks.{LAST}.attn.hook_pattern", lambda a, hook: a * 0.5)]
-    ),
-    "run_with_hooks stop_at_layer": lambda run, model, tokens: model.run_with_hooks(
-        tokens, fwd_hooks=[("blocks.2.hook_resid_post", steer(run))], stop_at_layer=4
-    ),
+    "run_with_hooks of_a_bridge": lambda run, model, tokens: [
+        model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{LAST}.hook_in", steer(run))]),
+        model.run_with_hooks(
+            tokens, fwd_hooks=[(f"blocks.{LAST}.attn.hook_pattern", lambda a, hook: a * 0.5)]
+        ),
+        model.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.2.hook_resid_post", steer(run))], stop_at_layer=4
+        ),
+    ],
 }
-
-# --------------------------------------------------------------------------------------------
-# transformer_lens.tools
 
 LAST_TOKEN = torch.tensor([8, 8])
 """Its position in each sequence."""
@@ -104,19 +100,12 @@ def logits_of_two_words(run: Run) -> Any:
 
 def learned(run: Run) -> Any:
     """A subspace of a block's residual stream, learned in one step."""
+    options: dict[str, Any] = {"rank": 2, "epochs": 2}
+    positions = {"base_positions": LAST_TOKEN, "source_positions": LAST_TOKEN}
+    source, counterfactual = run.other_tokens.to(run.model.cfg.device), torch.tensor([0, 1])
+    given = (run.model, RESID, run.at_home, source, counterfactual, logits_of_two_words(run))
     with contextlib.redirect_stderr(io.StringIO()):
-        result = analysis.fit_das(
-            run.model,
-            RESID,
-            run.at_home,
-            run.other_tokens.to(run.model.cfg.device),
-            torch.tensor([0, 1]),
-            logits_of_two_words(run),
-            rank=2,
-            epochs=2,
-            base_positions=LAST_TOKEN,
-            source_positions=LAST_TOKEN,
-        )
+        result = analysis.fit_das(*given, **options, **positions)
     return result.losses  # the subspace itself hangs on the rounding of gradients near zero
 
 
@@ -160,24 +149,18 @@ def faithful(run: Run) -> Any:
 
 
 OF_ANALYSIS: dict[str, Call] = {
-    "logit_lens": lambda model, tokens: analysis.logit_lens(model, tokens, incl_mid=True),
-    "logit_lens text": lambda model: analysis.logit_lens(model, TEXT, top_k=3),
-    "logit_lens cache": lambda model, cache: analysis.logit_lens(model, cache=cache),
-    "logit_lens cache_on_the_CPU": lambda model, cache_on_cpu: analysis.logit_lens(
-        model, cache=cache_on_cpu
-    ),
+    "logit_lens": lambda model, tokens, cache, cache_on_cpu: [
+        analysis.logit_lens(model, tokens, incl_mid=True),
+        analysis.logit_lens(model, TEXT, top_k=3),
+        *(analysis.logit_lens(model, cache=each) for each in (cache, cache_on_cpu)),
+    ],
     "logit_readout": lambda model, cache: analysis.logit_readout(model, cache["resid_post", LAST]),
-    "direct_logit_attribution": lambda model, tokens: analysis.direct_logit_attribution(
-        model, tokens, "w5", "w7"
-    ),
-    "direct_logit_attribution head": lambda model, tokens: analysis.direct_logit_attribution(
-        model, tokens, "w5", unit="head"
-    ),
-    "direct_logit_attribution layer": lambda model, cache: analysis.direct_logit_attribution(
-        model, answer_tokens="w5", unit="layer", cache=cache
-    ),
-    "attribution_patch node": lambda run: attribution(run, "node"),
-    "attribution_patch edge": lambda run: attribution(run, "edge"),
+    "direct_logit_attribution": lambda model, tokens, cache: [
+        analysis.direct_logit_attribution(model, tokens, "w5", "w7"),
+        analysis.direct_logit_attribution(model, tokens, "w5", unit="head"),
+        analysis.direct_logit_attribution(model, answer_tokens="w5", unit="layer", cache=cache),
+    ],
+    "attribution_patch": lambda run: [attribution(run, each) for each in ("node", "edge")],
     "attention_head_subspace_affinity": lambda model: [
         analysis.attention_head_subspace_affinity(model, target_role=role) for role in "QV"
     ],
@@ -208,9 +191,13 @@ def with_hooks(make: Callable[[Any, Any], Any]) -> Call:
     return lambda run: run.model.run_with_hooks(run.tokens, fwd_hooks=make(run.lens, run.model))
 
 
+FIT = {"corpus": "words", "dim_batch": 4, "max_seq_len": 7, "skip_first_positions": 1}
+FIT |= {"show_progress": False}
 OF_LENS: dict[str, Call] = {
-    "readout": lambda lens, model, tokens: lens.readout(model, tokens[:1], top_k=3),
-    "readout text": lambda lens, model: lens.readout(model, TEXT, return_full_logits=True),
+    "readout": lambda lens, model, tokens: [
+        lens.readout(model, tokens[:1], top_k=3),
+        lens.readout(model, TEXT, return_full_logits=True),
+    ],
     "lens_vectors": lambda lens, model: lens.lens_vectors(model, ["w5", "w7"], 3),
     "lens_vector_dictionary": lambda lens, model: lens.lens_vector_dictionary(model, 3),
     "transport": lambda lens, cache: lens.transport(cache["resid_post", 3], 3),
@@ -235,15 +222,7 @@ OF_LENS: dict[str, Call] = {
     "coordinate_patch_hooks": with_hooks(
         lambda lens, model: lens.coordinate_patch_hooks(model, "w5", "w7", [3], positions=[2], k=3)
     ),
-    "fit": lambda lens, model: type(lens).fit(
-        model,
-        [TEXT],
-        corpus="words",
-        dim_batch=4,
-        max_seq_len=7,
-        skip_first_positions=1,
-        show_progress=False,
-    ),
+    "fit": lambda lens, model: type(lens).fit(model, [TEXT], **FIT),
     "save": saved_and_loaded,
     "validate_model": lambda lens, model: lens.validate_model(model).n_prompts,
     "source_layers": lambda lens: lens.source_layers,

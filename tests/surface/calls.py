@@ -1,7 +1,4 @@
-"""Calls of what HookedTransformer and TransformerBridge have in common, by the called name.
-
-Each is "name case", of which the case tells calls of one name apart.
-"""
+"""Calls of what HookedTransformer and TransformerBridge have in common: "name", or "name case"."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ def gradients_of(run: Run, loss: Callable[[Any], torch.Tensor]) -> dict[str, Any
     }
 
 
-# --------------------------------------------------------------------------------------------
 # The model
 
 
@@ -58,14 +54,28 @@ def head_labels(model: Any) -> list[str]:
     return labels if isinstance(labels, list) else labels()
 
 
-def cached_by(run: Run, **options: Any) -> Any:
+def forwards(model: Any, tokens: torch.Tensor) -> Any:
+    half = model(tokens, stop_at_layer=3)
+    return [
+        *(model(tokens), model(TEXT), model(tokens, return_type="both")),
+        *(half, model(half, start_at_layer=3)),
+        model(tokens, return_type="loss", loss_per_token=True),
+    ]
+
+
+def caches(model: Any, tokens: torch.Tensor) -> Any:
     """What `run_with_cache` caches."""
-    return dict(run.model.run_with_cache(run.tokens, **options)[1].items())
-
-
-def without_batch_dim(run: Run) -> Any:
-    _, cache = run.model.run_with_cache(run.tokens[:1], remove_batch_dim=True)
-    return cache.stack_head_results(apply_ln=True)
+    options: list[dict[str, Any]] = [
+        {"names_filter": lambda name: name.endswith("resid_post")},
+        *({"return_cache_object": False}, {"device": "cpu"}),
+        *({"stop_at_layer": 3}, {"pos_slice": -1}),
+    ]
+    _, of_one = model.run_with_cache(tokens[:1], remove_batch_dim=True)
+    return [
+        model.run_with_cache(tokens),
+        *(dict(model.run_with_cache(tokens, **each)[1].items()) for each in options),
+        of_one.stack_head_results(apply_ln=True),
+    ]
 
 
 def run_with_gradients(run: Run) -> Any:
@@ -78,14 +88,28 @@ def steer(run: Run) -> Any:
     return lambda activation, hook: activation + run.direction
 
 
-def hooked_with(change: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> Call:
-    """A forward in which an activation is what `change(activation, direction, model)` gives."""
+CHANGES: tuple[Callable[..., torch.Tensor], ...] = (
+    lambda a, direction, _: a + direction,
+    lambda a, direction, _: a.add_(direction),
+    lambda a, _, model: torch.einsum("bpd,de->bpe", a, model.W_E[:16] @ model.W_E.T[:, :16]),
+    lambda a, direction, _: torch.stack([a, direction.expand_as(a)]).mean(0),
+    lambda a, _, model: a + (a @ model.W_U) @ model.W_U.T,
+    lambda a, direction, _: torch.index_put(
+        a, (torch.tensor([0], device=direction.device),), direction
+    ),
+    lambda a, direction, _: torch.nn.functional.layer_norm(a, direction.shape, weight=direction),
+)
+"""What hooks make of an activation, a vector from home, and weights of the model."""
 
-    def call(run: Run) -> Any:
-        hooks = [(RESID, lambda activation, hook: change(activation, run.direction, run.model))]
-        return run.model.run_with_hooks(run.tokens, fwd_hooks=hooks)
 
-    return call
+def changed_activations(run: Run) -> Any:
+    return [
+        run.model.run_with_hooks(
+            run.tokens,
+            fwd_hooks=[(RESID, lambda a, hook, change=change: change(a, run.direction, run.model))],
+        )
+        for change in CHANGES
+    ]
 
 
 def change_gradients(run: Run) -> Any:
@@ -165,11 +189,11 @@ OF_MODEL: dict[str, Call] = {
         *("b_Q", "b_K", "b_V", "b_O", "b_in", "b_out", "n_params_total"),
     ),
     **{f"{name} gradient": weight_gradients(name) for name in ("W_E", "W_K", "W_in", "b_V", "OV")},
-    "accumulated_bias": lambda model: [model.accumulated_bias(i) for i in range(6)],
-    "accumulated_bias mlp_input": lambda model: model.accumulated_bias(3, mlp_input=True),
-    "accumulated_bias without_mlps": lambda model: model.accumulated_bias(
-        5, include_mlp_biases=False
-    ),
+    "accumulated_bias": lambda model: [
+        *(model.accumulated_bias(layer) for layer in range(6)),
+        model.accumulated_bias(3, mlp_input=True),
+        model.accumulated_bias(5, include_mlp_biases=False),
+    ],
     "all_head_labels": head_labels,
     "all_composition_scores": lambda model: [model.all_composition_scores(m) for m in "QKV"],
     "tokens_to_residual_directions": lambda model, at_home: [
@@ -185,59 +209,22 @@ OF_MODEL: dict[str, Call] = {
     "to device": moved(lambda model: model.to(model.cfg.device)),
     "to dtype": moved(lambda model: model.to(torch.float64)),
     "cpu": moved(lambda model: model.cpu()),
-    "forward": lambda model, tokens: model(tokens),
-    "forward text": lambda model: model(TEXT),
-    "forward both": lambda model, tokens: model(tokens, return_type="both"),
-    "forward stop_at_layer": lambda model, tokens: model(tokens, stop_at_layer=3),
-    "forward start_at_layer": lambda model, tokens: model(
-        model(tokens, stop_at_layer=3), start_at_layer=3
-    ),
-    "forward loss_per_token": lambda model, tokens: model(
-        tokens, return_type="loss", loss_per_token=True
-    ),
+    "forward": forwards,
     "loss_fn": lambda model, tokens, at_home: model.loss_fn(model(tokens), at_home),
-    "generate": lambda model, at_home: model.generate(at_home, **GREEDY),
-    "generate without_kv_cache": lambda model, at_home: model.generate(
-        at_home, use_past_kv_cache=False, **GREEDY
-    ),
-    "generate text": lambda model: model.generate(TEXT, **{**GREEDY, "stop_at_eos": True}),
+    "generate": lambda model, at_home: [
+        model.generate(at_home, **GREEDY),
+        model.generate(at_home, use_past_kv_cache=False, **GREEDY),
+        model.generate(TEXT, **{**GREEDY, "stop_at_eos": True}),
+    ],
     "generate under_a_hook": generate_under_a_hook,
     "generate_stream": lambda model, at_home: list(
         model.generate_stream(at_home, max_tokens_per_yield=1, **GREEDY)
     ),
     "input_to_embed": lambda model, tokens: model.input_to_embed(tokens),
-    "run_with_cache": lambda model, tokens: model.run_with_cache(tokens),
-    "run_with_cache names": lambda run: cached_by(
-        run, names_filter=lambda name: name.endswith("resid_post")
-    ),
-    "run_with_cache to_the_CPU": lambda run: {
-        name: value.cpu() for name, value in cached_by(run, device="cpu").items()
-    },
-    "run_with_cache as_a_dict": lambda run: cached_by(run, return_cache_object=False),
-    "run_with_cache stop_at_layer": lambda run: cached_by(run, stop_at_layer=3),
-    "run_with_cache pos_slice": lambda run: cached_by(run, pos_slice=-1),
-    "run_with_cache remove_batch_dim": without_batch_dim,
+    "run_with_cache": caches,
     "run_with_cache incl_bwd": run_with_gradients,
     "run_with_hooks backward_hook": change_gradients,
-    "run_with_hooks add": hooked_with(lambda a, direction, _: a + direction),
-    "run_with_hooks add_in_place": hooked_with(lambda a, direction, _: a.add_(direction)),
-    "run_with_hooks einsum": hooked_with(
-        lambda a, _, model: torch.einsum("bpd,de->bpe", a, model.W_E[:16] @ model.W_E.T[:, :16])
-    ),
-    "run_with_hooks stack": hooked_with(
-        lambda a, direction, _: torch.stack([a, direction.expand_as(a)]).mean(0)
-    ),
-    "run_with_hooks matmul_with_W_U": hooked_with(
-        lambda a, _, model: a + (a @ model.W_U) @ model.W_U.T
-    ),
-    "run_with_hooks replace_at_positions": hooked_with(
-        lambda a, direction, _: torch.index_put(
-            a, (torch.tensor([0], device=direction.device),), direction
-        )
-    ),
-    "run_with_hooks layer_norm": hooked_with(
-        lambda a, direction, _: torch.nn.functional.layer_norm(a, direction.shape, weight=direction)
-    ),
+    "run_with_hooks": changed_activations,
     "hooks": hooks_in_a_context,
     "add_hook": lambda run: hooked(run, lambda model: model.add_hook(RESID, steer(run))),
     "add_perma_hook": lambda run: hooked(
@@ -270,7 +257,6 @@ OF_MODEL: dict[str, Call] = {
     },
 }
 
-# --------------------------------------------------------------------------------------------
 # What a model returns, or is made of
 
 OF_THREE_NEURONS: dict[str, Any] = {
@@ -306,69 +292,56 @@ def model_gone(cache: ActivationCache) -> Any:
 
 
 OF_CACHE: dict[str, Call] = {
-    "accumulated_resid": lambda cache: cache.accumulated_resid(incl_mid=True, apply_ln=True),
-    "accumulated_resid layer": lambda cache: cache.accumulated_resid(
-        3, mlp_input=True, pos_slice=-1
-    ),
-    "accumulated_resid moved_to_the_CPU": lambda cache_on_cpu: cache_on_cpu.accumulated_resid(
-        incl_mid=True, apply_ln=True
-    ),
+    "accumulated_resid": lambda cache: [
+        cache.accumulated_resid(incl_mid=True, apply_ln=True),
+        cache.accumulated_resid(3, mlp_input=True, pos_slice=-1),
+    ],
     "accumulated_resid with_no_other_names_cached": lambda run: only(
         run, "resid_pre", "resid_post", "hook_scale"
     ).accumulated_resid(apply_ln=True),
     "accumulated_resid with_a_name_missing": lambda run: only(run, "resid_pre").accumulated_resid(),
-    "decompose_resid": lambda cache: cache.decompose_resid(apply_ln=True),
-    "decompose_resid attention": lambda cache: cache.decompose_resid(
-        4, mode="attn", return_labels=True
-    ),
-    "stack_head_results": lambda cache: cache.stack_head_results(
-        apply_ln=True, incl_remainder=True
-    ),
-    "stack_head_results part": lambda cache: cache.stack_head_results(
-        3, pos_slice=-1, return_labels=True
-    ),
-    "stack_head_results moved_to_the_CPU": lambda cache_on_cpu: cache_on_cpu.stack_head_results(
-        apply_ln=True
-    ),
+    "decompose_resid": lambda cache: [
+        cache.decompose_resid(apply_ln=True),
+        cache.decompose_resid(4, mode="attn", return_labels=True),
+    ],
+    "stack_head_results": lambda run: [
+        run.cache.stack_head_results(apply_ln=True, incl_remainder=True),
+        run.cache.stack_head_results(3, pos_slice=-1, return_labels=True),
+    ],
     "get_neuron_results": lambda cache: cache.get_neuron_results(
         LAST, neuron_slice=(0, 3), pos_slice=-1
     ),
     "stack_neuron_results": lambda cache: cache.stack_neuron_results(**OF_THREE_NEURONS),
-    "stack_neuron_results moved_to_the_CPU": lambda cache_on_cpu: cache_on_cpu.stack_neuron_results(
-        **OF_THREE_NEURONS
-    ),
-    "get_full_resid_decomposition": lambda cache: cache.get_full_resid_decomposition(
-        apply_ln=True, pos_slice=-1, return_labels=True
-    ),
-    "get_full_resid_decomposition heads": lambda cache: cache.get_full_resid_decomposition(
-        3, expand_neurons=False
-    ),
+    "get_full_resid_decomposition": lambda run: [
+        run.cache.get_full_resid_decomposition(apply_ln=True, pos_slice=-1, return_labels=True),
+        run.cache.get_full_resid_decomposition(3, expand_neurons=False),
+    ],
     "stack_activation": lambda cache: cache.stack_activation("pattern"),
     "stack_activation model_gone": model_gone,
     "items": lambda cache: cache.items(),
-    "items moved_to_the_CPU": lambda cache_on_cpu: cache_on_cpu.items(),
     "values": lambda cache: cache.values(),
     "keys": lambda cache: cache.keys(),
     "__iter__": lambda cache: iter(cache),
     "__len__": lambda cache: len(cache),
     "__getitem__": lambda cache: [cache["resid_post", -1], cache["z", 3]],
-    "__getitem__ moved_to_the_CPU": lambda cache_on_cpu: [
-        cache_on_cpu["resid_post", -1],
-        cache_on_cpu["z", 3],
-    ],
     "compute_head_results": lambda cache: [cache.compute_head_results(), cache["result", LAST]],
-    "apply_ln_to_stack": lambda cache: cache.apply_ln_to_stack(cache.decompose_resid()),
-    "apply_ln_to_stack layer": lambda cache: cache.apply_ln_to_stack(
-        cache.decompose_resid(3, pos_slice=-1), layer=3, pos_slice=-1
-    ),
-    "logit_attrs": lambda cache: cache.logit_attrs(
-        cache.accumulated_resid(pos_slice=-1), "w5", incorrect_tokens="w7", pos_slice=-1
-    ),
-    "logit_attrs batch": lambda at_home, cache: cache.logit_attrs(
-        cache.decompose_resid(pos_slice=-1), at_home[:, -1], pos_slice=-1
-    ),
+    "apply_ln_to_stack": lambda cache: [
+        cache.apply_ln_to_stack(cache.decompose_resid()),
+        cache.apply_ln_to_stack(cache.decompose_resid(3, pos_slice=-1), layer=3, pos_slice=-1),
+    ],
+    "logit_attrs": lambda at_home, cache: [
+        cache.logit_attrs(
+            cache.accumulated_resid(pos_slice=-1), "w5", incorrect_tokens="w7", pos_slice=-1
+        ),
+        cache.logit_attrs(cache.decompose_resid(pos_slice=-1), at_home[:, -1], pos_slice=-1),
+    ],
     "apply_slice_to_batch_dim": lambda cache: cache.apply_slice_to_batch_dim(1).accumulated_resid(),
-    "to": lambda cache_on_cpu: dict(cache_on_cpu.items()),
+    "to": lambda cache_on_cpu: [
+        *(dict(cache_on_cpu.items()), cache_on_cpu["resid_post", -1], cache_on_cpu["z", 3]),
+        cache_on_cpu.accumulated_resid(incl_mid=True, apply_ln=True),
+        cache_on_cpu.stack_head_results(apply_ln=True),
+        cache_on_cpu.stack_neuron_results(**OF_THREE_NEURONS),
+    ],
     "remove_batch_dim": lambda model, tokens: squeezed(model.run_with_cache(tokens[:1])[1]),
     "toggle_autodiff": toggle_autodiff,
 }
@@ -379,16 +352,13 @@ OF_MATRIX: dict[str, Call] = {
     "U": lambda matrix: matrix.U.abs(),
     "Vh": lambda matrix: matrix.Vh.abs(),
     "V": lambda matrix: matrix.V.abs(),
-    "svd": lambda matrix: matrix.svd()[1],
+    "svd": lambda model, matrix: [matrix.svd()[1], model.QK.svd()[1], model.QK.AB],
     "eigenvalues": lambda matrix: matrix.eigenvalues.abs().sort().values,
-    "__getitem__": lambda matrix: matrix[2, 1],
+    "__getitem__": lambda model, matrix: [matrix[2, 1], model.QK[2, 1]],
     "collapse_l": lambda matrix: matrix.collapse_l().abs(),
     "collapse_r": lambda matrix: matrix.collapse_r().abs(),
     "get_corner": lambda matrix: matrix[0, 0].get_corner(),
     "make_even": lambda matrix: matrix.make_even().A.abs(),
-    "__getitem__ QK": lambda model: model.QK[2, 1],
-    "AB QK": lambda model: model.QK.AB,
-    "svd QK": lambda model: model.QK.svd()[1],
     "__matmul__": lambda model, matrix: (matrix[LAST] @ model.W_U).AB,
     "__rmatmul__": lambda model: (model.W_E @ model.QK[LAST] @ model.W_E.T).AB,
     "__mul__": lambda direction, matrix: (matrix * direction.sum()).AB,
@@ -430,7 +400,6 @@ OF_HOOK_POINT: dict[str, Call] = {
     "clear_context": at_hook_point(lambda point, run: point.clear_context()),
 }
 
-# --------------------------------------------------------------------------------------------
 # Functions of a model
 
 
@@ -439,12 +408,16 @@ def metric(logits: torch.Tensor) -> torch.Tensor:
 
 
 PATCHES = (
-    *("resid_pre", "resid_mid", "attn_out", "mlp_out", "block_every"),
-    *("attn_head_out_by_pos", "attn_head_q_by_pos", "attn_head_k_by_pos", "attn_head_v_by_pos"),
-    *("attn_head_pattern_by_pos", "attn_head_pattern_dest_src_pos", "attn_head_out_all_pos"),
-    *("attn_head_q_all_pos", "attn_head_k_all_pos", "attn_head_v_all_pos"),
-    *("attn_head_pattern_all_pos", "attn_head_all_pos_every", "attn_head_by_pos_every"),
+    *("resid_pre", "attn_out", "attn_head_out_by_pos", "attn_head_k_by_pos"),
+    *("attn_head_q_all_pos", "attn_head_pattern_by_pos", "attn_head_pattern_dest_src_pos"),
+    "attn_head_pattern_all_pos",
 )
+ALIKE = (
+    *("resid_mid", "mlp_out", "attn_head_q_by_pos", "attn_head_v_by_pos"),
+    *("attn_head_out_all_pos", "attn_head_k_all_pos", "attn_head_v_all_pos"),
+    *("block_every", "attn_head_all_pos_every", "attn_head_by_pos_every"),
+)
+"""Those that do the same with another activation, or call others: `--full` runs them."""
 
 
 def patch_each(run: Run, name: str) -> Any:
@@ -515,24 +488,23 @@ IN_COMMON: dict[str, Call] = {
     **{f"ActivationCache.{name}": call for name, call in OF_CACHE.items()},
     **{f"FactoredMatrix.{name}": call for name, call in OF_MATRIX.items()},
     **{f"HookPoint.{name}": call for name, call in OF_HOOK_POINT.items()},
-    "SVDInterpreter.get_singular_vectors OV": lambda model: singular_vectors(model, "OV", head=1),
-    "SVDInterpreter.get_singular_vectors w_in": lambda model: singular_vectors(model, "w_in"),
-    "SVDInterpreter.get_singular_vectors w_out": lambda model: singular_vectors(model, "w_out"),
+    "SVDInterpreter.get_singular_vectors": lambda model: [
+        singular_vectors(model, "OV", head=1),
+        *(singular_vectors(model, kind) for kind in ("w_in", "w_out")),
+    ],
     **{
         f"patching.get_act_patch_{name}": lambda run, name=name: patch_each(
             run, f"get_act_patch_{name}"
         )
-        for name in PATCHES
+        for name in (*PATCHES, *ALIKE)
     },
     "patching.generic_activation_patch": patch_generically,
-    "head_detector.detect_head induction": lambda model: detect(model, "induction_head"),
-    "head_detector.detect_head previous": lambda model: detect(
-        model, "previous_token_head", error_measure="abs"
-    ),
-    "head_detector.detect_head duplicate": lambda model: detect(
-        model, "duplicate_token_head", exclude_bos=True
-    ),
-    "head_detector.detect_head pattern": lambda model: detect(model, lower(7, model)),
+    "head_detector.detect_head": lambda model: [
+        detect(model, "induction_head"),
+        detect(model, "previous_token_head", error_measure="abs"),
+        detect(model, "duplicate_token_head", exclude_bos=True),
+        detect(model, lower(7, model)),
+    ],
     "evals.induction_loss": induction_loss,
     "evals.evaluate_on_dataset": evaluate_on_dataset,
     "evals.ioi_eval": ioi_eval,

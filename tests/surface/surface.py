@@ -1,7 +1,6 @@
 """What is public in the installed TransformerLens, and how calls of it are compared.
 
-A call is written as for one device: a function that asks for what a `Run` has, as a test for its
-fixtures. It returns what is compared: tensors, or anything made of them.
+A call is a function that asks for what a `Run` has, as a test for its fixtures, as for one device.
 """
 
 from __future__ import annotations
@@ -10,15 +9,7 @@ import copy
 import importlib
 import inspect
 import random
-from collections.abc import (
-    Callable,
-    Collection,
-    ItemsView,
-    Iterator,
-    KeysView,
-    Mapping,
-    ValuesView,
-)
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,15 +22,17 @@ from transformer_lens.hook_points import HookPoint
 
 LAST = 4
 """A block that is never at home on several devices."""
-SPECIAL = (
-    *("__getitem__", "__iter__", "__len__"),
-    *("__matmul__", "__rmatmul__", "__mul__", "__rmul__"),
-)
+SPECIAL: tuple[str, ...] = ("__getitem__", "__iter__", "__len__")
+SPECIAL += ("__matmul__", "__rmatmul__", "__mul__", "__rmul__")
 """Methods with a protocol's name that users call by its syntax."""
-REFUSALS = (
-    *(AttributeError, AssertionError, LookupError, TypeError, ValueError),
-    NotImplementedError,
+REFUSALS: tuple[type[Exception], ...] = (
+    AttributeError,
+    AssertionError,
+    LookupError,
+    TypeError,
+    ValueError,
 )
+REFUSALS += (NotImplementedError,)
 Call = Callable[..., Any]
 """A function of what a `Run` has, by the names of its parameters; `run` is all of it."""
 
@@ -146,9 +139,7 @@ def assert_as_on_one_device(
     frozen = {name for name, weight in run.model.named_parameters() if not weight.requires_grad}
     with unpatched():
         expected = outcome(call, replace(reference, frozen=frozen))
-
     actual = outcome(call, run)
-
     assert_agrees(actual, expected, tolerance=1e-4)
     # What a call moves to the CPU is there; nothing else is left on a block's device.
     assert devices_in(actual) <= {torch.device(run.model.cfg.device), torch.device("cpu")}
@@ -172,10 +163,10 @@ def results(value: Any) -> Any:
         return {name: results(entry) for name, entry in value.items()}
     if isinstance(value, pandas.DataFrame):
         return value.to_dict()
-    if type(value).__module__.startswith("transformer_lens"):
-        return results(vars(value))
     if isinstance(value, (list, tuple, Iterator, KeysView, ValuesView, ItemsView)):
         return [results(tensor) for tensor in value]
+    if type(value).__module__.startswith("transformer_lens"):
+        return results(vars(value))
     return value
 
 

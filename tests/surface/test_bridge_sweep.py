@@ -1,7 +1,4 @@
-"""Everything public in the installed TransformerLens gives on n devices what it gives on one.
-
-With a TransformerBridge.
-"""
+"""Everything public of a TransformerBridge gives on n devices what it gives on one."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from unittest import mock
 
 import pytest
 from bridge_calls import OF_ANALYSIS, OF_BRIDGE, OF_LENS
-from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, trained
+from calls import ALIKE, ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, trained
 from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
@@ -80,7 +77,6 @@ REFUSED_OVER_HOSTS = {
     "training.train": TRAINS,
     "TransformerBridge.original_model": RECORDS,
     "TransformerBridge.hf_generate": RECORDS,
-    "TransformerBridge.hf_generate text": RECORDS,
 }
 
 AS_BOOTED = "llama as booted"
@@ -105,7 +101,8 @@ def kinds_of(call):
         return {"llama": (4,)}  # a forward for each layer, head and position
     if call == "evals.ioi_eval":  # which hands over tokens on the CPU: one device refuses them
         return {"gpt2": (3,), "llama": (4,)}
-    if call.startswith(("TransformerBridge.", "analysis.")):
+    is_for_folded = call == "analysis.direct_logit_attribution"  # which refuses others
+    if call.startswith(("TransformerBridge.", "analysis.")) and not is_for_folded:
         return KINDS
     return {kind: numbers for kind, numbers in KINDS.items() if kind != AS_BOOTED}
 
@@ -147,11 +144,14 @@ def unpatched():
             yield
 
 
+full = pytest.mark.full("alike")
+
+
 @pytest.mark.cover(("call",), ("kind", "n_devices"))
 @pytest.mark.parametrize(
     ("call", "kind", "n_devices"),
     [
-        (call, kind, n_devices)
+        pytest.param(call, kind, n_devices, marks=full if call.endswith(ALIKE) else ())
         for call in CALLS
         if call.split()[0] in PUBLIC
         for kind, numbers in kinds_of(call).items()

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 from calls import (
+    ALIKE,
     ARE_FROZEN,
     FETCH_DATA,
     IN_COMMON,
@@ -68,7 +69,7 @@ LEFT_OUT = {
 }
 REFUSED_OVER_HOSTS = {"HookedTransformer.to dtype": STAY, "train.train": ARE_FROZEN}
 
-KINDS = {"gpt2": (1, 3, 4), "llama": (1, 3, 4), "phi-3": (3,)}
+KINDS = {"gpt2": (3,), "llama": (1, 4), "phi-3": (3,)}
 """On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
 
 
@@ -85,9 +86,7 @@ def every_call():
         if call.split()[0] not in PUBLIC:
             continue
         is_patching = call.startswith("patching.")
-        marks = []
-        if is_patching and call.endswith("_every"):
-            marks.append(pytest.mark.full("it calls those of each kind of activation"))
+        marks = [pytest.mark.full("alike")] if call.endswith(ALIKE) else []
         for kind, numbers in KINDS.items():
             # Patching is a forward for each layer, head and position: not everywhere.
             for n_devices in numbers[-1:] if is_patching else numbers:

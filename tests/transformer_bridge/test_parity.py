@@ -18,22 +18,12 @@ if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
 
-def compatibility(compatible: bool) -> str:
-    return "compatibility mode" if compatible else "as booted"
-
-
 @pytest.mark.cover(("name", "compatible"))
-@pytest.mark.parametrize("compatible", [False, True], ids=compatibility)
+@pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("n_devices", SPREADS)
 @pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
 def test_weights_and_everything_that_is_computed(
-    name,
-    n_devices,
-    compatible,
-    machine,
-    boot,
-    references,
-    tokens,
+    name, n_devices, compatible, machine, boot, references, tokens
 ):
     reference = references(name, compatible=compatible)
     bridge = boot(name, compatible=compatible, n_devices=n_devices)
@@ -55,6 +45,5 @@ def test_other_architectures_in_compatibility_mode(name, machine, boot, referenc
     except (RuntimeError, ValueError, NotImplementedError) as error:
         pytest.skip(f"the unpatched release refuses compatibility mode for {name}: {error}")
     bridge = boot(name, compatible=True, n_devices=3)
-
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])

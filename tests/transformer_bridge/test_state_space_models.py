@@ -16,6 +16,8 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 NAMES = ["mamba", "mamba-2", "bamba", "olmo-hybrid"]  # test_parity has the others' logits
 if has_hooked_transformer():  # TransformerLens 3.9, where it is the same code
     NAMES = ["mamba", "bamba"]
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False}
+GREEDY |= {"verbose": False}
 
 
 def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
@@ -31,10 +33,7 @@ def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     # With transformers 5.23, OLMo-Hybrid's cache is not where TransformerLens looks for it.
     is_cached = "OlmoHybrid" not in bridge.cfg.architecture
-    generated = bridge.generate(
-        tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False, verbose=False,
-        use_past_kv_cache=is_cached,
-    )  # fmt: skip
+    generated = bridge.generate(tokens, **GREEDY, use_past_kv_cache=is_cached)
     return [logits, dict(cache.items()), gradients, generated]
 
 
@@ -47,14 +46,8 @@ def test_they_give_what_they_give_on_one_device(name, boot, references, machine,
 def test_with_a_state_it_generates_as_without(boot, tokens):
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
     bridge = boot("mamba", device="cpu")
-
-    def generate(use_past_kv_cache):
-        return bridge.generate(
-            tokens, max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False,
-            use_past_kv_cache=use_past_kv_cache,
-        )  # fmt: skip
-
-    assert_agrees(generate(True), generate(False))
+    expected = bridge.generate(tokens, **GREEDY, use_past_kv_cache=False)
+    assert_agrees(bridge.generate(tokens, **GREEDY, use_past_kv_cache=True), expected)
 
 
 @pytest.mark.fails_unpatched

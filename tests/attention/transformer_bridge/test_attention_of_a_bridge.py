@@ -47,10 +47,8 @@ LONG = torch.full((1, 29), 7)
 
 def test_booted_so_over_several_devices(machine, boot, bridge_references, fused_blocks):
     bridge = boot("llama", n_devices=4, attn_implementation="sdpa")
-
     with ShapesMade() as made:
         actual = bridge(LONG.to("sim:0"))
-
     assert len(fused_blocks) == N_LAYERS
     assert not made.of_pairs(29)
     assert_agrees(actual, bridge_references("llama", compatible=False)(LONG), machine.devices[0])
@@ -95,7 +93,6 @@ def test_a_function_for_masks_of_a_user_s_own(sdpa, tokens):
 
 def test_disabled_leaves_the_masks_of_transformers_as_they_were(sdpa, tokens):
     sdpa("llama", compatible=False)(tokens)
-
     with tl_devicefix.disabled():
         make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         assert make_mask is masking_utils.eager_mask
