@@ -292,7 +292,7 @@ def test_a_prompt_longer_than_the_tables():
     counted = mock.patch.object(torch.nn.functional, sdpa.__name__, wraps=sdpa)
     with tl_devicefix.set_attn_implementation(model, "sdpa"), counted as fused:
         torch.testing.assert_close(run(model, grad=False, n=9)["logits"], expected)
-    assert fused.call_count == len(model.blocks) or known_blocks.IS_2
+    assert fused.call_count == len(model.blocks) or IS_2
 
 
 def test_the_installed_blocks_are_known():

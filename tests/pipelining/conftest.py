@@ -20,7 +20,7 @@ def once(cls, machine, loaded):
     """`once(over_devices, "llama")`: loaded once for the tests of a module, not to be changed."""
 
     def load(method, *args, **options):
-        key = cls, args, repr(options)
+        key = cls, method.__qualname__, args, repr(options)
         if key not in loaded:
             loaded[key] = method(*args, **options)
         loaded[key].zero_grad()
