@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformer_lens.hook_points import HookPoint
+from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.scheduler import refuse_in_run
 from tl_devicefix.monkeypatch.patch import package_of, patches
@@ -308,21 +308,34 @@ def forbid_mixing_in_hooks(model: Any) -> None:
     takes="self hook dir is_permanent",
     why="a hook may use tensors of all the model's devices",
 )
-def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+def add_hook(
+    original: Any,
+    self: Any,
+    hook: Any,
+    dir: str = "fwd",
+    is_permanent: bool = False,
+    level: int | None = None,
+    **others: Any,
+) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them.
+
+    One that keeps activations uses its activation alone. There are hundreds of those, so it is
+    added in fewer steps.
 
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
     """
     refuse_in_run(self)
-    if _is_caching(hook):  # which uses its activation alone
-        n_before = len(self._forward_hooks)
-        added = original(self, hook, *args, **kwargs)
-        if len(self._forward_hooks) > n_before:
-            setattr(self._forward_hooks[max(self._forward_hooks)], _ONLY_LOOKS, True)
-        return added
+    if _is_caching(hook):
+        if dir != "fwd" or any(others.values()):  # before other hooks, or by several names
+            return original(self, hook, dir, is_permanent, level, **others)
+        torchs = self.register_forward_hook(functools.partial(_keep, hook))
+        handle: Any = LensHandle(torchs, is_permanent, level)
+        handle.user_hook = hook
+        self.fwd_hooks.append(handle)
+        return handle
     across = HookAcrossDevices(hook)
-    added = original(self, across, *args, **kwargs)
+    added = original(self, across, dir, is_permanent, level, **others)
     for handles in (self.fwd_hooks, self.bwd_hooks):
         for handle in handles:
             if getattr(handle, "user_hook", None) is across:
@@ -330,19 +343,25 @@ def add_hook(original: Any, self: Any, hook: Any, *args: Any, **kwargs: Any) -> 
     return added
 
 
-_ONLY_LOOKS = "_tl_devicefix_only_looks"
+def _is_caching(hook: Any) -> bool:
+    """Whether it is TransformerLens's own, which `run_with_cache` adds."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    name = getattr(function, "__name__", "")
+    return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
+
+
+def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
+    """Call a hook as one of torch's; what it returns stays the activation."""
+    conversion = vars(point).get("hook_conversion")
+    if conversion is None:
+        return hook(activation, hook=point)
+    returned = hook(conversion.convert(activation), hook=point)
+    return None if returned is None else conversion.revert(returned)
 
 
 def only_looks(hook: Any) -> bool:
     """Whether a hook of torch's keeps an activation, detached, and does nothing else."""
-    return hasattr(hook, _ONLY_LOOKS)
-
-
-def _is_caching(hook: Any) -> bool:
-    """Whether it is TransformerLens's own, which `run_with_cache` adds."""
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    name = getattr(function, "__qualname__", "").rpartition(".")[2]
-    return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
+    return getattr(hook, "func", None) is _keep
 
 
 class HookAcrossDevices:

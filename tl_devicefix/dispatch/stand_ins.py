@@ -23,14 +23,18 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.attention.one_forward import kept_in_forward
-from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.dispatch.mixing import only_looks
+from tl_devicefix.monkeypatch.applying import in_place
+from tl_devicefix.monkeypatch.patch import package_of, patches
 
 hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
 _children_of = itemgetter("_modules")
+_FORWARD = repeat("forward")
 _code_of = attrgetter("__code__")
 
 RECORDING = "transformers.utils.output_capturing"
@@ -87,34 +91,98 @@ def look_again() -> None:
 class Modules:
     """A module and those within it, as they were when they were looked through.
 
+    Each forward compares them. What takes time is to reach for the memory of so many modules, so
+    hook points, which most of them are, are only compared after an attribute of any was set.
+
     Attributes:
-        namespaces: their `__dict__`s, the module's own first.
-        classes: their classes.
+        namespace: the module's `__dict__`.
+        classes: those of the modules within it.
+        hooks: the dicts of hooks of those within it.
+        have_forward: whether any of those has a `forward` in place of its class's.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self.namespaces = list(map(vars, self._modules))
-        self._sizes = list(map(len, self.namespaces))
-        self.classes = list(map(type, self._modules))
-        self._parents = [namespace for namespace in self.namespaces if namespace["_modules"]]
+        self.namespace = vars(module)
+        within = list(module.modules())[1:]
+        self.classes = list(map(type, within))
+        self.hooks = list(chain.from_iterable(map(hooks_of, map(vars, within))))
+        self.have_forward = any(map(contains, map(vars, within), _FORWARD))
+        self._as_of: Any = _now()
+        self._points = _Compared([part for part in within if isinstance(part, HookPoint)])
+        others = [part for part in within if not isinstance(part, HookPoint)]
+        self._others = _Compared([module, *others])
+        self._parents = [vars(part) for part in (module, *others) if part._modules]
         self._children = [dict(namespace["_modules"]) for namespace in self._parents]
 
     def are_same(self) -> bool:
-        """Whether they are the same modules, of the same classes, with as many attributes each."""
+        """Whether they are the same modules, of the same classes, with the same dicts of hooks.
+
+        What is in these is not compared. Of other attributes, so many are the same.
+        """
+        now = _now()
+        if self._as_of != now:
+            if not self._points.are_same():
+                return False
+            self._as_of = now
+        are_children = self._children == list(map(_children_of, self._parents))
+        return are_children and self._others.are_same()
+
+    def only_looked_at(self) -> bool:
+        """Whether its hooks keep activations and do nothing else, which runs nobody's code."""
+        hooks = chain.from_iterable(map(dict.values, filter(None, self.hooks)))
+        has_own = any(hooks_of(self.namespace))
+        return not has_own and all(only_looks(hook) or records(hook) for hook in hooks)
+
+
+class _Compared:
+    """Some modules, and what they were like."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._namespaces = list(map(vars, modules))
+        self._sizes = list(map(len, self._namespaces))
+        self._hooks = list(map(hooks_of, self._namespaces))
+        self._have_forward = list(map(contains, self._namespaces, _FORWARD))
+        self._classes = list(map(type, modules))
+
+    def are_same(self) -> bool:
         return (
-            self._sizes == list(map(len, self.namespaces))
-            and self.classes == list(map(type, self._modules))
-            and self._children == list(map(_children_of, self._parents))
+            self._sizes == list(map(len, self._namespaces))
+            and self._hooks == list(map(hooks_of, self._namespaces))
+            and self._have_forward == list(map(contains, self._namespaces, _FORWARD))
+            and self._classes == list(map(type, self._modules))
         )
 
-    def hooks(self) -> Iterator[dict[int, Any]]:
-        """Every dict of hooks of those within the module."""
-        return chain.from_iterable(map(hooks_of, self.namespaces[1:]))
 
-    def have_own_forward(self) -> list[bool]:
-        """Whether each has a `forward` in place of its class's."""
-        return list(map(contains, self.namespaces, repeat("forward")))
+_change = object()
+"""Another one after each change of a hook point's attributes."""
+
+
+def _now() -> tuple[object, object]:
+    return _change, in_place()
+
+
+@patches(
+    "HookPoint",
+    *("__setattr__", "__delattr__"),
+    takes="self name",
+    why="blocks need not look at each hook point in each forward",
+)
+def setting_attribute(original: Any, self: Any, name: str, *value: Any) -> None:
+    """`HookPoint.__setattr__` and `__delattr__`, which say that a hook point has changed."""
+    original(self, name, *value)
+    if name not in _OF_HOOK_POINTS:
+        hook_points_changed()
+
+
+_OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx", "name", "hook_conversion"))
+"""What TransformerLens sets of hook points, and no stand-in depends on."""
+
+
+def hook_points_changed() -> None:
+    """Say that attributes of some hook points were changed in their `__dict__`."""
+    global _change
+    _change = object()
 
 
 class Definitions:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.mixing import HookAcrossDevices
+from tl_devicefix.dispatch.stand_ins import hook_points_changed
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 _AS_MADE = "_tl_devicefix_as_made"
@@ -79,6 +80,7 @@ class _AsMade:
             if len(attributes) > len(as_made):
                 for name in attributes.keys() - as_made.keys() - {_AS_MADE, LOOK}:
                     del attributes[name]
+        hook_points_changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a view, and a view of one, has nothing to be restored to."""

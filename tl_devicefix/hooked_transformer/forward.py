@@ -10,6 +10,7 @@ TransformerLens makes it, or has hooks of torch's, is called as the module that 
 from __future__ import annotations
 
 import copy
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tl_devicefix.attention.implementation import has_hooks
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
-from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
+from tl_devicefix.dispatch.stand_ins import look_again
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
@@ -102,10 +103,19 @@ def remove_all_hook_fns(
     TransformerLens goes through all of them after each `run_with_hooks` and `run_with_cache`, which
     takes as long as a third of a forward of a small model.
     """
+
+    def goes(handle: Any) -> bool:
+        is_of_level = level is None or handle.context_level == level
+        return is_of_level and (including_permanent or not handle.is_permanent)
+
+    names = [f"{way}_hooks" for way in ("fwd", "bwd") if direction in (way, "both")]
     for point in self.hook_points():
-        for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
-            if handles and direction in (one_way, "both"):
-                point.remove_hooks(one_way, including_permanent=including_permanent, level=level)
+        attributes = vars(point)
+        for name in names:
+            if handles := attributes[name]:
+                for handle in filter(goes, handles):
+                    handle.hook.remove()
+                attributes[name] = list(filterfalse(goes, handles))
 
 
 _PLAIN = "one function of the weights; hook points are called where somebody listens"
@@ -136,7 +146,7 @@ def block_forward(
     look = look_at(self)
     is_hooked = look.has_hooks()
     output = run_block(self, *inputs, is_hooked)
-    if is_hooked or any(hooks_of(self.__dict__)):
+    if not look.only_looked_at():
         look_again()
     return output
 

@@ -132,11 +132,15 @@ class Look(Modules):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self._has_others = not OWN.issuperset(self.classes[1:])
+        self._has_others = self.have_forward or not OWN.issuperset(self.classes)
 
     def has_hooks(self) -> bool:
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
-        return self._has_others or any(self.hooks()) or any(self.have_own_forward()[1:])
+        return self._has_others or any(self.hooks)
+
+    def only_looked_at(self) -> bool:
+        """Likewise, where nothing of somebody else's is in it."""
+        return not self._has_others and super().only_looked_at()
 
     # A copy of the module has None in its place, and is looked at anew.
 
@@ -148,7 +152,7 @@ def look_at(module: Any) -> Look:
     """The look at a block or its attention, renewed if something has changed."""
     namespace = module.__dict__
     look: Look | None = namespace.get(LOOK)
-    if look is None or look.namespaces[0] is not namespace or not look.are_same():
+    if look is None or look.namespace is not namespace or not look.are_same():
         look = namespace[LOOK] = Look(module)
     return look
 

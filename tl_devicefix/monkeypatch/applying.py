@@ -135,6 +135,11 @@ def is_enabled() -> bool:
     return _is_enabled
 
 
+def in_place() -> object:
+    """What is in place now: another object each time that patches are put there."""
+    return _replaced
+
+
 def original(cls: type, name: str) -> Any:
     """The unpatched `cls.name`: the raw attribute, as in the class's `__dict__`."""
     cached = _originals

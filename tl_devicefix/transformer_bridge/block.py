@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -90,7 +90,8 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
             return plain(*args, **kwargs)
         output = original(self, *args, **kwargs)
-        look_again()
+        if unit.may_run_others():
+            look_again()
         return output
     return original(self, *args, **kwargs)
 
@@ -202,7 +203,6 @@ class PlainUnit:
         self._is_all = False  # whether the layer may be called instead of the block
         self._forward: Any = None  # the one of its class, then
         self._is_causal_itself, self._mask_at = False, -1
-        self._in_block: dict[str, Any] = {}
 
     # A copy's unit makes its own, and so does a view's.
 
@@ -214,15 +214,18 @@ class PlainUnit:
 
     def instead_of(self, wrapper: Any, now: ThisForward) -> Any:
         """What may be called instead of the wrapper in this very forward, if anything."""
-        attributes = wrapper.__dict__
+        attributes, seen = wrapper.__dict__, self._seen
         if (
             "forward" in attributes
+            or (seen is not None and seen.has_hooks_around())
             or attributes.get("_start_at_layer_idx") is not None
             or attributes.get("_stop_at_layer_idx") is not None
             or not self.may_be_plain(wrapper)
             or not self._is_all
             or type(wrapper).forward is not self._forward
-            or (self._seen is not None and self._seen.has_hooks_around())  # as it is seen now
+            or (
+                self._seen is not seen and self._seen is not None and self._seen.has_hooks_around()
+            )  # as it is seen now
         ):
             return None
         if wrapper.is_list_item and (
@@ -235,21 +238,26 @@ class PlainUnit:
     def may_be_plain(self, wrapper: Any) -> bool:
         """Whether transformers' own layer may run in this very forward."""
         seen = self._seen
-        if seen is None or not seen.is_as_seen():
-            seen = self._look_through(wrapper)
+        if seen is not None and seen.hooks_within():
+            return False  # whatever else has changed
+        now = self._look_through(wrapper)
         return (
-            self._why is None
-            and not seen.hooks_within()
+            (now is seen or not now.hooks_within())
+            and self._why is None
             and self._why_replaced() is None
             and not (self.attends_by_sdpa and why_not_here())
         )
 
+    def may_run_others(self) -> bool:
+        """Whether code may run in it that is neither TransformerLens's nor transformers'."""
+        seen = self._seen
+        return seen is None or self._why is not None or not seen.only_looked_at()
+
     def why(self, wrapper: Any) -> str:
         """Why transformers' own layer may not run."""
+        hooks = self._look_through(wrapper).hooks_within()
         if self._why is not None:
             return self._why
-        assert self._seen is not None
-        hooks = self._seen.hooks_within()
         if hooks is not None:
             names = [
                 name
@@ -267,7 +275,9 @@ class PlainUnit:
         return bool(block.compatibility_mode or self._is_causal_itself)
 
     def _look_through(self, wrapper: Any) -> _Seen:
-        """Make the layer, or know why not."""
+        """Make the layer, or know why not, if anything is not as it was seen last."""
+        if self._seen is not None and self._seen.is_as_seen():
+            return self._seen
         self._seen = seen = _Seen(wrapper)
         classes = _classes_in(wrapper)
         self._classes = self.of_bridge if classes <= self.of_bridge else classes
@@ -300,17 +310,12 @@ class PlainUnit:
         self._layer = Unwrapped(block, by_sdpa).layer
         self._is_causal_itself = any(map(is_causal_itself, block.original_component.modules()))
         self._mask_at = place_of_mask(block.original_component)
-        self._in_block = {
-            "_maybe_wire_capture_hooks": _nothing,
-            "_clear_attention_capture": _nothing,
-            "_filter_kwargs_for_forward": _filter_for(block.original_component),
-        }
         self._is_all = replaced_in(block) is None and not _goes_its_own_way(type(block))
 
     def around(self, block: Any) -> Any:
         """The block as it is now, around the plain layer."""
         copied: Any = object.__new__(type(block))
-        copied.__dict__.update(block.__dict__, **self._in_block)
+        copied.__dict__.update(block.__dict__, **_NOT_NEEDED)
         copied.__dict__["_modules"] = {**block._modules, "_original_component": self._layer}
         return copied
 
@@ -352,18 +357,36 @@ def _nothing() -> None:
     """Stands in for calls that the plain layer does not need."""
 
 
-def _filter_for(layer: Any) -> Callable[..., dict[str, Any]]:
-    """`BlockBridge._filter_kwargs_for_forward`, by a signature that is looked up once."""
-    takes = inspect.signature(layer.forward).parameters
-    names, takes_any = list(takes), any(p.kind is p.VAR_KEYWORD for p in takes.values())
+_NOT_NEEDED = dict.fromkeys(("_maybe_wire_capture_hooks", "_clear_attention_capture"), _nothing)
+"""A block's own methods around the plain layer."""
 
-    def accepted(kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, Any]:
-        if takes_any:
-            return kwargs
-        by_name = names[num_positional_args:]
-        return {name: value for name, value in kwargs.items() if name in by_name}
 
-    return accepted
+@patches(
+    "BlockBridge",
+    "_filter_kwargs_for_forward",
+    takes="self kwargs num_positional_args",
+    why="each layer's signature is looked up once",
+    since="4.0",
+)
+def accepted_by_layer(
+    original: Any, self: Any, kwargs: dict[str, Any], num_positional_args: int = 0
+) -> Any:
+    """`BlockBridge._filter_kwargs_for_forward`: those that the layer takes."""
+    forward = getattr(getattr(self.original_component, "forward", None), "__func__", None)
+    if forward is None:  # no method of its class
+        return original(self, kwargs, num_positional_args)
+    names, takes_any = _parameters(forward)
+    if takes_any:
+        return kwargs
+    by_name = names[1 + num_positional_args :]
+    return {name: value for name, value in kwargs.items() if name in by_name}
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(method: Any) -> tuple[list[str], bool]:
+    """Names of a method's parameters, and whether it takes any."""
+    parameters = inspect.signature(method).parameters
+    return list(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 class _Seen(Modules):
@@ -371,11 +394,10 @@ class _Seen(Modules):
 
     def __init__(self, unit: Any) -> None:
         super().__init__(unit)
-        self._have_forward = self.have_own_forward()
         around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
         inside = [module for module in unit.modules() if module not in around]
-        self._around = [vars(module) for module in around if module is not None]
-        self._inside = list(map(vars, inside))
+        self._around = _hooks_in(module for module in around if module is not None)
+        self._inside = _hooks_in(inside)
         # A list that grows when the block's own forward runs first.
         self._wired = vars(unit).get("_capture_hook_handles", ())
         self._harmless = {number for module in inside for number in _relays(module)}
@@ -388,17 +410,15 @@ class _Seen(Modules):
     def is_as_seen(self) -> bool:
         """Whether modules, and attributes of transformers', are the same."""
         try:
-            return (
-                self.are_same()
-                and self._have_forward == self.have_own_forward()
-                and self._values == [get(attributes) for get, attributes in self._attributes]
-            )
+            return self.are_same() and self._values == [
+                get(attributes) for get, attributes in self._attributes
+            ]
         except (RuntimeError, ValueError, KeyError):  # tensors among attributes, and others now
             return False
 
     def hooks_within(self) -> Any:
         """Hooks that listen, of the first module that has any."""
-        for hooks in filter(None, chain.from_iterable(map(hooks_of, self._inside))):
+        for hooks in filter(None, self._inside):
             if not hooks.keys() <= self._harmless:
                 # TransformerLens asks for attentions in each forward, and gives them to nobody.
                 self._harmless |= {key for key, hook in hooks.items() if records(hook)}
@@ -409,7 +429,12 @@ class _Seen(Modules):
 
     def has_hooks_around(self) -> bool:
         """Whether there are hooks on a block, its first or its last hook point."""
-        return any(chain.from_iterable(map(hooks_of, self._around)))
+        return any(self._around)
+
+
+def _hooks_in(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Every dict of hooks of some modules."""
+    return list(chain.from_iterable(map(hooks_of, map(vars, modules))))
 
 
 def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:
