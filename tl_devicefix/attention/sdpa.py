@@ -46,7 +46,8 @@ def attend(
     dtype = v.dtype
     if bias is not None and dtype.itemsize < 4:
         q, k, v = q.float(), k.float(), v.float()  # as 16 bits do not hold what is added
-    q, k = q.to(v.dtype), k.to(v.dtype)
+    if not q.dtype == k.dtype == v.dtype:
+        q, k = q.to(v.dtype), k.to(v.dtype)
     mask = None if seen is None else seen.mask
     is_causal = seen is not None and mask is None and q.shape[2] > 1
     if bias is not None:
@@ -68,7 +69,7 @@ def attend(
     z = F.scaled_dot_product_attention(q, k, v, **options)
     if seen is not None and seen.blind is not None:
         z = z.masked_fill(seen.blind, 0.0)
-    return z.to(dtype)
+    return z if z.dtype == dtype else z.to(dtype)
 
 
 def why_not_here() -> str | None:

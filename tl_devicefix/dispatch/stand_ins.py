@@ -92,7 +92,8 @@ class Modules:
     """A module and those within it, as they were when they were looked through.
 
     Each forward compares them. What takes time is to reach for the memory of so many modules, so
-    hook points, which most of them are, are only compared after an attribute of any was set.
+    of hook points, which most of them are, the number of attributes is compared, and all else only
+    after an attribute of any was set.
 
     Attributes:
         namespace: the module's `__dict__`.
@@ -102,12 +103,12 @@ class Modules:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._as_of: Any = _now()
         self.namespace = vars(module)
         within = list(module.modules())[1:]
         self.classes = list(map(type, within))
         self.hooks = list(chain.from_iterable(map(hooks_of, map(vars, within))))
         self.have_forward = any(map(contains, map(vars, within), _FORWARD))
-        self._as_of: Any = _now()
         self._points = _Compared([part for part in within if isinstance(part, HookPoint)])
         others = [part for part in within if not isinstance(part, HookPoint)]
         self._others = _Compared([module, *others])
@@ -124,8 +125,11 @@ class Modules:
             if not self._points.are_same():
                 return False
             self._as_of = now
-        are_children = self._children == list(map(_children_of, self._parents))
-        return are_children and self._others.are_same()
+        return (
+            self._points.have_as_many()
+            and self._children == list(map(_children_of, self._parents))
+            and self._others.are_same()
+        )
 
     def only_looked_at(self) -> bool:
         """Whether its hooks keep activations and do nothing else, which runs nobody's code."""
@@ -145,9 +149,14 @@ class _Compared:
         self._have_forward = list(map(contains, self._namespaces, _FORWARD))
         self._classes = list(map(type, modules))
 
+    def have_as_many(self) -> bool:
+        """Whether each has as many attributes."""
+        return self._sizes == list(map(len, self._namespaces))
+
     def are_same(self) -> bool:
+        """Whether each is of its class, with its dicts of hooks, and as many attributes."""
         return (
-            self._sizes == list(map(len, self._namespaces))
+            self.have_as_many()
             and self._hooks == list(map(hooks_of, self._namespaces))
             and self._have_forward == list(map(contains, self._namespaces, _FORWARD))
             and self._classes == list(map(type, self._modules))

@@ -270,7 +270,8 @@ def _tables(
         of_keys = of_queries
         names: tuple[Any, ...] | None = None
         grows = not has_gradients and offset >= kv_cache.GROWS_FROM
-        if pads is not None and (by_sdpa or grows):
+        # A GPU would be waited for.
+        if pads is not None and (by_sdpa or grows or pads.device.type == "cpu"):
             pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
         if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen
