@@ -315,7 +315,8 @@ def add_hook(
     dir: str = "fwd",
     is_permanent: bool = False,
     level: int | None = None,
-    **others: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`HookPoint.add_hook`; on a model on several devices, the hook may mix them.
 
@@ -327,15 +328,15 @@ def add_hook(
     """
     refuse_in_run(self)
     if _is_caching(hook):
-        if dir != "fwd" or any(others.values()):  # before other hooks, or by several names
-            return original(self, hook, dir, is_permanent, level, **others)
+        if dir != "fwd" or args or kwargs:  # before other hooks, or by several names
+            return original(self, hook, dir, is_permanent, level, *args, **kwargs)
         torchs = self.register_forward_hook(functools.partial(_keep, hook))
         handle: Any = LensHandle(torchs, is_permanent, level)
         handle.user_hook = hook
         self.fwd_hooks.append(handle)
         return handle
     across = HookAcrossDevices(hook)
-    added = original(self, across, dir, is_permanent, level, **others)
+    added = original(self, across, dir, is_permanent, level, *args, **kwargs)
     for handles in (self.fwd_hooks, self.bwd_hooks):
         for handle in handles:
             if getattr(handle, "user_hook", None) is across:
@@ -351,7 +352,7 @@ def _is_caching(hook: Any) -> bool:
 
 
 def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
-    """Call a hook as one of torch's; what it returns stays the activation."""
+    """Call a hook as one of torch's; what it returns replaces the activation."""
     conversion = vars(point).get("hook_conversion")
     if conversion is None:
         return hook(activation, hook=point)
@@ -360,7 +361,10 @@ def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
 
 
 def only_looks(hook: Any) -> bool:
-    """Whether a hook of torch's keeps an activation, detached, and does nothing else."""
+    """Whether a hook of torch's is TransformerLens's own, which keeps an activation unchanged.
+
+    It runs nobody else's code, unless that of a cache of the user's own class.
+    """
     return getattr(hook, "func", None) is _keep
 
 

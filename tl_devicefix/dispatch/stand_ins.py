@@ -91,9 +91,10 @@ def look_again() -> None:
 class Modules:
     """A module and those within it, as they were when they were looked through.
 
-    Each forward compares them. What takes time is to reach for the memory of so many modules, so
-    of hook points, which most of them are, the number of attributes is compared, and all else only
-    after an attribute of any was set.
+    Each forward compares them. What takes time is to reach for the memory of so many modules. So of
+    hook points, which most of them are, the number of attributes is compared, and all else only
+    after an attribute of any hook point was set or deleted. What is put into the `__dict__` of one
+    in the place of something else is not seen.
 
     Attributes:
         namespace: the module's `__dict__`.
@@ -103,7 +104,7 @@ class Modules:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._as_of: Any = _now()
+        self._as_of = _now()
         self.namespace = vars(module)
         within = list(module.modules())[1:]
         self.classes = list(map(type, within))
@@ -118,10 +119,10 @@ class Modules:
     def are_same(self) -> bool:
         """Whether they are the same modules, of the same classes, with the same dicts of hooks.
 
-        What is in these is not compared. Of other attributes, so many are the same.
+        The number of other attributes is compared.
         """
         now = _now()
-        if self._as_of != now:
+        if not all(map(is_, now, self._as_of)):
             if not self._points.are_same():
                 return False
             self._as_of = now
@@ -131,11 +132,11 @@ class Modules:
             and self._others.are_same()
         )
 
-    def only_looked_at(self) -> bool:
-        """Whether its hooks keep activations and do nothing else, which runs nobody's code."""
+    def may_run_others(self) -> bool:
+        """Whether hooks may run code of others: TransformerLens's own only keep activations."""
         hooks = chain.from_iterable(map(dict.values, filter(None, self.hooks)))
         has_own = any(hooks_of(self.namespace))
-        return not has_own and all(only_looks(hook) or records(hook) for hook in hooks)
+        return has_own or not all(only_looks(hook) or records(hook) for hook in hooks)
 
 
 class _Compared:
@@ -145,7 +146,7 @@ class _Compared:
         self._modules = modules
         self._namespaces = list(map(vars, modules))
         self._sizes = list(map(len, self._namespaces))
-        self._hooks = list(map(hooks_of, self._namespaces))
+        self._hooks = list(chain.from_iterable(map(hooks_of, self._namespaces)))
         self._have_forward = list(map(contains, self._namespaces, _FORWARD))
         self._classes = list(map(type, modules))
 
@@ -154,17 +155,18 @@ class _Compared:
         return self._sizes == list(map(len, self._namespaces))
 
     def are_same(self) -> bool:
-        """Whether each is of its class, with its dicts of hooks, and as many attributes."""
+        """Whether each is of its class, with its very dicts of hooks, and as many attributes."""
+        hooks = chain.from_iterable(map(hooks_of, self._namespaces))
         return (
             self.have_as_many()
-            and self._hooks == list(map(hooks_of, self._namespaces))
+            and all(map(is_, hooks, self._hooks))
             and self._have_forward == list(map(contains, self._namespaces, _FORWARD))
             and self._classes == list(map(type, self._modules))
         )
 
 
 _change = object()
-"""Another one after each change of a hook point's attributes."""
+"""It is exchanged for another object after each change of a hook point's attributes."""
 
 
 def _now() -> tuple[object, object]:

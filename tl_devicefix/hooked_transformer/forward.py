@@ -10,7 +10,6 @@ TransformerLens makes it, or has hooks of torch's, is called as the module that 
 from __future__ import annotations
 
 import copy
-from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -103,19 +102,10 @@ def remove_all_hook_fns(
     TransformerLens goes through all of them after each `run_with_hooks` and `run_with_cache`, which
     takes as long as a third of a forward of a small model.
     """
-
-    def goes(handle: Any) -> bool:
-        is_of_level = level is None or handle.context_level == level
-        return is_of_level and (including_permanent or not handle.is_permanent)
-
-    names = [f"{way}_hooks" for way in ("fwd", "bwd") if direction in (way, "both")]
     for point in self.hook_points():
-        attributes = vars(point)
-        for name in names:
-            if handles := attributes[name]:
-                for handle in filter(goes, handles):
-                    handle.hook.remove()
-                attributes[name] = list(filterfalse(goes, handles))
+        for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
+            if handles and direction in (one_way, "both"):
+                point.remove_hooks(one_way, including_permanent=including_permanent, level=level)
 
 
 _PLAIN = "one function of the weights; hook points are called where somebody listens"
@@ -144,9 +134,9 @@ def block_forward(
         look_again()
         return original(self, *inputs)  # type: ignore[no-any-return]
     look = look_at(self)
-    is_hooked = look.has_hooks()
+    is_hooked, runs_others = look.has_hooks(), look.may_run_others()
     output = run_block(self, *inputs, is_hooked)
-    if not look.only_looked_at():
+    if runs_others:
         look_again()
     return output
 

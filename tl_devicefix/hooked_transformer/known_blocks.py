@@ -138,9 +138,9 @@ class Look(Modules):
         """Whether somebody listens in it: on a hook point or a component, or in place of one."""
         return self._has_others or any(self.hooks)
 
-    def only_looked_at(self) -> bool:
-        """Likewise, where nothing of somebody else's is in it."""
-        return not self._has_others and super().only_looked_at()
+    def may_run_others(self) -> bool:
+        """Whether it may run code of others than TransformerLens, also in place of a module."""
+        return self._has_others or super().may_run_others()
 
     # A copy of the module has None in its place, and is looked at anew.
 

@@ -270,8 +270,7 @@ def _tables(
         of_keys = of_queries
         names: tuple[Any, ...] | None = None
         grows = not has_gradients and offset >= kv_cache.GROWS_FROM
-        # A GPU would be waited for.
-        if pads is not None and (by_sdpa or grows or pads.device.type == "cpu"):
+        if pads is not None and (by_sdpa or grows):
             pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
         if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen
@@ -291,7 +290,7 @@ def _tables(
 
 def _padding(padding: Padding | None) -> Padding | None:
     """A padding mask, unless it leaves nothing out. Asked of the device once in a forward."""
-    leaves_nothing_out = padding is None or not has_values(padding) or bool(padding.all())
+    leaves_nothing_out = padding is None or not has_values(padding) or bool((padding == 1).all())
     return None if leaves_nothing_out else padding
 
 

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -89,8 +90,9 @@ def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         now = this_forward()
         if now.is_of_bridge and (plain := unit.instead_of(self, now)) is not None:
             return plain(*args, **kwargs)
+        runs_others = unit.may_run_others()
         output = original(self, *args, **kwargs)
-        if unit.may_run_others():
+        if runs_others:
             look_again()
         return output
     return original(self, *args, **kwargs)
@@ -214,18 +216,15 @@ class PlainUnit:
 
     def instead_of(self, wrapper: Any, now: ThisForward) -> Any:
         """What may be called instead of the wrapper in this very forward, if anything."""
-        attributes, seen = wrapper.__dict__, self._seen
+        attributes = wrapper.__dict__
         if (
-            "forward" in attributes
-            or (seen is not None and seen.has_hooks_around())
+            self._look_through(wrapper).has_hooks_around()
+            or "forward" in attributes
             or attributes.get("_start_at_layer_idx") is not None
             or attributes.get("_stop_at_layer_idx") is not None
-            or not self.may_be_plain(wrapper)
+            or not self._may_be_plain_as_seen()
             or not self._is_all
             or type(wrapper).forward is not self._forward
-            or (
-                self._seen is not seen and self._seen is not None and self._seen.has_hooks_around()
-            )  # as it is seen now
         ):
             return None
         if wrapper.is_list_item and (
@@ -237,21 +236,21 @@ class PlainUnit:
 
     def may_be_plain(self, wrapper: Any) -> bool:
         """Whether transformers' own layer may run in this very forward."""
-        seen = self._seen
-        if seen is not None and seen.hooks_within():
-            return False  # whatever else has changed
-        now = self._look_through(wrapper)
+        self._look_through(wrapper)
+        return self._may_be_plain_as_seen()
+
+    def _may_be_plain_as_seen(self) -> bool:
         return (
-            (now is seen or not now.hooks_within())
-            and self._why is None
+            self._why is None
+            and self._seen is not None
+            and not self._seen.hooks_within()
             and self._why_replaced() is None
             and not (self.attends_by_sdpa and why_not_here())
         )
 
     def may_run_others(self) -> bool:
         """Whether code may run in it that is neither TransformerLens's nor transformers'."""
-        seen = self._seen
-        return seen is None or self._why is not None or not seen.only_looked_at()
+        return self._why is not None or self._seen is None or self._seen.may_run_others()
 
     def why(self, wrapper: Any) -> str:
         """Why transformers' own layer may not run."""
@@ -358,7 +357,7 @@ def _nothing() -> None:
 
 
 _NOT_NEEDED = dict.fromkeys(("_maybe_wire_capture_hooks", "_clear_attention_capture"), _nothing)
-"""A block's own methods around the plain layer."""
+"""Methods that a block does not need around the plain layer."""
 
 
 @patches(
@@ -373,7 +372,7 @@ def accepted_by_layer(
 ) -> Any:
     """`BlockBridge._filter_kwargs_for_forward`: those that the layer takes."""
     forward = getattr(getattr(self.original_component, "forward", None), "__func__", None)
-    if forward is None:  # no method of its class
+    if not isinstance(forward, FunctionType):  # no method of its class
         return original(self, kwargs, num_positional_args)
     names, takes_any = _parameters(forward)
     if takes_any:
@@ -382,7 +381,7 @@ def accepted_by_layer(
     return {name: value for name, value in kwargs.items() if name in by_name}
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _parameters(method: Any) -> tuple[list[str], bool]:
     """Names of a method's parameters, and whether it takes any."""
     parameters = inspect.signature(method).parameters
