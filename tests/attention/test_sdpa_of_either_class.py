@@ -61,6 +61,14 @@ def test_padding(name, options, where, sdpa, tokens, fused_blocks):
     assert len(fused_blocks) == N_LAYERS
 
 
+@pytest.mark.skipif(not HOOKED, reason="a HookedTransformer's positions")
+def test_a_mask_of_other_numbers_than_one_moves_positions(sdpa, tokens):
+    model, mask = sdpa("llama"), torch.full_like(tokens, 2)
+    run = torch.no_grad()(lambda model: model(tokens, attention_mask=mask))
+
+    assert_agrees(run(model), installed(model, run))
+
+
 def listening(model: Any, tokens: torch.Tensor, hook: str) -> tuple[Any, Any]:
     """What a hook point sees forward and backward; gradients of the weights."""
     options = {"names_filter": hook, "return_type": "loss", "incl_bwd": True}

@@ -234,7 +234,7 @@ def hook(
     elif how == "permanent":
         trial.model.add_perma_hook(point, function, direction)
     else:
-        trial.model.hook_dict[point].add_hook(function, direction, prepend=how == "prepended")
+        trial.model.hook_dict[point].add_hook(function, direction, False, None, how == "prepended")
 
 
 @change
