@@ -69,6 +69,16 @@ def test_a_mask_of_other_numbers_than_one_moves_positions(sdpa, tokens):
     assert_agrees(run(model), installed(model, run))
 
 
+@pytest.mark.skipif(not HOOKED, reason="a HookedTransformer's masks")
+def test_a_traced_forward_takes_other_masks(sdpa, tokens):
+    model = sdpa("llama").requires_grad_(False)
+    run = lambda tokens, mask: model(tokens, attention_mask=mask)  # noqa: E731
+
+    traced = torch.jit.trace(run, (tokens, torch.ones_like(tokens)), check_trace=False)
+
+    assert_agrees(traced(tokens, padded(tokens)), run(tokens, padded(tokens)))
+
+
 def listening(model: Any, tokens: torch.Tensor, hook: str) -> tuple[Any, Any]:
     """What a hook point sees forward and backward; gradients of the weights."""
     options = {"names_filter": hook, "return_type": "loss", "incl_bwd": True}

@@ -270,7 +270,7 @@ def _tables(
         of_keys = of_queries
         names: tuple[Any, ...] | None = None
         grows = not has_gradients and offset >= kv_cache.GROWS_FROM
-        if pads is not None and (by_sdpa or grows):
+        if pads is not None and (by_sdpa or grows or _is_read_at_once(pads)):
             pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
         if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen
@@ -286,6 +286,12 @@ def _tables(
         return Tables(of_queries, of_keys, seen, names)
 
     return made_once((padding, cos, sin, mask), what, device, make_tables)
+
+
+def _is_read_at_once(tensor: torch.Tensor) -> bool:
+    """Whether to read a tensor's values waits for no device, and nothing is traced."""
+    is_on_cpu = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    return is_on_cpu and sdpa.why_not_here() is None
 
 
 def _padding(padding: Padding | None) -> Padding | None:
