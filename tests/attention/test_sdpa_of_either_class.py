@@ -61,7 +61,7 @@ def test_padding(name, options, where, sdpa, tokens, fused_blocks):
     assert len(fused_blocks) == N_LAYERS
 
 
-@pytest.mark.skipif(not HOOKED, reason="a HookedTransformer's positions")
+@of_hooked
 def test_a_mask_of_other_numbers_than_one_moves_positions(sdpa, tokens):
     model, mask = sdpa("llama"), torch.full_like(tokens, 2)
     run = torch.no_grad()(lambda model: model(tokens, attention_mask=mask))
@@ -69,9 +69,9 @@ def test_a_mask_of_other_numbers_than_one_moves_positions(sdpa, tokens):
     assert_agrees(run(model), installed(model, run))
 
 
-@pytest.mark.skipif(not HOOKED, reason="a HookedTransformer's masks")
+@of_hooked
 def test_a_traced_forward_takes_other_masks(sdpa, tokens):
-    model = sdpa("llama").requires_grad_(False)
+    model = copy.deepcopy(sdpa("llama")).requires_grad_(False)
     run = lambda tokens, mask: model(tokens, attention_mask=mask)  # noqa: E731
 
     traced = torch.jit.trace(run, (tokens, torch.ones_like(tokens)), check_trace=False)

@@ -182,16 +182,16 @@ def _now() -> tuple[object, object]:
 def setting_attribute(original: Any, self: Any, name: str, *value: Any) -> None:
     """`HookPoint.__setattr__` and `__delattr__`, which say that a hook point has changed."""
     original(self, name, *value)
-    if name not in _OF_HOOK_POINTS:
+    if name not in _NOT_COUNTED:
         hook_points_changed()
 
 
-_OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx", "name", "hook_conversion"))
+_NOT_COUNTED = frozenset(("fwd_hooks", "bwd_hooks", "ctx", "name", "hook_conversion"))
 """What TransformerLens sets of hook points, and no stand-in depends on."""
 
 
 def hook_points_changed() -> None:
-    """Say that attributes of some hook points were changed in their `__dict__`."""
+    """Say that attributes of some hook points were changed."""
     global _change
     _change = object()
 

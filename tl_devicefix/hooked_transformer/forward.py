@@ -20,7 +20,7 @@ from tl_devicefix.attention.implementation import has_hooks
 from tl_devicefix.attention.one_forward import one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
-from tl_devicefix.dispatch.stand_ins import look_again
+from tl_devicefix.dispatch.stand_ins import hooks_of, look_again
 from tl_devicefix.hooked_transformer.known_blocks import (
     IS_2,
     POST_NORM,
@@ -128,6 +128,8 @@ def block_forward(
 ) -> Residual:
     """`TransformerBlock.forward` as `run_block`, or as installed where it has to be."""
     inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+    if any(hooks_of(self.__dict__)):
+        look_again()  # a hook of torch's may have run before it
     # A tool such as nnsight puts a copy of its own in the place of what is installed.
     as_known = original is installed(TransformerBlock, "forward")
     if not as_known or why_as_installed(self) is not None:

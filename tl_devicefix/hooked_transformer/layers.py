@@ -83,7 +83,7 @@ def run_attention(
         offset = entry.past_keys.size(1)
         # As TransformerLens's matmul reads keys: for a batch, from a transposed copy.
         k, v = kv_cache.append(entry, k, v, transposed=not by_sdpa and q.size(0) > 1)
-    tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
+    tables = _tables(attn, q, offset, attention_mask, by_sdpa)
     if cfg.positional_embedding_type == "rotary":
         q = _rotated(attn, q, offset, attention_mask, tables.of_queries)
         if is_hooked:
@@ -100,7 +100,7 @@ def run_attention(
             k = call_hook_point(modules, "hook_rot_k", k)
     if by_sdpa and is_hooked and not _takes_sdpa(attn, q, k):
         by_sdpa = False
-        tables = _tables(attn, q.size(1), offset, attention_mask, q.device, by_sdpa)
+        tables = _tables(attn, q, offset, attention_mask, by_sdpa)
     if by_sdpa:
         z = _mixed_by_sdpa(attn, q, k, v, tables.seen)
         if is_hooked and z.requires_grad:
@@ -252,17 +252,16 @@ class Tables(NamedTuple):
     """Equal for two forwards in which the same keys are known to have the same positions."""
 
 
-def _tables(
-    attn: Any, n: int, offset: int, padding: Padding | None, device: torch.device, by_sdpa: bool
-) -> Tables:
+def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None, by_sdpa: bool) -> Tables:
     """The tables of a block's attention, made once in a forward for all blocks that share them."""
+    batch, n, device = q.size(0), q.size(1), q.device
     cfg, buffers = attn.cfg, attn._buffers
     cos, sin = buffers.get("rotary_cos"), buffers.get("rotary_sin")
     mask = buffers["mask"] if IS_2 else None
     has_gradients = torch.is_grad_enabled()
     direction = (not IS_2 and attn._attention_dir_override) or cfg.attention_dir
     window = cfg.window_size if attn.attn_type == "local" else None
-    what = n, offset, direction, window, has_gradients, by_sdpa, cfg.rotary_adjacent_pairs
+    what = batch, n, offset, direction, window, has_gradients, by_sdpa, cfg.rotary_adjacent_pairs
 
     def make_tables() -> Tables:
         seen, pads = None, padding
@@ -270,7 +269,8 @@ def _tables(
         of_keys = of_queries
         names: tuple[Any, ...] | None = None
         grows = not has_gradients and offset >= kv_cache.GROWS_FROM
-        if pads is not None and (by_sdpa or grows or _is_read_at_once(pads)):
+        is_of_all = pads is not None and pads.shape in ((1, offset + n), (batch, offset + n))
+        if pads is not None and is_of_all and (by_sdpa or grows or _is_read_at_once(pads)):
             pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
         if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen

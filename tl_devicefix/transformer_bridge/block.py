@@ -250,7 +250,7 @@ class PlainUnit:
 
     def may_run_others(self) -> bool:
         """Whether code may run in it that is neither TransformerLens's nor transformers'."""
-        return self._why is not None or self._seen is None or self._seen.may_run_others()
+        return not self._is_all or self._seen is None or self._seen.may_run_others()
 
     def why(self, wrapper: Any) -> str:
         """Why transformers' own layer may not run."""
@@ -277,7 +277,7 @@ class PlainUnit:
         """Make the layer, or know why not, if anything is not as it was seen last."""
         if self._seen is not None and self._seen.is_as_seen():
             return self._seen
-        self._seen = seen = _Seen(wrapper)
+        seen = _Seen(wrapper)
         classes = _classes_in(wrapper)
         self._classes = self.of_bridge if classes <= self.of_bridge else classes
         self._forward = type(wrapper).forward
@@ -287,6 +287,7 @@ class PlainUnit:
             self._why = None
         except NotPlain as reason:
             self._why = str(reason)
+        self._seen = seen  # last, as another thread may ask meanwhile
         return seen
 
     def _make_part(self, wrapper: Any) -> None:
@@ -374,7 +375,7 @@ def accepted_by_layer(
     forward = getattr(getattr(self.original_component, "forward", None), "__func__", None)
     if not isinstance(forward, FunctionType):  # no method of its class
         return original(self, kwargs, num_positional_args)
-    names, takes_any = _parameters(forward)
+    names, takes_any = _parameters(forward, forward.__code__)
     if takes_any:
         return kwargs
     by_name = names[1 + num_positional_args :]
@@ -382,8 +383,8 @@ def accepted_by_layer(
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(method: Any) -> tuple[list[str], bool]:
-    """Names of a method's parameters, and whether it takes any."""
+def _parameters(method: Any, code: Any) -> tuple[list[str], bool]:
+    """Names of the parameters of a method with this code, and whether it takes any."""
     parameters = inspect.signature(method).parameters
     return list(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
