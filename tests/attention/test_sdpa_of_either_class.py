@@ -70,6 +70,17 @@ def test_a_mask_of_other_numbers_than_one_moves_positions(sdpa, tokens):
 
 
 @of_hooked
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_mask_of_other_tokens_is_refused_as_installed(implementation, sdpa, tokens):
+    model, mask = sdpa("llama"), torch.ones_like(tokens[:, 1:])
+    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, implementation):
+        residual = model(tokens, stop_at_layer=1)
+        for run in (lambda run: run(model), lambda run: installed(model, run)):
+            with pytest.raises(RuntimeError):
+                run(lambda model: model.blocks[1](residual, attention_mask=mask))
+
+
+@of_hooked
 def test_a_traced_forward_takes_other_masks(sdpa, tokens):
     model = copy.deepcopy(sdpa("llama")).requires_grad_(False)
     run = lambda tokens, mask: model(tokens, attention_mask=mask)  # noqa: E731

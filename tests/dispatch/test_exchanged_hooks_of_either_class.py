@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 from comparison import assert_agrees
-from either_class import BRIDGE
+from either_class import BRIDGE, CLASSES, HOOKED
 
 import tl_devicefix
 
@@ -81,6 +81,31 @@ def test_a_function_replaced_by_a_hook_that_is_gone_counts(cls, on_one, tokens):
 
             before = [model(tokens), model(tokens)]
             handle = point.register_forward_hook(once)
+            return [*before, model(tokens)]
+
+    with tl_devicefix.disabled():
+        expected = outputs()
+    assert not expected[1].equal(expected[2])
+    for ours, installed in zip(outputs(), expected):
+        assert_agrees(ours, installed)
+
+
+@pytest.mark.skipif(HOOKED not in CLASSES, reason="of a HookedTransformer")
+def test_a_function_replaced_before_a_block_counts_in_it(on_cpu, tokens):
+    model = on_cpu("llama")
+    block, cls = model.blocks[1], type(model.blocks[1].mlp)
+    forward = cls.forward
+
+    def outputs():
+        with contextlib.ExitStack() as stack:
+
+            def replacing(module, args):
+                replaced = lambda self, x: forward(self, x) * 3  # noqa: E731
+                stack.enter_context(mock.patch.object(cls, "forward", replaced))
+
+            before = [model(tokens), model(tokens)]
+            handle = block.register_forward_pre_hook(replacing)
+            stack.callback(handle.remove)
             return [*before, model(tokens)]
 
     with tl_devicefix.disabled():
