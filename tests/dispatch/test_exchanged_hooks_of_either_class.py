@@ -65,22 +65,19 @@ def test_hooks_count_whatever_dict_they_are_in(cls, over_devices, on_one, tokens
         assert_agrees(ours, installed)
 
 
-def test_a_function_replaced_by_a_hook_that_is_gone_counts(cls, on_one, tokens):
-    model = on_one("llama")
-    point = model.blocks[0].hook_out if cls == BRIDGE else model.blocks[0].hook_resid_post
-    part = model.blocks[1].ln2.original_component if cls == BRIDGE else model.blocks[1].mlp
-    forward = type(part).forward
+def assert_a_replaced_forward_counts(model, tokens, part, register):
+    """`register(replace)` registers a hook of torch's that calls `replace()`; as unpatched."""
+    kind, forward = type(part), type(part).forward
 
     def outputs():
         with contextlib.ExitStack() as stack:
 
-            def once(module, args, output):
-                handle.remove()
+            def replace():
                 replaced = lambda self, x: forward(self, x) * 3  # noqa: E731
-                stack.enter_context(mock.patch.object(type(part), "forward", replaced))
+                stack.enter_context(mock.patch.object(kind, "forward", replaced))
 
             before = [model(tokens), model(tokens)]
-            handle = point.register_forward_hook(once)
+            stack.callback(register(replace).remove)
             return [*before, model(tokens)]
 
     with tl_devicefix.disabled():
@@ -88,28 +85,28 @@ def test_a_function_replaced_by_a_hook_that_is_gone_counts(cls, on_one, tokens):
     assert not expected[1].equal(expected[2])
     for ours, installed in zip(outputs(), expected):
         assert_agrees(ours, installed)
+
+
+def test_a_function_replaced_by_a_hook_that_is_gone_counts(cls, on_one, tokens):
+    model = on_one("llama")
+    point = model.blocks[0].hook_out if cls == BRIDGE else model.blocks[0].hook_resid_post
+    part = model.blocks[1].ln2.original_component if cls == BRIDGE else model.blocks[1].mlp
+
+    def register(replace):
+        def once(module, args, output):
+            handle.remove()
+            replace()
+
+        handle = point.register_forward_hook(once)
+        return handle
+
+    assert_a_replaced_forward_counts(model, tokens, part, register)
 
 
 @pytest.mark.skipif(HOOKED not in CLASSES, reason="of a HookedTransformer")
 def test_a_function_replaced_before_a_block_counts_in_it(on_cpu, tokens):
     model = on_cpu("llama")
-    block, cls = model.blocks[1], type(model.blocks[1].mlp)
-    forward = cls.forward
+    block = model.blocks[1]
+    register = lambda replace: block.register_forward_pre_hook(lambda *_: replace())  # noqa: E731
 
-    def outputs():
-        with contextlib.ExitStack() as stack:
-
-            def replacing(module, args):
-                replaced = lambda self, x: forward(self, x) * 3  # noqa: E731
-                stack.enter_context(mock.patch.object(cls, "forward", replaced))
-
-            before = [model(tokens), model(tokens)]
-            handle = block.register_forward_pre_hook(replacing)
-            stack.callback(handle.remove)
-            return [*before, model(tokens)]
-
-    with tl_devicefix.disabled():
-        expected = outputs()
-    assert not expected[1].equal(expected[2])
-    for ours, installed in zip(outputs(), expected):
-        assert_agrees(ours, installed)
+    assert_a_replaced_forward_counts(model, tokens, block.mlp, register)

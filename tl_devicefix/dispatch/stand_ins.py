@@ -33,6 +33,13 @@ from tl_devicefix.monkeypatch.patch import package_of, patches
 
 hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`, as they are now: people exchange them whole."""
+
+
+def hooks_in(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Every dict of hooks of some modules."""
+    return list(chain.from_iterable(map(hooks_of, map(vars, modules))))
+
+
 _children_of = itemgetter("_modules")
 _FORWARD = repeat("forward")
 _code_of = attrgetter("__code__")
@@ -108,7 +115,7 @@ class Modules:
         self.namespace = vars(module)
         within = list(module.modules())[1:]
         self.classes = list(map(type, within))
-        self.hooks = list(chain.from_iterable(map(hooks_of, map(vars, within))))
+        self.hooks = hooks_in(within)
         self.have_forward = any(map(contains, map(vars, within), _FORWARD))
         self._points = _Compared([part for part in within if isinstance(part, HookPoint)])
         others = [part for part in within if not isinstance(part, HookPoint)]
@@ -146,7 +153,7 @@ class _Compared:
         self._modules = modules
         self._namespaces = list(map(vars, modules))
         self._sizes = list(map(len, self._namespaces))
-        self._hooks = list(chain.from_iterable(map(hooks_of, self._namespaces)))
+        self._hooks = hooks_in(modules)
         self._have_forward = list(map(contains, self._namespaces, _FORWARD))
         self._classes = list(map(type, modules))
 

@@ -269,8 +269,12 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None, by_sdpa: 
         of_keys = of_queries
         names: tuple[Any, ...] | None = None
         grows = not has_gradients and offset >= kv_cache.GROWS_FROM
-        is_of_all = pads is not None and pads.shape in ((1, offset + n), (batch, offset + n))
-        if pads is not None and is_of_all and (by_sdpa or grows or _is_read_at_once(pads)):
+        of_all = (1, offset + n), (batch, offset + n)
+        if (
+            pads is not None
+            and pads.shape in of_all
+            and (by_sdpa or grows or _is_read_at_once(pads))
+        ):
             pads = made_once((pads,), "padding", pads.device, lambda: _padding(padding))
         if direction == "causal":
             make = _seen_by_sdpa if by_sdpa else _seen

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from operator import itemgetter
 from types import FunctionType
 from typing import Any
@@ -37,6 +36,7 @@ from tl_devicefix.attention.sdpa import why_not_here
 from tl_devicefix.dispatch.stand_ins import (
     Modules,
     definitions_of,
+    hooks_in,
     hooks_of,
     look_again,
     records,
@@ -216,13 +216,13 @@ class PlainUnit:
 
     def instead_of(self, wrapper: Any, now: ThisForward) -> Any:
         """What may be called instead of the wrapper in this very forward, if anything."""
-        attributes = wrapper.__dict__
+        attributes, seen = wrapper.__dict__, self._look_through(wrapper)
         if (
-            self._look_through(wrapper).has_hooks_around()
+            seen.has_hooks_around()
             or "forward" in attributes
             or attributes.get("_start_at_layer_idx") is not None
             or attributes.get("_stop_at_layer_idx") is not None
-            or not self._may_be_plain_as_seen()
+            or not self._may_be_plain(seen)
             or not self._is_all
             or type(wrapper).forward is not self._forward
         ):
@@ -236,14 +236,12 @@ class PlainUnit:
 
     def may_be_plain(self, wrapper: Any) -> bool:
         """Whether transformers' own layer may run in this very forward."""
-        self._look_through(wrapper)
-        return self._may_be_plain_as_seen()
+        return self._may_be_plain(self._look_through(wrapper))
 
-    def _may_be_plain_as_seen(self) -> bool:
+    def _may_be_plain(self, seen: _Seen) -> bool:
         return (
             self._why is None
-            and self._seen is not None
-            and not self._seen.hooks_within()
+            and not seen.hooks_within()
             and self._why_replaced() is None
             and not (self.attends_by_sdpa and why_not_here())
         )
@@ -396,8 +394,8 @@ class _Seen(Modules):
         super().__init__(unit)
         around = [unit, unit._modules.get("hook_in"), unit._modules.get("hook_out")]
         inside = [module for module in unit.modules() if module not in around]
-        self._around = _hooks_in(module for module in around if module is not None)
-        self._inside = _hooks_in(inside)
+        self._around = hooks_in(module for module in around if module is not None)
+        self._inside = hooks_in(inside)
         # A list that grows when the block's own forward runs first.
         self._wired = vars(unit).get("_capture_hook_handles", ())
         self._harmless = {number for module in inside for number in _relays(module)}
@@ -430,11 +428,6 @@ class _Seen(Modules):
     def has_hooks_around(self) -> bool:
         """Whether there are hooks on a block, its first or its last hook point."""
         return any(self._around)
-
-
-def _hooks_in(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
-    """Every dict of hooks of some modules."""
-    return list(chain.from_iterable(map(hooks_of, map(vars, modules))))
 
 
 def _getter(module: nn.Module) -> tuple[Any, dict[str, Any]]:
