@@ -82,10 +82,10 @@ class HuggingFaceSource:
 
     def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
         self._live = LiveWeights(hf_model)
-        self._model = self._live.model
+        self.hf_model = self._live.model
         self.computes = self._live.computes
         self._cfg = cfg
-        self._blocks = _find_blocks(self._model, cfg)
+        self._blocks = _find_blocks(self.hf_model, cfg)
 
     def read(self, unit: str, device: torch.device) -> Weights:
         """See `Source.read`."""
@@ -106,11 +106,11 @@ class HuggingFaceSource:
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
-        view = _View(self._live, self._blocks, layers, device, dtype, unread).of(self._model)
+        view = _View(self._live, self._blocks, layers, device, dtype, unread).of(self.hf_model)
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
-        converted = self._blocks[layers[0]] if layers else self._model
+        converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
         cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
         try:
@@ -119,7 +119,7 @@ class HuggingFaceSource:
         except (AttributeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
-            named, own = self._cfg.original_architecture, type(self._model).__name__
+            named, own = self._cfg.original_architecture, type(self.hf_model).__name__
             if named == own:
                 raise
             # einops is given None for a weight that is missing.
@@ -131,9 +131,12 @@ class HuggingFaceSource:
 
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
         """The embedding and the unembedding, less what is read for this unit: both if tied."""
-        if not isinstance(self._model, PreTrainedModel):
+        if not isinstance(self.hf_model, PreTrainedModel):
             return set()
-        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        embedding, head = (
+            self.hf_model.get_input_embeddings(),
+            self.hf_model.get_output_embeddings(),
+        )
         if embedding is None or head is None:  # then the embedding may be read for both
             return set()
         read = {"embed": embedding, "unembed": head}.get(unit)

@@ -18,7 +18,7 @@ from tl_devicefix.attention.kv_cache import let_go
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, torch_dtype
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import model_config
-from tl_devicefix.hooked_transformer.loading import empty_model
+from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement

@@ -10,33 +10,29 @@ import inspect
 import logging
 import os
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-from accelerate import init_empty_weights
-from torch import nn
-from transformer_lens import HookedTransformer
-from transformer_lens.components import TransformerBlock
-from transformers import AutoTokenizer
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
-    has_tokenizer,
-    is_checkpoint_directory,
+    hub_arguments,
+    read_config,
     tokenizers_fetched_with,
     torch_dtype,
 )
+from tl_devicefix.checkpoints.live_weights import out_of_wrappers
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
-from tl_devicefix.hooked_transformer.components import attention_kind, component_sizes
+from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
+from tl_devicefix.hooked_transformer.empty_model import constructing, empty_model
 from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
+from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
@@ -46,6 +42,7 @@ from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
+from tl_devicefix.twin import Numbers, choice_of_numbers, refuse_parts_beyond_config
 from tl_devicefix.weight_processing import Steps
 
 _log = logging.getLogger(__name__)
@@ -63,6 +60,7 @@ def from_pretrained(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     attn_implementation: str | None = None,
+    numbers: Numbers | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model, its weights folded, over one or several devices.
@@ -76,6 +74,10 @@ def from_pretrained(
             devices that it names are used, unless `n_devices` says how many.
         attn_implementation: "sdpa" builds no scores and no pattern unless you hook them, see
             `tl_devicefix.set_attn_implementation`.
+        numbers: what to do if a HookedTransformer with this config would not give transformers'
+            numbers, as a tiny twin of it shows before weights are read: "warn", which is the
+            default, "refuse", or "ignore". The environment variable TL_DEVICEFIX_NUMBERS sets
+            another default.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
@@ -104,7 +106,7 @@ def from_pretrained(
     check_attn_implementation(attn_implementation)
     handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
     try:
-        model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
+        model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory, numbers)
     except BaseException as error:
         # Or its frames would hold what was loaded for as long as the error is kept.
         let_go(error, but_not=[handled])
@@ -115,11 +117,15 @@ def from_pretrained(
 
 
 def _load(
-    cls: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
+    cls: Any,
+    arguments: dict[str, Any],
+    device_map: DeviceMap | None,
+    max_memory: MaxMemory | None,
+    numbers: Numbers | None,
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
-    parameters = [*arguments, "device_map", "max_memory", "attn_implementation"]
+    parameters = [*arguments, "device_map", "max_memory", "attn_implementation", "numbers"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
     arguments["model_name"] = os.fspath(arguments["model_name"])
@@ -128,6 +134,7 @@ def _load(
 
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
     steps = _steps(cfg, arguments)
+    warning = _check_numbers(model_name, cfg, arguments["hf_model"], steps, numbers, hf_kwargs)
     placement = _place(cfg, arguments, device_map, max_memory)
     placement = placement.of_this_process
     with contextlib.ExitStack() as stack:
@@ -140,15 +147,20 @@ def _load(
                 **hf_kwargs,
             )
         )
-        with _construction:
+        with constructing:
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             with tokenizers_fetched_with(model_name, hf_kwargs):
                 model = empty_model(
-                    cls, cfg, arguments["tokenizer"], arguments["default_padding_side"]
+                    cls,
+                    cfg,
+                    arguments["tokenizer"],
+                    arguments["default_padding_side"],
+                    getattr(source, "hf_model", None),
                 )
         fill(model, source, placement, steps)
     place(model, placement)  # the weights are there already; the buffers are not
     attach_blocks(model, remotes)
+    model.numbers_warning = warning
     if not arguments["move_to_device"]:
         device = arguments["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()
@@ -236,6 +248,34 @@ def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
     return Steps(**steps).applicable(cfg, installed_conventions())
 
 
+def _check_numbers(
+    model_name: str,
+    cfg: Any,
+    hf_model: Any,
+    steps: Steps,
+    numbers: Numbers | None,
+    hf_kwargs: dict[str, Any],
+) -> str | None:
+    """The warning that the model is not transformers', by its tiny twin; None if there is none."""
+    if choice_of_numbers(numbers) == "ignore":
+        return None
+    if hf_model is not None:
+        refuse_parts_beyond_config(hf_model)
+        model = out_of_wrappers(hf_model)
+        return check_hooked_numbers(model.config, cfg, steps, numbers, type(model))
+    if _has_own_format(model_name):
+        return None
+    trusted = {"trust_remote_code": cfg.trust_remote_code}
+    hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
+    return check_hooked_numbers(hf_config, cfg, steps, numbers)
+
+
+def _has_own_format(model_name: str) -> bool:
+    """Return True for checkpoints in HookedTransformer's format, which transformers cannot read."""
+    own = ("NeelNanda", "ArthurConmy", "Baidicoot")
+    return is_listed(model_name) and model_name.startswith(own)
+
+
 def _place(
     cfg: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
 ) -> Placement:
@@ -256,7 +296,7 @@ def _open_source(
 ) -> Source:
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
-    if is_listed(model_name) and model_name.startswith(("NeelNanda", "ArthurConmy", "Baidicoot")):
+    if _has_own_format(model_name):
         return StateDictSource(
             # In float32 at least, so that it is rounded once, after folding.
             tl_loading.get_pretrained_state_dict(
@@ -264,51 +304,3 @@ def _open_source(
             )
         )
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
-
-
-def empty_model(cls: Any, cfg: Any, tokenizer: Any, default_padding_side: Any = None) -> Any:
-    """A model whose parameters have shapes but no values; its buffers are real."""
-    name = cfg.tokenizer_name or ""
-    if tokenizer is None and is_checkpoint_directory(name) and has_tokenizer(name):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
-    # TransformerLens 2 and 3 have different defaults.
-    side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
-    with _construction, _components_without_values():
-        return cls(cfg, tokenizer, move_to_device=False, **side)
-
-
-# transformers, accelerate and what follows change classes while they construct a model: one thread
-# at a time.
-_construction = threading.RLock()
-
-
-@contextlib.contextmanager
-def _components_without_values() -> Iterator[None]:
-    """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.device("meta"):
-            installed_init(self, *args, **kwargs)
-        _give_buffers(self)
-
-    installed_init = HookedTransformer.__init__
-    HookedTransformer.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        HookedTransformer.__init__ = installed_init  # type: ignore[method-assign]
-
-
-def _give_buffers(model: Any) -> None:
-    """Give a HookedTransformer that was constructed on meta its buffers, on the CPU.
-
-    They are made once for all blocks of one kind of attention, which share them.
-    """
-    made: dict[str | None, nn.Module] = {}
-    for layer, block in enumerate(model.blocks):
-        kind = attention_kind(model.cfg, layer)
-        if kind not in made:
-            with init_empty_weights(include_buffers=False):
-                made[kind] = TransformerBlock(model.cfg, layer)
-        for name, module in made[kind].named_modules():
-            block.get_submodule(name)._buffers.update(module._buffers)

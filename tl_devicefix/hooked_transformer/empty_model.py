@@ -1,0 +1,78 @@
+"""A HookedTransformer whose parameters have shapes but no values; its buffers are real."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformer_lens import HookedTransformer
+from transformer_lens.components import TransformerBlock
+from transformers import AutoTokenizer
+
+from tl_devicefix.checkpoints.hub import has_tokenizer, is_checkpoint_directory
+from tl_devicefix.hooked_transformer.components import attention_kind
+from tl_devicefix.hooked_transformer.rotary import scale_rotary
+
+constructing = threading.RLock()
+"""transformers, accelerate and `empty_model` change classes while they construct a model: one
+thread at a time."""
+
+
+def empty_model(
+    cls: Any,
+    cfg: Any,
+    tokenizer: Any,
+    default_padding_side: Any = None,
+    hf_model: nn.Module | None = None,
+) -> Any:
+    """Return a model whose parameters have shapes but no values; its buffers are real.
+
+    Where `hf_model` scales its rotary frequencies, the rotary tables are those of transformers.
+    """
+    name = cfg.tokenizer_name or ""
+    if tokenizer is None and is_checkpoint_directory(name) and has_tokenizer(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
+    # TransformerLens 2 and 3 have different defaults.
+    side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
+    with constructing, _components_without_values():
+        model = cls(cfg, tokenizer, move_to_device=False, **side)
+    if hf_model is not None and cfg.positional_embedding_type == "rotary":
+        scale_rotary(model, hf_model)
+    return model
+
+
+@contextlib.contextmanager
+def _components_without_values() -> Iterator[None]:
+    """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            installed_init(self, *args, **kwargs)
+        _give_buffers(self)
+
+    installed_init = HookedTransformer.__init__
+    HookedTransformer.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HookedTransformer.__init__ = installed_init  # type: ignore[method-assign]
+
+
+def _give_buffers(model: Any) -> None:
+    """Give a HookedTransformer that was constructed on meta its buffers, on the CPU.
+
+    They are made once for all blocks of one kind of attention, which share them.
+    """
+    made: dict[str | None, nn.Module] = {}
+    for layer, block in enumerate(model.blocks):
+        kind = attention_kind(model.cfg, layer)
+        if kind not in made:
+            with init_empty_weights(include_buffers=False):
+                made[kind] = TransformerBlock(model.cfg, layer)
+        for name, module in made[kind].named_modules():
+            block.get_submodule(name)._buffers.update(module._buffers)

@@ -1,0 +1,114 @@
+"""The tiny twin of a HookedTransformer: see `tl_devicefix/twin.py`."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens import HookedTransformer
+
+from tl_devicefix.checkpoints.sources import HuggingFaceSource
+from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.hooked_transformer.empty_model import constructing, empty_model
+from tl_devicefix.hooked_transformer.moving import place
+from tl_devicefix.hooked_transformer.processing import (
+    complete_unit,
+    load_component,
+    processing_units,
+)
+from tl_devicefix.placement.deciding import decide_fitting
+from tl_devicefix.twin import LIMIT, NEURONS, Numbers, Twin, check_numbers
+from tl_devicefix.weight_processing import Steps
+
+
+def check_hooked_numbers(
+    hf_config: Any, cfg: Any, steps: Steps, numbers: Numbers | None = None, hf_class: Any = None
+) -> str | None:
+    """Warn if a HookedTransformer with this config would not give transformers' numbers.
+
+    Args:
+        hf_config: transformers' config of the model; not changed.
+        cfg: the HookedTransformerConfig that was made for it, with all choices of the caller.
+        steps: the processing of the load.
+        numbers: as for `check_numbers`.
+        hf_class: the class of the model that is converted; by default transformers' own for it.
+
+    Returns:
+        The warning, or None.
+
+    Raises:
+        ValueError: with `numbers="refuse"`, in place of the warning.
+    """
+
+    def advice() -> str:
+        for step in fields(steps):
+            if getattr(steps, step.name):
+                without = replace(steps, **{step.name: False})
+                if _difference(hf_config, cfg, without, hf_class) <= LIMIT:
+                    return f"pass {step.name}=False"
+        return "load it as a TransformerBridge, which runs transformers' own code"
+
+    def run(hf_config: Any) -> float:
+        return _difference(hf_config, cfg, steps, hf_class)
+
+    called = f"{cfg.model_name} as a HookedTransformer"
+    with constructing:
+        return check_numbers(run, hf_config, called, numbers, advice)
+
+
+def _difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
+    twin = Twin.of(
+        hf_config,
+        cfg.n_ctx,
+        hf_class,
+        attn_types=cfg.attn_types,
+        window=cfg.window_size,
+        has_positions=cfg.positional_embedding_type in ("standard", "shortformer"),
+    )
+    model = _hooked(twin.hf_model, _shrunk(cfg, twin), steps)
+    return twin.difference(model(twin.tokens))
+
+
+def _shrunk(cfg: Any, twin: Twin) -> Any:
+    """The HookedTransformerConfig of the twin: what is shrunk in transformers' config is here."""
+    small = twin.hf_model.config
+    of_experts = getattr(small, "num_local_experts", None) or getattr(small, "num_experts", None)
+    sizes = {
+        "n_layers": len(twin.layers),
+        "attn_types": cfg.attn_types and [cfg.attn_types[layer] for layer in twin.layers],
+        "n_heads": small.num_attention_heads,
+        "n_key_value_heads": cfg.n_key_value_heads and small.num_key_value_heads,
+        "d_model": small.hidden_size,
+        "d_mlp": 4 * small.hidden_size if cfg.d_mlp == 4 * cfg.d_model else NEURONS,
+        "d_vocab": small.vocab_size,
+        "d_vocab_out": small.vocab_size,
+        "n_ctx": twin.n_ctx,
+        "num_experts": cfg.num_experts and of_experts,
+        "clip_qkv": getattr(small, "clip_qkv", None),
+        "window_size": cfg.window_size and twin.windows[cfg.window_size],
+        "device": "cpu",
+        "n_devices": 1,
+        "dtype": torch.float32,
+        "tokenizer_name": None,
+        "n_params": None,
+        "seed": None,
+    }
+    if cfg.original_architecture == "Gemma3ForConditionalGeneration":
+        sizes["original_architecture"] = type(twin.hf_model).__name__  # it reads no images
+    settings = cfg.to_dict()  # older versions have fewer
+    return type(cfg).from_dict({name: sizes.get(name, value) for name, value in settings.items()})
+
+
+def _hooked(hf_twin: nn.Module, cfg: Any, steps: Steps) -> Any:
+    """A HookedTransformer of the twin's weights, made as `from_pretrained` makes it."""
+    model = empty_model(HookedTransformer, cfg, None, hf_model=hf_twin)
+    placement = decide_fitting(component_sizes(cfg), n_devices=1, device="cpu")
+    model.placement = placement
+    source = HuggingFaceSource(hf_twin, cfg)
+    for unit in processing_units(cfg):
+        weights = complete_unit(model, unit, source.read(unit, placement.home))
+        load_component(model, unit, weights, steps)
+    place(model, placement)
+    return model.eval()

@@ -1,0 +1,366 @@
+"""A tiny twin shows, before any weight is read, whether a load gives the model's own numbers.
+
+TransformerLens's configs leave out whatever TransformerLens has no place for, so a model can load
+without a word and be wrong. Lists of such settings are never complete. So we let a load prove
+itself on a twin:
+
+1. transformers' config is shrunk to a few heads, layers and tokens, and transformers makes a model
+   of it, with random weights.
+2. The twin goes the way of the large model: through the same converter, the same processing and the
+   same forward.
+3. If its log probabilities differ from transformers', the large model's would differ too.
+
+We shrink only numbers that no formula depends on: of heads, of layers of a kind, of experts, of
+neurons, of tokens. The size of a head stays, because scales and rotary frequencies depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import nn
+
+from tl_devicefix.checkpoints.live_weights import LiveWeights
+
+_log = logging.getLogger(__name__)
+
+Numbers = Literal["warn", "refuse", "ignore"]
+"""What a load does if its twin differs from transformers."""
+
+LIMIT = 1e-4
+"""A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
+
+_SETTING = "TL_DEVICEFIX_NUMBERS"
+_MOST_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
+_MOST_LAYERS = 6
+_MOST_PARAMETERS = 30_000_000  # so that a twin takes less than a second
+_VOCABULARY, NEURONS, _WINDOW = 256, 80, 8
+_CLIP = 0.1  # random projections never reach a published clip_qkv, so the twin's is smaller
+_NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
+
+
+@dataclass(frozen=True)
+class Twin:
+    """transformers' half of a twin.
+
+    Attributes:
+        hf_model: a small model with random weights, in float32 on the CPU.
+        layers: the layers of the large model that it has: two or more, one at least of each kind.
+        windows: sliding window of the large model -> the twin's.
+        n_ctx: how many tokens the twin is run on.
+    """
+
+    hf_model: Any
+    layers: Sequence[int]
+    windows: dict[int, int]
+    n_ctx: int
+
+    @staticmethod
+    def of(
+        hf_config: Any,
+        n_ctx: int,
+        model_class: Any = None,
+        *,
+        attn_types: Sequence[str] | None = None,
+        window: int | None = None,
+        has_positions: bool = False,
+    ) -> Twin:
+        """Make the twin of a transformers config, which is not changed.
+
+        Args:
+            hf_config: the config; of a multimodal model, the text model's part is used.
+            n_ctx: the context length of the load, which the twin does not exceed.
+            model_class: the class that makes the model; by default transformers' for causal models.
+            attn_types: the load's own kinds of attention, layer by layer.
+            window: the load's own sliding window.
+            has_positions: True if positions are learned, so that their number can be shrunk.
+
+        Raises:
+            ValueError: if the twin is too large to be made for each load.
+        """
+        config = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
+        if "long_factor" in _scaling(config):  # longer texts have other rotary frequencies
+            n_ctx = min(n_ctx, original_context(config))
+        n_ctx = min(n_ctx, _MOST_TOKENS)
+        windows = {window, *(getattr(config, name, None) for name in _WINDOWS)} - {None}
+        shrunk = {
+            size: size if size >= n_ctx else _WINDOW + 3 * i
+            for i, size in enumerate(sorted(windows))
+        }
+        layers = _layers(config, attn_types)
+        sizes = _sizes(config, layers, shrunk)
+        if has_positions:
+            sizes["max_position_embeddings"] = n_ctx
+        for name, value in sizes.items():
+            setattr(config, name, value)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights arrive dequantised
+        make = getattr(model_class, "_from_config", None) or getattr(
+            model_class, "from_config", transformers.AutoModelForCausalLM.from_config
+        )
+        with torch.device("meta"):
+            count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
+        if count > _MOST_PARAMETERS:
+            raise ValueError(f"its twin would have {count} parameters")
+        hf_model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
+        _randomise(hf_model)
+        return Twin(hf_model, layers, shrunk, n_ctx)
+
+    @property
+    def tokens(self) -> Int[torch.Tensor, "1 pos"]:
+        """Random tokens that fill the twin's context, without those that are special."""
+        d_vocab = self.hf_model.config.vocab_size
+        seeded = torch.Generator().manual_seed(0)
+        return torch.randint(min(3, d_vocab - 1), d_vocab, (1, self.n_ctx), generator=seeded)
+
+    def difference(self, logits: Float[torch.Tensor, "1 pos d_vocab"]) -> float:
+        """Return how far log probabilities are from transformers', relative to their spread."""
+        logp = logits.double().log_softmax(-1)  # [1, pos, d_vocab]
+        expected = self.hf_model(self.tokens).logits.double().log_softmax(-1)
+        spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
+        return ((logp - expected).abs().max() / spread).nan_to_num(float("inf")).item()
+
+
+_WINDOWS = ("sliding_window", "window_size")
+
+
+def _scaling(config: Any) -> dict[str, Any]:
+    """The rotary settings, which transformers 5 calls `rope_parameters`."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def original_context(config: Any) -> int:
+    """Return the number of tokens that a model with scaled rotary frequencies was trained on."""
+    name = "original_max_position_embeddings"
+    given = _scaling(config).get(name) or getattr(config, name, None)
+    return given or config.max_position_embeddings
+
+
+def _per_layer(config: Any) -> dict[str, list[Any]]:
+    n_layers = config.num_hidden_layers
+    settings = vars(config).items()
+    return {k: v for k, v in settings if isinstance(v, list) and len(v) == n_layers > 1}
+
+
+def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
+    """The first layer of each kind: layers are alike if they are in all lists of layers."""
+    lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
+    kinds = [repr(entries) for entries in zip(*lists)]
+    layers = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:_MOST_LAYERS]
+    return sorted({*layers, *([0, 1][: len(kinds)] if len(layers) < 2 else [])})
+
+
+def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
+    """The settings of the twin that differ from the config's."""
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    n_groups = min(groups, 2)
+    if groups == heads and heads & (heads - 1):
+        n_groups = 3  # because ALiBi's slopes have another formula if no power of two
+    n_heads = n_groups * min(heads // groups, 2)
+    d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
+    d_vocab = min(config.vocab_size, _VOCABULARY)
+    active = getattr(config, "num_experts_per_tok", None) or 0
+    sizes: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if name in _per_layer(config):
+            sizes[name] = [value[layer] for layer in layers]
+        elif value is None:
+            continue
+        elif name.endswith("_token_id"):
+            sizes[name] = 0  # whichever: it is in the vocabulary
+        elif name in _WINDOWS:
+            sizes[name] = windows[value]
+        elif _NEURON_COUNTS.search(name):
+            sizes[name] = 4 * d_model if value == 4 * config.hidden_size else NEURONS
+        elif name == "word_embed_proj_dim":
+            sizes[name] = d_model if value == config.hidden_size else 48
+        elif name in ("num_local_experts", "num_experts"):
+            sizes[name] = min(value, active + 2)
+        elif name == "clip_qkv":
+            sizes[name] = value * _CLIP
+        elif name == "num_key_value_heads":
+            sizes[name] = n_groups
+        elif name == "attention_types":  # GPT-Neo, which makes attention_layers of it
+            sizes[name] = [[[config.attention_layers[layer]], 1] for layer in layers]
+    return {
+        **sizes,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": n_heads,
+        "hidden_size": d_model,
+        "vocab_size": d_vocab,
+    }
+
+
+def _randomise(model: nn.Module) -> None:
+    """Give every weight a value that matters, but none so large that rounding does."""
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    seeded = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():  # a tied one once
+        parameter.normal_(generator=seeded)
+        if parameter is embedding:
+            parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
+        elif parameter.dim() > 1:
+            parameter.div_(parameter.shape[-1] ** 0.5)
+        else:
+            parameter.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
+
+
+# --------------------------------------------------------------------------------------------
+# Comparing, and saying so
+
+Run = Callable[[Any], float]
+"""A transformers config -> the difference of a twin that is made of it."""
+
+
+def check_numbers(
+    run: Run, hf_config: Any, called: str, numbers: Numbers | None, advice: Callable[[], str]
+) -> str | None:
+    """Run a twin, and warn or refuse if it differs from transformers.
+
+    Args:
+        run: makes and compares the twin of a transformers config.
+        hf_config: the config of the model that is loaded; not changed.
+        called: the model, as the message calls it.
+        numbers: "warn", "refuse" or "ignore"; None is the environment variable
+            TL_DEVICEFIX_NUMBERS, or "warn".
+        advice: what to do about a difference; called if there is one.
+
+    Returns:
+        The warning; None if there was none, or if the twin could not be made.
+
+    Raises:
+        ValueError: if `numbers` is none of the three, or is "refuse" and the twin differs.
+    """
+    numbers = choice_of_numbers(numbers)
+    difference = None if numbers == "ignore" else _measured(run, hf_config, called)
+    if difference is None or difference <= LIMIT:
+        return None
+    message = (
+        f"{called} gives other numbers than transformers: log probabilities of a tiny model with "
+        f"its config differ by {difference:.1e} of their spread{_blame(run, hf_config)}; "
+        f"{advice()}, or silence this with numbers='ignore'"
+    )
+    if numbers == "refuse":
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=2)
+    return message
+
+
+def choice_of_numbers(numbers: str | None) -> str:
+    """Return the `numbers` that hold: the argument's, the environment's, or "warn"."""
+    chosen = numbers or os.environ.get(_SETTING) or "warn"
+    if chosen not in Numbers.__args__:  # type: ignore[attr-defined]
+        where = "numbers" if numbers else _SETTING
+        raise ValueError(f"{where} must be 'warn', 'refuse' or 'ignore', but is {chosen!r}")
+    return chosen
+
+
+def _measured(run: Run, hf_config: Any, called: str = "a trial") -> float | None:
+    """The difference; None if the twin cannot be made, so that nothing is known."""
+    try:
+        with _undisturbed():
+            return run(hf_config)
+    except Exception as error:  # noqa: BLE001  # transformers refuses some sizes in its own ways
+        _log.info("%s has no twin: %s: %s", called, type(error).__name__, error)
+        return None
+
+
+def _blame(run: Run, hf_config: Any) -> str:
+    """Name the setting that is to blame, if the difference is gone where it has its default."""
+    config = getattr(hf_config, "text_config", hf_config)
+    defaults = type(config)()
+    for name, value in vars(config).items():
+        default = getattr(defaults, name, None)
+        if name.startswith("_") or name in _NO_CAUSE or value == default:
+            continue
+        without = copy.deepcopy(config)
+        setattr(without, name, copy.deepcopy(default))
+        difference = _measured(run, without)
+        if difference is not None and difference <= LIMIT:
+            return f", because of {name}={value!r} in its config"
+    return ""
+
+
+_NO_CAUSE = (
+    *("architectures", "torch_dtype", "dtype", "transformers_version", "vocab_size"),
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "layer_types"),
+)
+"""Settings that are shrunk, or that say nothing of how the model computes."""
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Within it, nothing that the caller has set for torch or transformers reaches a twin."""
+    precision = torch.get_float32_matmul_precision()
+    verbosity = transformers.logging.get_verbosity()
+    torch.set_float32_matmul_precision("highest")
+    transformers.logging.set_verbosity_error()
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+            torch.no_grad(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        transformers.logging.set_verbosity(verbosity)
+
+
+# --------------------------------------------------------------------------------------------
+# Parts that no config tells of
+
+
+def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
+    """Refuse a live model with modules, parameters or hooks that its config does not make.
+
+    A converter drops a bias that it does not expect, and never sees a replaced norm or head. The
+    twin is made of the config, so it cannot show these; we compare module paths with it instead.
+
+    Raises:
+        ValueError: naming the parts.
+    """
+    live = LiveWeights(hf_model)
+    try:
+        with _undisturbed(), torch.device("meta"):
+            config = copy.deepcopy(live.model.config)
+            made = type(live.model)._from_config(config)  # type: ignore[attr-defined]
+    except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
+        _log.info("%s is not compared: %s", type(live.model).__name__, error)
+        return
+    found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
+    if beyond := sorted({path for path, *_ in found ^ expected}):
+        more = f" and {len(beyond) - 3} more" if beyond[3:] else ""
+        raise ValueError(
+            f"hf_model's {', '.join(beyond[:3])}{more} are not as its config makes them (another "
+            "class, other parameters, or a hook), and a HookedTransformer would leave that out; "
+            "undo the change, use TransformerBridge, or pass numbers='ignore'"
+        )
+
+
+def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any, ...]]:
+    """Each module: its path without numbers, its class, its parameters, whether it has hooks."""
+    module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
+    own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ours = [h for h in hooks if not (h.__module__ or "").startswith(("transformers", "accelerate"))]
+    yield re.sub(r"\.\d+(?=\.|$)", ".*", path), type(module).__name__, own, bool(ours)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parts(live, child, f"{path}.{name}" if path else name)
