@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+import transformers.utils.logging as hf_logging
 from jaxtyping import Float, Int
 from torch import nn
 
@@ -45,7 +46,7 @@ _SETTING = "TL_DEVICEFIX_NUMBERS"
 _MOST_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
 _MOST_LAYERS = 6
 _MOST_PARAMETERS = 30_000_000  # so that a twin takes less than a second
-_VOCABULARY, NEURONS, _WINDOW = 256, 80, 8
+_VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes, because some code guesses by them
 _CLIP = 0.1  # random projections never reach a published clip_qkv, so the twin's is smaller
 _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
@@ -278,6 +279,12 @@ def _measured(run: Run, hf_config: Any, called: str = "a trial") -> float | None
         return None
 
 
+def is_right(run: Run, hf_config: Any) -> bool:
+    """Return True if a twin of this config can be made and agrees with transformers."""
+    difference = _measured(run, hf_config)
+    return difference is not None and difference <= LIMIT
+
+
 def _blame(run: Run, hf_config: Any) -> str:
     """Name the setting that is to blame, if the difference is gone where it has its default."""
     config = getattr(hf_config, "text_config", hf_config)
@@ -288,8 +295,7 @@ def _blame(run: Run, hf_config: Any) -> str:
             continue
         without = copy.deepcopy(config)
         setattr(without, name, copy.deepcopy(default))
-        difference = _measured(run, without)
-        if difference is not None and difference <= LIMIT:
+        if is_right(run, without):
             return f", because of {name}={value!r} in its config"
     return ""
 
@@ -305,9 +311,10 @@ _NO_CAUSE = (
 def _undisturbed() -> Iterator[None]:
     """Within it, nothing that the caller has set for torch or transformers reaches a twin."""
     precision = torch.get_float32_matmul_precision()
-    verbosity = transformers.logging.get_verbosity()
+    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     torch.set_float32_matmul_precision("highest")
-    transformers.logging.set_verbosity_error()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     try:
         with (
             warnings.catch_warnings(),
@@ -320,7 +327,9 @@ def _undisturbed() -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        transformers.logging.set_verbosity(verbosity)
+        hf_logging.set_verbosity(verbosity)
+        if bar:
+            hf_logging.enable_progress_bar()
 
 
 # --------------------------------------------------------------------------------------------

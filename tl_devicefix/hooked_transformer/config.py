@@ -7,6 +7,7 @@ config.json decides.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
@@ -31,6 +32,7 @@ from tl_devicefix.checkpoints.hub import (
     refuse_directory,
     snapshot,
 )
+from tl_devicefix.checkpoints.live_weights import out_of_wrappers
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
@@ -39,7 +41,9 @@ from tl_devicefix.placement.devices import consecutive, resolve, simulated_devic
 _log = logging.getLogger(__name__)
 
 
-def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> Any:
+def model_config(
+    model_name: str, prefer_known: bool = False, hf_model: Any = None, **kwargs: Any
+) -> Any:
     """The HookedTransformerConfig for `model_name`, with one device and without its weights.
 
     Args:
@@ -47,32 +51,48 @@ def model_config(model_name: str, prefer_known: bool = False, **kwargs: Any) -> 
             another checkpoint on the hub.
         prefer_known: ask the hub only for what `known_configs` lacks. To plan with: a checkpoint
             that is loaded decides for itself.
+        hf_model: the model that is loaded under this name, whose own config then counts.
         kwargs: what `transformer_lens.loading_from_pretrained.get_pretrained_model_config` takes.
 
     Raises:
         ValueError: if the name is none of these, its config cannot be fetched, or the architecture
             is not one TransformerLens has.
     """
+    hf_config = None
+    if hf_model is not None:
+        hf_config = _config_of_live(hf_model)
+        kwargs["hf_cfg"] = hf_config.to_dict()
     if is_checkpoint_directory(model_name):
-        return _config_of_directory(os.fspath(model_name), kwargs)
+        return _config_of_directory(os.fspath(model_name), kwargs, hf_config=hf_config)
     name = official_name(model_name)
-    hf_config = known_config(name) if prefer_known else None
-    if hf_config is not None:
+    if prefer_known and (hf_config := known_config(name)) is not None:
         _log.info("the sizes of %s are those that tl_devicefix lists: nothing was fetched", name)
     if is_listed(name):
         return _config_by_name(name, hf_config, **kwargs)
-    if hf_config is not None:  # a model that TransformerLens does not list
+    if prefer_known and hf_config is not None:  # a model that TransformerLens does not list
         with tempfile.TemporaryDirectory() as directory:
             hf_config.save_pretrained(directory)
             cfg = _config_of_directory(directory, kwargs)
         cfg.model_name, cfg.tokenizer_name = name.rpartition("/")[2], None
         return cfg
     cfg = _config_of_directory(
-        str(snapshot(name, tl_loading.OFFICIAL_MODEL_NAMES, **kwargs)), kwargs, on_hub=name
+        str(snapshot(name, tl_loading.OFFICIAL_MODEL_NAMES, **kwargs)), kwargs, name, hf_config
     )
     cfg.model_name = name.rpartition("/")[2]
     cfg.tokenizer_name = name if has_tokenizer(name, **kwargs) else None
     return cfg
+
+
+def _config_of_live(hf_model: Any) -> Any:
+    """A live model's config, which names the model's class, without quantisation."""
+    model = out_of_wrappers(hf_model)
+    config: Any = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights arrive dequantised
+    # The class of a base model, or of a user's own subclass, is none that TransformerLens knows.
+    if not config.architectures or re.search(r"For[A-Z]|LMHead", type(model).__name__):
+        config.architectures = [type(model).__name__]
+    return config
 
 
 def official_name(model_name: str) -> str:
@@ -161,14 +181,19 @@ _OTHER_CLASSES = {
 }
 
 
-def _config_of_directory(path: str, kwargs: dict[str, Any], on_hub: str | None = None) -> Any:
-    """The config of a directory; `on_hub` is its name, if the hub keeps it there."""
+def _config_of_directory(
+    path: str, kwargs: dict[str, Any], on_hub: str | None = None, hf_config: Any = None
+) -> Any:
+    """The config of a directory; `on_hub` is its name, if the hub keeps it there.
+
+    `hf_config` is that of a live model, in place of the directory's.
+    """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
     # By its name, as code that comes with it is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
-    hf_config = read_config(called, trust_remote_code=trusted, **fetched)
+    hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
     architecture = (hf_config.architectures or [None])[0]
     if architecture is None:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")

@@ -221,11 +221,9 @@ def _load_config(
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
     hf_model = arguments["hf_model"]
-    hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
-    hf_cfg.pop("quantization_config", None)  # the weights arrive dequantised
     # The devices are the plan's business: TransformerLens would count CUDA devices here.
     return model_config(
-        model_name, hf_cfg=hf_cfg, dtype=dtype, device="cpu", **options, **hf_kwargs
+        model_name, hf_model=hf_model, dtype=dtype, device="cpu", **options, **hf_kwargs
     )
 
 
@@ -261,7 +259,7 @@ def _check_numbers(
         return None
     if hf_model is not None:
         refuse_parts_beyond_config(hf_model)
-        model = out_of_wrappers(hf_model)
+        model: Any = out_of_wrappers(hf_model)
         return check_hooked_numbers(model.config, cfg, steps, numbers, type(model))
     if _has_own_format(model_name):
         return None

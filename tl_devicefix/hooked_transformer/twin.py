@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from tl_devicefix.hooked_transformer.processing import (
     processing_units,
 )
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.twin import LIMIT, NEURONS, Numbers, Twin, check_numbers
+from tl_devicefix.twin import NEURONS, Numbers, Twin, check_numbers, is_right
 from tl_devicefix.weight_processing import Steps
 
 
@@ -42,16 +43,15 @@ def check_hooked_numbers(
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
 
+    def run(hf_config: Any, steps: Steps = steps) -> float:
+        return _difference(hf_config, cfg, steps, hf_class)
+
     def advice() -> str:
         for step in fields(steps):
-            if getattr(steps, step.name):
-                without = replace(steps, **{step.name: False})
-                if _difference(hf_config, cfg, without, hf_class) <= LIMIT:
-                    return f"pass {step.name}=False"
+            without = functools.partial(run, steps=replace(steps, **{step.name: False}))
+            if getattr(steps, step.name) and is_right(without, hf_config):
+                return f"pass {step.name}=False"
         return "load it as a TransformerBridge, which runs transformers' own code"
-
-    def run(hf_config: Any) -> float:
-        return _difference(hf_config, cfg, steps, hf_class)
 
     called = f"{cfg.model_name} as a HookedTransformer"
     with constructing:

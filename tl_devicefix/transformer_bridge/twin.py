@@ -1,0 +1,65 @@
+"""The tiny twin of a TransformerBridge: see `tl_devicefix/twin.py`.
+
+A Bridge runs transformers' own modules, so its twin is right as booted. It can be wrong once its
+weights are processed, or where hooks have it compute attention in steps of its own: so we run the
+twin with and without hooks on its patterns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
+from tl_devicefix.twin import Numbers, Twin, check_numbers
+
+
+def check_bridge_numbers(
+    hf_config: Any,
+    name: str,
+    numbers: Numbers | None = None,
+    compatibility: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Warn if a Bridge of this config would not give transformers' numbers.
+
+    Args:
+        hf_config: transformers' config of the model; not changed.
+        name: the model's name.
+        numbers: as for `check_numbers`.
+        compatibility: the arguments of `enable_compatibility_mode`; None is a Bridge as booted.
+
+    Returns:
+        The warning, or None.
+
+    Raises:
+        ValueError: with `numbers="refuse"`, in place of the warning.
+    """
+
+    def run(hf_config: Any) -> float:
+        return _difference(hf_config, name, compatibility)
+
+    called = f"{name} as a TransformerBridge"
+    called += "" if compatibility is None else " in compatibility mode"
+    return check_numbers(run, hf_config, called, numbers, lambda: "run it with transformers")
+
+
+def _difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
+    adapter = adapter_for(hf_config, name, torch.float32)
+    n_ctx = adapter.cfg.n_ctx
+    twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))
+    wrapped = copy.deepcopy(twin.hf_model)
+    wrapped.config.output_attentions = True  # as in `boot_transformers`
+    bridge = build_bridge_from_module(
+        wrapped, adapter.cfg.architecture, hf_config=wrapped.config, dtype=torch.float32,
+        device="cpu", model_name=name,
+    )
+    if compatibility is not None:
+        bridge.enable_compatibility_mode(**compatibility)
+    plain = twin.difference(bridge(twin.tokens))
+    patterns = [(point, lambda x, hook: x) for point in bridge.hook_dict if point.endswith("pattern")]
+    hooked = twin.difference(bridge.run_with_hooks(twin.tokens, fwd_hooks=patterns))
+    return max(plain, hooked)
