@@ -278,17 +278,7 @@ def config_post_init(original: Any, self: Any) -> None:
 
 
 def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
-    """Settings in config.json that some TransformerLens versions replace by a default.
-
-    Raises:
-        ValueError: if the checkpoint has what HookedTransformer has no place for.
-    """
-    for name in ("attention_bias", "mlp_bias"):
-        if architecture == "LlamaForCausalLM" and getattr(hf_config, name, False):
-            raise ValueError(
-                f"{name}=True in config.json: TransformerLens drops the biases of a Llama, so the "
-                "model would be wrong; it cannot be loaded as a HookedTransformer"
-            )
+    """Settings in config.json that some TransformerLens versions replace by a default."""
     if architecture == "LlamaForCausalLM":
         return _rope(hf_config)
     if architecture == "GPTNeoXForCausalLM":
@@ -318,12 +308,6 @@ def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
 
 def olmo_sizes(hf_config: Any) -> dict[str, Any]:
     """Sizes of an OLMo or OLMo 2 from config.json, by TransformerLens's names."""
-    if hf_config.num_key_value_heads not in (None, hf_config.num_attention_heads):
-        raise ValueError(
-            f"config.json has {hf_config.num_key_value_heads} key and value heads for "
-            f"{hf_config.num_attention_heads} query heads, which TransformerLens does not support "
-            "in an OLMo; it cannot be loaded as a HookedTransformer"
-        )
     sizes = _sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads)
     return {
         **sizes,
@@ -378,14 +362,8 @@ def _rope(hf_config: Any) -> dict[str, Any]:
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
     theta = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))
     theta = theta or getattr(hf_config, "rotary_emb_base", None)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(
-            f"config.json scales its rotary embeddings by {kind!r}, which TransformerLens would "
-            "ignore, so the model would be wrong; it cannot be loaded as a HookedTransformer"
-        )
     settings: dict[str, Any] = {} if theta is None else {"rotary_base": theta}
-    if kind == "llama3":
+    if rope.get("rope_type", rope.get("type")) == "llama3":
         settings |= {
             "use_NTK_by_parts_rope": True,
             "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],

@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -133,8 +134,8 @@ def _load(
     _refuse_unsupported(model_name, arguments, hf_kwargs)
 
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
-    steps = _steps(cfg, arguments)
-    warning = _check_numbers(model_name, cfg, arguments["hf_model"], steps, numbers, hf_kwargs)
+    steps = applicable_steps(cfg, arguments)
+    warning = _check_numbers(model_name, cfg, arguments, steps, numbers, hf_kwargs)
     placement = _place(cfg, arguments, device_map, max_memory)
     placement = placement.of_this_process
     with contextlib.ExitStack() as stack:
@@ -143,7 +144,7 @@ def _load(
                 placement,
                 "HookedTransformer.from_pretrained",
                 model_name,
-                {**arguments, **hf_kwargs, "dtype": dtype},
+                {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"},
                 **hf_kwargs,
             )
         )
@@ -227,8 +228,8 @@ def _load_config(
     )
 
 
-def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
-    """The processing that is asked for, less what TransformerLens never does to such a model."""
+def applicable_steps(cfg: Any, arguments: Mapping[str, Any]) -> Steps:
+    """Return the processing that is asked for, less what such a model never gets."""
     steps = {name: arguments[name] for name in Steps.__dataclass_fields__ if name in arguments}
     refused: dict[str, str] = {}
     if cfg.positional_embedding_type == "shortformer":
@@ -249,27 +250,32 @@ def _steps(cfg: Any, arguments: dict[str, Any]) -> Steps:
 def _check_numbers(
     model_name: str,
     cfg: Any,
-    hf_model: Any,
+    arguments: dict[str, Any],
     steps: Steps,
     numbers: Numbers | None,
     hf_kwargs: dict[str, Any],
 ) -> str | None:
     """The warning that the model is not transformers', by its tiny twin; None if there is none."""
-    if choice_of_numbers(numbers) == "ignore":
+    if choice_of_numbers(numbers) == "ignore" or _has_own_format(model_name):
         return None
-    if hf_model is not None:
-        refuse_parts_beyond_config(hf_model)
-        model: Any = out_of_wrappers(hf_model)
-        return check_hooked_numbers(model.config, cfg, steps, numbers, type(model))
-    if _has_own_format(model_name):
-        return None
-    trusted = {"trust_remote_code": cfg.trust_remote_code}
-    hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
-    return check_hooked_numbers(hf_config, cfg, steps, numbers)
+    if arguments["hf_model"] is None:
+        trusted = {"trust_remote_code": cfg.trust_remote_code}
+        hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
+        return check_hooked_numbers(hf_config, cfg, steps, numbers)
+    model: Any = out_of_wrappers(arguments["hf_model"])
+    n_layers = getattr(model.config, "text_config", model.config).num_hidden_layers
+    if n_layers > cfg.n_layers and arguments.get("first_n_layers") is None:
+        raise ValueError(
+            f"hf_model has {n_layers} layers, but {model_name!r} has {cfg.n_layers}, so that the "
+            f"last {n_layers - cfg.n_layers} would be left out; give the model's own name or "
+            f"directory, or first_n_layers={cfg.n_layers}"
+        )
+    refuse_parts_beyond_config(model)
+    return check_hooked_numbers(model.config, cfg, steps, numbers, type(model))
 
 
 def _has_own_format(model_name: str) -> bool:
-    """Return True for checkpoints in HookedTransformer's format, which transformers cannot read."""
+    """Return True if it is a checkpoint in HookedTransformer's format, not transformers'."""
     own = ("NeelNanda", "ArthurConmy", "Baidicoot")
     return is_listed(model_name) and model_name.startswith(own)
 

@@ -43,6 +43,8 @@ from tl_devicefix.transformer_bridge.components import (
     hf_model_class,
     layout_of,
 )
+from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
+from tl_devicefix.twin import Numbers, choice_of_numbers
 
 
 @patches(
@@ -51,13 +53,20 @@ from tl_devicefix.transformer_bridge.components import (
     why="place by the plan: embed, final norm and unembed together; n_devices of any type",
 )
 def boot_transformers(
-    original: Any, *args: Any, attn_implementation: str | None = None, **kwargs: Any
+    original: Any,
+    *args: Any,
+    attn_implementation: str | None = None,
+    numbers: Numbers | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Boot a model from transformers, over one or several devices.
 
     The arguments are those of `TransformerBridge.boot_transformers`, and `attn_implementation`:
     "sdpa" builds no scores and no pattern unless you hook them, see
-    `tl_devicefix.set_attn_implementation`. `dtype` may also be a name ("bfloat16").
+    `tl_devicefix.set_attn_implementation`. `numbers` is what to do if a Bridge with this config
+    would not give transformers' numbers, with hooks or without: "warn", which is the default,
+    "refuse", or "ignore"; the environment variable TL_DEVICEFIX_NUMBERS sets another default.
+    `dtype` may also be a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
     blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
@@ -72,13 +81,16 @@ def boot_transformers(
         TypeError: if there is no such argument; it names what may be meant.
     """
     check_attn_implementation(attn_implementation)
+    choice_of_numbers(numbers)  # which may be misspelt
     takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
     for name in kwargs.keys() & later.keys() - takes.parameters.keys():
         raise TypeError(
             f"boot_transformers has no argument {name!r}: give it to enable_compatibility_mode()"
         )
-    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
+    refuse_unknown(
+        "boot_transformers", kwargs, [*takes.parameters, "attn_implementation", "numbers"]
+    )
     bound = takes.bind(*args, **kwargs)
     options = bound.arguments
     if options.get("hf_model") is None:
@@ -91,6 +103,8 @@ def boot_transformers(
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
         raise
+    if options.get("load_weights", True):
+        check_bridge_numbers(bridge, numbers)
     if attn_implementation is not None:
         set_attn_implementation(bridge, attn_implementation)
     return bridge
@@ -205,6 +219,7 @@ class _PlannedClass:
         else:
             assert self.placement is not None
             options = {name: value for name, value in self._options.items() if name != "model_name"}
+            options["numbers"] = "ignore"
             load = "TransformerBridge.boot_transformers", str(model_name), options
             hub = {name: options[name] for name in ("revision",) if name in options}
             loading = loading_elsewhere(self.placement.of_this_process, *load, **hub)

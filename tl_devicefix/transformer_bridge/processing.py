@@ -37,6 +37,8 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.block import forget
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
+from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
+from tl_devicefix.twin import Numbers
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -61,8 +63,12 @@ _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
     takes=f"self disable_warnings no_processing {_FLAGS}",
     why="what cannot be processed is refused before anything is changed",
 )
-def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+def enable_compatibility_mode(
+    original: Any, self: Any, *args: Any, numbers: Numbers | None = None, **kwargs: Any
+) -> None:
     """See TransformerLens's. What cannot be processed is refused before anything is changed.
+
+    `numbers` is as for `boot_transformers`: a tiny twin is processed in the same way first.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored.
@@ -71,12 +77,13 @@ def enable_compatibility_mode(original: Any, self: Any, *args: Any, **kwargs: An
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
+    arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
+    check_bridge_numbers(self, numbers, arguments)
     forget(self)  # some modules compute in other steps in compatibility mode
     original(self, *args, **kwargs)
-    arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
-    call_everywhere(self, "enable_compatibility_mode", arguments)
+    call_everywhere(self, "enable_compatibility_mode", {**arguments, "numbers": "ignore"})
 
 
 @patches(

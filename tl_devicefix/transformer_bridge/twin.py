@@ -19,32 +19,32 @@ from tl_devicefix.twin import Numbers, Twin, check_numbers
 
 
 def check_bridge_numbers(
-    hf_config: Any,
-    name: str,
-    numbers: Numbers | None = None,
-    compatibility: Mapping[str, Any] | None = None,
-) -> str | None:
-    """Warn if a Bridge of this config would not give transformers' numbers.
+    bridge: Any, numbers: Numbers | None = None, compatibility: Mapping[str, Any] | None = None
+) -> None:
+    """Warn if a Bridge with this one's config would not give transformers' numbers.
+
+    The warning is also kept as the Bridge's `numbers_warning`.
 
     Args:
-        hf_config: transformers' config of the model; not changed.
-        name: the model's name.
+        bridge: the Bridge, as booted.
         numbers: as for `check_numbers`.
         compatibility: the arguments of `enable_compatibility_mode`; None is a Bridge as booted.
-
-    Returns:
-        The warning, or None.
 
     Raises:
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
+    name = str(bridge.cfg.model_name)
 
     def run(hf_config: Any) -> float:
         return _difference(hf_config, name, compatibility)
 
     called = f"{name} as a TransformerBridge"
     called += "" if compatibility is None else " in compatibility mode"
-    return check_numbers(run, hf_config, called, numbers, lambda: "run it with transformers")
+    hf_config = getattr(bridge.original_model, "config", None)
+    advice = "compare what you need with transformers"
+    bridge.__dict__["numbers_warning"] = check_numbers(
+        run, hf_config, called, numbers, lambda: advice
+    )
 
 
 def _difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
@@ -54,12 +54,18 @@ def _difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | No
     wrapped = copy.deepcopy(twin.hf_model)
     wrapped.config.output_attentions = True  # as in `boot_transformers`
     bridge = build_bridge_from_module(
-        wrapped, adapter.cfg.architecture, hf_config=wrapped.config, dtype=torch.float32,
-        device="cpu", model_name=name,
+        wrapped,
+        adapter.cfg.architecture,
+        hf_config=wrapped.config,
+        dtype=torch.float32,
+        device="cpu",
+        model_name=name,
     )
     if compatibility is not None:
-        bridge.enable_compatibility_mode(**compatibility)
+        bridge.enable_compatibility_mode(**compatibility, numbers="ignore")
     plain = twin.difference(bridge(twin.tokens))
-    patterns = [(point, lambda x, hook: x) for point in bridge.hook_dict if point.endswith("pattern")]
+    patterns = [
+        (point, lambda x, hook: x) for point in bridge.hook_dict if point.endswith("pattern")
+    ]
     hooked = twin.difference(bridge.run_with_hooks(twin.tokens, fwd_hooks=patterns))
     return max(plain, hooked)
