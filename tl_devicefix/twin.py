@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 import transformers
 import transformers.utils.logging as hf_logging
+from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
 
@@ -94,11 +95,10 @@ class Twin:
         if "long_factor" in _scaling(config):  # longer texts have other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
         n_ctx = min(n_ctx, _MOST_TOKENS)
-        windows = {window, *(getattr(config, name, None) for name in _WINDOWS)} - {None}
-        shrunk = {
-            size: size if size >= n_ctx else _WINDOW + 3 * i
-            for i, size in enumerate(sorted(windows))
-        }
+        found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
+        windows = sorted(size for size in found if size is not None)
+        # A window that no text of the load can fill stays.
+        shrunk = {w: w if w >= n_ctx else _WINDOW + 3 * i for i, w in enumerate(windows)}
         layers = _layers(config, attn_types)
         sizes = _sizes(config, layers, shrunk)
         if has_positions:
@@ -107,10 +107,9 @@ class Twin:
             setattr(config, name, value)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights arrive dequantised
-        make = getattr(model_class, "_from_config", None) or getattr(
-            model_class, "from_config", transformers.AutoModelForCausalLM.from_config
-        )
-        with torch.device("meta"):
+        model_class = model_class or transformers.AutoModelForCausalLM
+        make: Any = getattr(model_class, "from_config", None) or model_class._from_config
+        with init_empty_weights(include_buffers=False):
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MOST_PARAMETERS:
             raise ValueError(f"its twin would have {count} parameters")
@@ -245,8 +244,8 @@ def check_numbers(
     Raises:
         ValueError: if `numbers` is none of the three, or is "refuse" and the twin differs.
     """
-    numbers = choice_of_numbers(numbers)
-    difference = None if numbers == "ignore" else _measured(run, hf_config, called)
+    choice = choice_of_numbers(numbers)
+    difference = None if choice == "ignore" else _measured(run, hf_config, called)
     if difference is None or difference <= LIMIT:
         return None
     message = (
@@ -254,7 +253,7 @@ def check_numbers(
         f"its config differ by {difference:.1e} of their spread{_blame(run, hf_config)}; "
         f"{advice()}, or silence this with numbers='ignore'"
     )
-    if numbers == "refuse":
+    if choice == "refuse":
         raise ValueError(message)
     warnings.warn(message, stacklevel=2)
     return message
@@ -347,7 +346,7 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
     """
     live = LiveWeights(hf_model)
     try:
-        with _undisturbed(), torch.device("meta"):
+        with _undisturbed(), init_empty_weights(include_buffers=False):
             config = copy.deepcopy(live.model.config)
             made = type(live.model)._from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config

@@ -62,8 +62,8 @@ class ScaledRotary:
     TransformerLens calls that again for texts that are longer than the tables it has.
 
     Attributes:
-        longest: with LongRoPE, longer texts have other frequencies at each position, so that one
-            table cannot serve both; otherwise None.
+        longest: with LongRoPE and dynamic scaling, longer texts have other frequencies at each
+            position, so that one table cannot serve both; otherwise None.
     """
 
     def __init__(self, module: Any, kind: str | None) -> None:
@@ -72,8 +72,12 @@ class ScaledRotary:
             self._module = type(module)(module.config)
         by_layer_type = "layer_type" in inspect.signature(module.forward).parameters
         self._layer_type = {"layer_type": _LAYER_TYPES[kind or "global"]} if by_layer_type else {}
-        is_limited = _scaling(module, kind) == "longrope"
-        self.longest = original_context(module.config) if is_limited else None
+        scaling = _scaling(module, kind)
+        self.longest: int | None = None
+        if scaling == "longrope":
+            self.longest = original_context(module.config)
+        elif scaling == "dynamic":
+            self.longest = module.config.max_position_embeddings
 
     def __call__(
         self, rotary_dim: int, n_ctx: int, base: float = 10000, dtype: torch.dtype = torch.float32

@@ -53,7 +53,7 @@ def _difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | No
     twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))
     wrapped = copy.deepcopy(twin.hf_model)
     wrapped.config.output_attentions = True  # as in `boot_transformers`
-    bridge = build_bridge_from_module(
+    bridge: Any = build_bridge_from_module(
         wrapped,
         adapter.cfg.architecture,
         hf_config=wrapped.config,
