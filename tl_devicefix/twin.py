@@ -94,11 +94,11 @@ class Twin:
         config = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
         if "long_factor" in _scaling(config):  # longer texts have other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
-        n_ctx = min(n_ctx, _MOST_TOKENS)
         found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
         windows = sorted(size for size in found if size is not None)
         # A window that no text of the load can fill stays.
         shrunk = {w: w if w >= n_ctx else _WINDOW + 3 * i for i, w in enumerate(windows)}
+        n_ctx = min(n_ctx, _MOST_TOKENS)
         layers = _layers(config, attn_types)
         sizes = _sizes(config, layers, shrunk)
         if has_positions:

@@ -15,6 +15,7 @@ from tl_devicefix.checking.findings import (
     config_findings,
     device_findings,
     hook_findings,
+    numbers_findings,
     setup_findings,
 )
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
@@ -26,7 +27,8 @@ def check(model: Any, repair: bool = False) -> Report:
     """Return the faults of a live model: misplaced parts, leftover hooks, a config that was edited.
 
     `check` compares every parameter and buffer with `model.placement` (without one, with
-    `cfg.device`). It also finds processing that was interrupted. It reads no values, and changes
+    `cfg.device`). It also finds processing that was interrupted, and repeats the load's warning if
+    the numbers are not transformers'. It reads no values, and changes
     nothing without `repair`.
 
     Args:
@@ -59,7 +61,8 @@ def check(model: Any, repair: bool = False) -> Report:
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    return Report((*interrupted, *findings, *hook_findings(model)), tuple(repaired))
+    others = *hook_findings(model), *numbers_findings(model)
+    return Report((*interrupted, *findings, *others), tuple(repaired))
 
 
 def _repairable(model: Any, adapter: Adapter) -> list[Finding]:

@@ -29,6 +29,7 @@ Kind = Literal[
     "device",  # a tensor is not where the placement says
     "setup",  # a module was put in, and the model not told
     "hooks",  # left behind
+    "numbers",  # the load found that they are not transformers'
 ]
 
 
@@ -173,6 +174,12 @@ def setup_findings(model: Any, when: str, fix: str) -> Iterator[Finding]:
         if not any(path != other and path.startswith(f"{other}.") for other in paths):
             name = path or "model"
             yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
+
+
+def numbers_findings(model: Any) -> Iterator[Finding]:
+    """The warning of the load that the model's numbers are not transformers'."""
+    if (warning := getattr(model, "numbers_warning", None)) is not None:
+        yield Finding("numbers", "model", warning)
 
 
 # --------------------------------------------------------------------------------------------

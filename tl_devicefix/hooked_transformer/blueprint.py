@@ -15,13 +15,17 @@ from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
 from tl_devicefix.attention.kv_cache import let_go
-from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, torch_dtype
+from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, known_config, read_config, torch_dtype
 from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.config import model_config
+from tl_devicefix.hooked_transformer.config import model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
+from tl_devicefix.hooked_transformer.loading import applicable_steps
 from tl_devicefix.hooked_transformer.moving import place
+from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
+from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
+from tl_devicefix.twin import Numbers
 
 
 class HookedGeneration:
@@ -62,8 +66,9 @@ class HookedGeneration:
 class HookedBlueprint:
     """A HookedTransformer as `from_pretrained` would load it."""
 
-    def __init__(self, name: str, cfg: Any, cls: Any) -> None:
-        self.name, self._cfg, self._cls = name, cfg, cls
+    def __init__(self, name: str, cfg: Any, cls: Any, is_named: bool, options: Any) -> None:
+        self.name, self._cfg, self._cls, self._options = name, cfg, cls, options
+        self._is_named = is_named
         self.dtype, self.n_ctx, self.n_layers = cfg.dtype, cfg.n_ctx, cfg.n_layers
 
     @classmethod
@@ -77,7 +82,8 @@ class HookedBlueprint:
         """See `blueprint`."""
         cfg = _config_at_full_size(config_or_model_name, dtype, options)
         name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
-        return cls(name, cfg, model_class or HookedTransformer)
+        is_named = isinstance(config_or_model_name, str | os.PathLike)
+        return cls(name, cfg, model_class or HookedTransformer, is_named, options)
 
     def sizes(self) -> tuple[ComponentSize, ...]:
         """Sizes of its components, in the order they run."""
@@ -96,6 +102,16 @@ class HookedBlueprint:
             model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
         place(model, placement)  # the buffers, and what makes it run there
         return model
+
+    def check_numbers(self, numbers: Numbers | None) -> None:
+        """Warn if a load with these options would not give transformers' numbers."""
+        if not self._is_named:
+            return  # a HookedTransformerConfig, of which transformers knows nothing
+        takes = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
+        defaults = {name: parameter.default for name, parameter in takes.parameters.items()}
+        steps = applicable_steps(self._cfg, {**defaults, **self._options})
+        hf_config = known_config(official_name(self.name)) or read_config(self.name)
+        check_hooked_numbers(hf_config, self._cfg, steps, numbers)
 
     def room_to_load(self, placement: Placement) -> int:
         """Bytes that loading takes on a device beside the weights: a slice in float32."""

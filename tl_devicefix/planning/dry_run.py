@@ -27,6 +27,7 @@ from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.planning.plan import blueprint, check_options, described
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
+from tl_devicefix.twin import Numbers
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def dry_run(
     tokenizer: Any = None,
     cls: Any = None,
     attn_implementation: str | None = None,
+    numbers: Numbers | None = None,
     **options: Any,
 ) -> DryRun:
     """Try a function on a model at its full size, without its weights and without devices.
@@ -139,6 +141,8 @@ def dry_run(
             and may call `enable_compatibility_mode()`, to see how much memory that needs.
         attn_implementation: "sdpa" builds no pattern unless a hook sees it, see
             `tl_devicefix.set_attn_implementation`. Assumes no padding.
+        numbers: what to do if a load would not give transformers' numbers: "warn", "refuse" or
+            "ignore", as for `from_pretrained`.
         options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -153,6 +157,8 @@ def dry_run(
         raise ValueError(f"run must be a function to call with the model, but is {run!r}")
     check_options(dry_run, config_or_model_name, options, cls)
     check_attn_implementation(attn_implementation)
+    with enabled():
+        blueprint(config_or_model_name, dtype, options, cls).check_numbers(numbers)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     at_least = len(memory) if isinstance(memory, list | tuple) else 1
     request = described(n_devices, device_map, max_memory, at_least)

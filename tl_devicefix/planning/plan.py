@@ -17,6 +17,7 @@ from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.simulation.session import check_number
+from tl_devicefix.twin import Numbers
 
 
 class Generation(Protocol):
@@ -45,6 +46,9 @@ class Blueprint(Protocol):
 
     def make(self, placement: Placement, tokenizer: Any = None) -> Any:
         """The model, on the devices of a `simulate(..., values=False)`."""
+
+    def check_numbers(self, numbers: Numbers | None) -> None:
+        """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
 
     def room_to_load(self, placement: Placement) -> int:
         """Bytes that loading takes on a device beside the weights."""

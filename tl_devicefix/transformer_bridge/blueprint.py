@@ -23,6 +23,8 @@ from tl_devicefix.transformer_bridge.components import (
     hf_model_class,
     layout_of,
 )
+from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
+from tl_devicefix.twin import Numbers
 
 OPTIONS = ("n_ctx", "hf_config_overrides")
 """What the config depends on, as `boot_transformers` takes it."""
@@ -98,6 +100,10 @@ class BridgeBlueprint:
         if len(placement.memories) > 1:
             settle_bridge(bridge, placement)
         return bridge
+
+    def check_numbers(self, numbers: Numbers | None) -> None:
+        """Warn if a Bridge with this config would not give transformers' numbers."""
+        check_bridge_numbers(self._config, self.name, numbers)
 
     def room_to_load(self, placement: Placement) -> int:
         """Nothing: transformers puts each weight where it stays."""

@@ -104,7 +104,9 @@ def boot_transformers(
             snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
         raise
     if options.get("load_weights", True):
-        check_bridge_numbers(bridge, numbers)
+        hf_config = getattr(bridge.original_model, "config", None)
+        warning = check_bridge_numbers(hf_config, str(options["model_name"]), numbers)
+        bridge.__dict__["numbers_warning"] = warning
     if attn_implementation is not None:
         set_attn_implementation(bridge, attn_implementation)
     return bridge

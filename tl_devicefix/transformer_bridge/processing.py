@@ -80,7 +80,9 @@ def enable_compatibility_mode(
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
-    check_bridge_numbers(self, numbers, arguments)
+    hf_config = getattr(self.original_model, "config", None)
+    name = str(self.cfg.model_name)
+    self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
     forget(self)  # some modules compute in other steps in compatibility mode
     original(self, *args, **kwargs)
     call_everywhere(self, "enable_compatibility_mode", {**arguments, "numbers": "ignore"})

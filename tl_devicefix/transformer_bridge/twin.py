@@ -19,32 +19,33 @@ from tl_devicefix.twin import Numbers, Twin, check_numbers
 
 
 def check_bridge_numbers(
-    bridge: Any, numbers: Numbers | None = None, compatibility: Mapping[str, Any] | None = None
-) -> None:
-    """Warn if a Bridge with this one's config would not give transformers' numbers.
-
-    The warning is also kept as the Bridge's `numbers_warning`.
+    hf_config: Any,
+    name: str,
+    numbers: Numbers | None = None,
+    compatibility: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Warn if a Bridge with this config would not give transformers' numbers.
 
     Args:
-        bridge: the Bridge, as booted.
+        hf_config: transformers' config of the model; not changed.
+        name: the model's name.
         numbers: as for `check_numbers`.
         compatibility: the arguments of `enable_compatibility_mode`; None is a Bridge as booted.
+
+    Returns:
+        The warning, or None.
 
     Raises:
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
-    name = str(bridge.cfg.model_name)
 
     def run(hf_config: Any) -> float:
         return _difference(hf_config, name, compatibility)
 
     called = f"{name} as a TransformerBridge"
     called += "" if compatibility is None else " in compatibility mode"
-    hf_config = getattr(bridge.original_model, "config", None)
     advice = "compare what you need with transformers"
-    bridge.__dict__["numbers_warning"] = check_numbers(
-        run, hf_config, called, numbers, lambda: advice
-    )
+    return check_numbers(run, hf_config, called, numbers, lambda: advice)
 
 
 def _difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
