@@ -28,8 +28,15 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from hf_models import D_MODEL, GROUPED, HF_CONFIGS, N_LAYERS, make_hf_model, make_tokenizer
-from hf_models import save_checkpoint
+from hf_models import (
+    D_MODEL,
+    GROUPED,
+    HF_CONFIGS,
+    N_LAYERS,
+    make_hf_model,
+    make_tokenizer,
+    save_checkpoint,
+)
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.applying import is_enabled
@@ -190,7 +197,9 @@ def edit_resid_mid(of_gradients: bool, directory: Path) -> float:
             hooks = [(f"blocks.{LAYER}.hook_resid_mid", add)]
             logits = checkpoint.bridge().run_with_hooks(TOKENS, fwd_hooks=hooks)
         result = log_probs(logits)
-        results.append(torch.autograd.grad(result[..., 5].sum(), seen)[0] if of_gradients else result)
+        results.append(
+            torch.autograd.grad(result[..., 5].sum(), seen)[0] if of_gradients else result
+        )
     return difference(*results)
 
 

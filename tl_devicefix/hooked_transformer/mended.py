@@ -22,7 +22,7 @@ from tl_devicefix.monkeypatch.patch import patches
 )
 def create_alibi_multipliers(
     original: Any, n_heads: int, device: torch.device | str | None = None
-) -> Float[torch.Tensor, "n_heads"]:
+) -> Float[torch.Tensor, " n_heads"]:
     """`AbstractAttention.create_alibi_multipliers`, for any number of heads.
 
     As ALiBi was published, and as transformers computes it: the slopes for the power of two below,
