@@ -106,6 +106,14 @@ def logits_of(
     return difference(log_probs(logits), log_probs(checkpoint.hf_model(TOKENS).logits))
 
 
+def changed(name: str, **settings: Any) -> Any:
+    """A tiny config with other settings."""
+    config = HF_CONFIGS[name]()
+    for setting, value in settings.items():
+        setattr(config, setting, value)
+    return config
+
+
 def stretched_gemma3() -> Any:
     """As published from 4B on: positions of the layers that see everything are divided by 8."""
     config = HF_CONFIGS["gemma-3"]()
@@ -134,19 +142,22 @@ def bloom_of_six_heads() -> Any:
     return transformers.BloomConfig(hidden_size=24, n_layer=N_LAYERS, n_head=6, vocab_size=40)
 
 
-def generate_texts(directory: Path) -> float:
-    """Tokens generated for texts of one to eight words, in one batch."""
+def generate_texts(padded: bool, directory: Path) -> float:
+    """Tokens generated for texts of one to eight words, or for their tokens with padding."""
     checkpoint = Checkpoint(HF_CONFIGS["llama"](), directory)
     model = checkpoint.hooked_transformer("llama", "01-ai/Yi-6B")
     texts = [" ".join(f"w{7 + 3 * n + i}" for i in range(n)) for n in range(1, 9)]
+    prompts: Any = model.to_tokens(texts, padding_side="left") if padded else texts
     options = {"max_new_tokens": N_NEW, "do_sample": False}
-    found = model.generate(texts, padding_side="left", stop_at_eos=False, verbose=False, **options)
+    found = model.generate(
+        prompts, padding_side="left", stop_at_eos=False, verbose=False, **options
+    )
     shares = []
-    for text, generated in zip(texts, found):
+    for text, ours in zip(texts, found):
         alone = checkpoint.tokenizer(f"<bos> {text}", return_tensors="pt").input_ids
-        expected = checkpoint.hf_model.generate(alone, **options, eos_token_id=None)[0, -N_NEW:]
-        ours = checkpoint.tokenizer(generated, return_tensors="pt").input_ids[0, -N_NEW:]
-        shares.append(_share_of_others(ours, expected))
+        expected = checkpoint.hf_model.generate(alone, **options, eos_token_id=None)
+        tokens = ours[None] if padded else checkpoint.tokenizer(ours, return_tensors="pt").input_ids
+        shares.append(_share_of_others(tokens[0, -N_NEW:], expected[0, -N_NEW:]))
     return sum(shares) / len(shares)
 
 
@@ -168,11 +179,9 @@ def _share_of_others(found: torch.Tensor, expected: torch.Tensor) -> float:
     return (found != expected).float().mean().item()
 
 
-def hook_pattern(name: str, setting: str, value: Any, directory: Path) -> float:
+def hook_pattern(name: str, directory: Path, **settings: Any) -> float:
     """A Bridge's logits, with hooks on patterns that change nothing."""
-    config = HF_CONFIGS[name]()
-    setattr(config, setting, value)
-    checkpoint = Checkpoint(config, directory)
+    checkpoint = Checkpoint(changed(name, **settings), directory)
     hooks = [(f"blocks.{i}.attn.hook_pattern", lambda x, hook: x) for i in range(N_LAYERS)]
     logits = checkpoint.bridge().run_with_hooks(TOKENS, fwd_hooks=hooks)
     return difference(log_probs(logits), log_probs(checkpoint.hf_model(TOKENS).logits))
@@ -229,16 +238,33 @@ HOOKED_TRANSFORMER: dict[str, Callable[[Path], float]] = {
         *("apertus", "swiss-ai/Apertus-8B-2509"),
         config=partial(transformers.ApertusConfig, **GROUPED),
     ),
-    "generate, texts of unequal length": generate_texts,
+    "Mixtral": partial(logits_of, "mixtral", "mistralai/Mixtral-8x7B-v0.1"),
+    "Gemma 2, another activation": partial(
+        logits_of,
+        *("gemma-2", "google/gemma-2-2b"),
+        config=partial(changed, "gemma-2", hidden_activation="silu"),
+    ),
+    "Gemma 2 without soft caps": partial(
+        logits_of,
+        *("gemma-2", "google/gemma-2-2b"),
+        config=partial(
+            changed, "gemma-2", attn_logit_softcapping=None, final_logit_softcapping=None
+        ),
+    ),
+    "OLMo, another activation": partial(
+        logits_of,
+        *("olmo", "allenai/OLMo-1B-hf"),
+        config=partial(changed, "olmo", hidden_act="gelu"),
+    ),
+    "generate, texts of unequal length": partial(generate_texts, False),
+    "generate, tokens with padding": partial(generate_texts, True),
 }
 BRIDGE: dict[str, Callable[[Path], float]] = {
     "hook_resid_mid, edited": partial(edit_resid_mid, False),
     "hook_resid_mid, its gradient": partial(edit_resid_mid, True),
-    "hooked Gemma 3 with soft caps": partial(
-        hook_pattern, "gemma-3", "attn_logit_softcapping", 2.0
-    ),
+    "hooked Gemma 3 with soft caps": partial(hook_pattern, "gemma-3", attn_logit_softcapping=2.0),
     "hooked GPT-2, scale_attn_weights=False": partial(
-        hook_pattern, "gpt2", "scale_attn_weights", False
+        hook_pattern, "gpt2", scale_attn_weights=False
     ),
     **{
         f"generate, {name}": partial(generate_with_state, name)
