@@ -112,7 +112,7 @@ _OTHER_NAMES = {
 _SIZES_BY_NAME = {
     "gemma-2": {**_GEMMA_SIZES, **_LOCAL},
     "gemma-3": {**_GEMMA_SIZES, **_LOCAL},
-    "gemma": _GEMMA_SIZES,
+    "gemma": {**_GEMMA_SIZES, "act_fn": "gelu_pytorch_tanh"},  # TransformerLens 3: the exact gelu
     "olmo": _SIZES,
     "olmo-2": _SIZES,
 }

@@ -110,7 +110,8 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo": lambda: transformers.OlmoConfig(**_ROTARY),
     "olmo-2": lambda: transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6),
     "olmoe": lambda: transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2),
-    "apertus": lambda: transformers.ApertusConfig(**GROUPED),
+    # Without qk_norm, TransformerLens until 3.7 drops norms that transformers has.
+    "apertus": lambda: transformers.ApertusConfig(**GROUPED, qk_norm=True),
     "gpt-oss": lambda: transformers.GptOssConfig(
         **GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -150,7 +151,15 @@ def test_the_masks_that_old_checkpoints_store_are_ignored(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("pythia", "use_parallel_residual", False), ("gpt2", "scale_attn_by_inverse_layer_idx", True)],
+    [
+        ("pythia", "use_parallel_residual", False),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True),
+        ("gemma", "hidden_act", "gelu_pytorch_tanh"),
+        ("gemma-2", "hidden_activation", "silu"),
+        ("gemma-2", "attn_logit_softcapping", None),
+        ("gemma-2", "final_logit_softcapping", None),
+        ("olmo", "hidden_act", "gelu"),
+    ],
 )
 def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
     config = HF_CONFIGS[name]()
@@ -159,7 +168,7 @@ def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
     try:
         model = HookedTransformer.from_pretrained(tmp_path, device="cpu")
     except ValueError as error:
-        if "released together" not in str(error):
+        if not re.search("released together|not found", str(error)):
             raise
         pytest.skip(f"TransformerLens itself cannot convert it here: {error}")
     # transformers 4's sdpa attention overlooks the scaling by layer.

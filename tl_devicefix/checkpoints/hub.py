@@ -16,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
@@ -125,10 +127,38 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
 def read_config(name: str, **kwargs: Any) -> Any:
     """The fields that transformers reads from a checkpoint's config.json."""
     with reading_config(name):
-        config = AutoConfig.from_pretrained(name, **kwargs)
+        config = as_saved(AutoConfig.from_pretrained(name, **kwargs))
         if not isinstance(architectures := config.architectures or [], list):
             raise ValueError(f"architectures must be a list of names, but is {architectures!r}")
         return config
+
+
+_READS_ROPE_PARAMETERS = Version(transformers.__version__) >= Version("5.dev0")
+
+
+def as_saved(config: Any) -> Any:
+    """Put the rotary settings that transformers 5 saved where transformers 4 looks for them.
+
+    Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
+    """
+    text = getattr(config, "text_config", config)
+    rope = getattr(text, "rope_parameters", None)
+    if _READS_ROPE_PARAMETERS or not rope:
+        return config
+    scaling = dict(rope.get("full_attention", rope))  # Gemma 3's differ between kinds of attention
+    theta, partial = scaling.pop("rope_theta", None), scaling.pop("partial_rotary_factor", None)
+    settings = {
+        "rope_theta": theta,
+        "rotary_emb_base": theta,  # of a GPT-NeoX, as the next but one
+        "partial_rotary_factor": partial,
+        "rotary_pct": partial,
+        "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
+    }
+    for name, value in settings.items():
+        if value is not None and hasattr(text, name):
+            setattr(text, name, value)
+    text.rope_scaling = None if scaling.get("rope_type") == "default" else scaling
+    return config
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from tl_devicefix.hooked_transformer import (  # noqa: F401  # which have patche
     config,
     forward,
     loading,
+    mended,
     moving,
     processing,
 )

@@ -23,6 +23,7 @@ from transformer_lens import HookedTransformerConfig
 from transformers import AutoConfig
 
 from tl_devicefix.checkpoints.hub import (
+    as_saved,
     has_tokenizer,
     hub_arguments,
     is_checkpoint_directory,
@@ -139,6 +140,8 @@ def _config_by_name(
         raise ValueError(
             f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
         )
+    if architecture == "GemmaForCausalLM" and cfg.act_fn == "gelu":
+        cfg.act_fn = "gelu_pytorch_tanh"  # because TransformerLens 3 has the exact one
     return cfg
 
 
@@ -242,11 +245,13 @@ class _ReadableAutoConfig:
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if self._token is not None:
             kwargs["token"] = self._token
-        hf_config = self._hf_config or AutoConfig.from_pretrained(*args, **kwargs)
+        hf_config = self._hf_config or as_saved(AutoConfig.from_pretrained(*args, **kwargs))
         # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
         # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.
         if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
             hf_config.n_ctx = hf_config.n_positions
+        if hf_config.model_type == "apertus":  # transformers has its norms anyway
+            hf_config.qk_norm = True
         rope = getattr(hf_config, "rope_parameters", None) or {}
         if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
             hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
@@ -312,6 +317,7 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
     return {
         **sizes,
         "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # OLMo's LayerNorm has it fixed
+        "act_fn": hf_config.hidden_act,
         "attn_types": ["global"] * hf_config.num_hidden_layers,
         **_rope(hf_config),
     }
@@ -321,6 +327,7 @@ def gemma_sizes(hf_config: Any) -> dict[str, Any]:
     """Sizes of a Gemma from config.json, by TransformerLens's names."""
     sizes = {
         **_sizes(hf_config, hf_config.head_dim),
+        "act_fn": _gemma_activation(hf_config),
         "n_key_value_heads": hf_config.num_key_value_heads,
         "n_ctx": min(hf_config.max_position_embeddings, 8192),
         "eps": hf_config.rms_norm_eps,
@@ -328,16 +335,25 @@ def gemma_sizes(hf_config: Any) -> dict[str, Any]:
     }
     if getattr(hf_config, "query_pre_attn_scalar", None) is not None:
         sizes["attn_scale"] = hf_config.query_pre_attn_scalar**0.5
-    if getattr(hf_config, "final_logit_softcapping", None) is not None:
-        sizes["output_logits_soft_cap"] = hf_config.final_logit_softcapping
-    if getattr(hf_config, "attn_logit_softcapping", None) is not None:
-        sizes["attn_scores_soft_cap"] = hf_config.attn_logit_softcapping
+    # None is -1 here. Transformers reads the cap of the scores in a Gemma 2 only.
+    scores_cap = hf_config.model_type == "gemma2" and hf_config.attn_logit_softcapping
+    sizes["attn_scores_soft_cap"] = scores_cap or -1.0
+    sizes["output_logits_soft_cap"] = getattr(hf_config, "final_logit_softcapping", None) or -1.0
     if getattr(hf_config, "layer_types", None) is not None:
         sizes["window_size"] = hf_config.sliding_window
         sizes["attn_types"] = [
             "local" if kind == "sliding_attention" else "global" for kind in hf_config.layer_types
         ]
     return sizes
+
+
+def _gemma_activation(hf_config: Any) -> str:
+    """The activation of a Gemma; Gemma 1 has the older name for it."""
+    if hf_config.model_type != "gemma":
+        return str(hf_config.hidden_activation)
+    # The first checkpoints said "gelu" and meant its approximation; transformers 5 corrects that.
+    activation = str(hf_config.hidden_act)
+    return "gelu_pytorch_tanh" if activation == "gelu" else activation
 
 
 def _gemma_rope(hf_config: Any) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Faults of TransformerLens's own methods are mended: transformers' numbers come out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from comparison import assert_agrees, log_probs
+from hf_models import D_VOCAB, GROUPED, N_LAYERS, make_hf_model
+from packaging.version import Version
+from transformer_lens import HookedTransformer
+from transformer_lens.components import AbstractAttention
+from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+import tl_devicefix
+from tl_devicefix.checkpoints.hub import as_saved
+
+TOKENS = torch.randint(3, D_VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("n_heads", [1, 6, 8, 12, 112])
+def test_alibi_slopes_are_those_of_transformers(n_heads):
+    # of [head, 1, pos], which is the slope times the position
+    expected = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(AbstractAttention.create_alibi_multipliers(n_heads), expected)
+
+
+def test_alibi_slopes_of_a_power_of_two_stay_bit_equal():
+    slopes = AbstractAttention.create_alibi_multipliers(16)
+    with tl_devicefix.disabled():
+        assert torch.equal(slopes, AbstractAttention.create_alibi_multipliers(16))
+
+
+def test_bloom_of_six_heads_agrees_with_transformers(tmp_path):
+    sizes = {"hidden_size": 24, "n_layer": N_LAYERS, "n_head": 6, "vocab_size": D_VOCAB}
+    _assert_right(transformers.BloomConfig(**sizes), tmp_path)
+
+
+def test_config_saved_by_transformers_5_keeps_its_rotary_base(tmp_path):
+    def as_transformers_5_saves(fields: dict[str, Any]) -> dict[str, Any]:
+        fields.pop("rope_theta", None)
+        return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+
+    config = transformers.Qwen2Config(**GROUPED, rope_theta=1e6)
+    _assert_right(config, tmp_path, as_transformers_5_saves)
+
+
+@pytest.mark.skipif(
+    "swiss-ai/Apertus-8B-2509" not in OFFICIAL_MODEL_NAMES, reason="TransformerLens has no Apertus"
+)
+def test_apertus_has_norms_that_its_config_does_not_name(tmp_path):
+    _assert_right(transformers.ApertusConfig(**GROUPED), tmp_path)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) >= Version("5"), reason="5 reads its own")
+@pytest.mark.parametrize(
+    ("config", "rope", "expected"),
+    [
+        (
+            transformers.GPTNeoXConfig(),
+            {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5},
+            {"rotary_emb_base": 5.0, "rotary_pct": 0.5, "rope_scaling": None},
+        ),
+        (
+            transformers.Gemma3TextConfig(),
+            {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 6.0},
+            },
+            {
+                "rope_theta": 5.0,
+                "rope_local_base_freq": 6.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+    ],
+    ids=["GPT-NeoX", "Gemma 3"],
+)
+def test_rope_parameters_go_where_transformers_4_looks(config, rope, expected):
+    config.rope_parameters = rope
+    as_saved(config)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_texts_of_unequal_length_generate_as_each_alone(checkpoints):
+    model = HookedTransformer.from_pretrained(checkpoints("llama"), device="cpu")
+    options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    texts = ["w7 w8 w9 w10", "w11", "w14 w15"]
+    assert model.generate(texts, padding_side="left", **options) == [
+        model.generate(text, **options) for text in texts
+    ]
+
+
+def _assert_right(config: Any, directory: Any, edit: Any = dict) -> None:
+    """A HookedTransformer of a checkpoint, whose config.json is edited, equals transformers."""
+    hf_model = make_hf_model(config, torch.float32)
+    hf_model.save_pretrained(directory)
+    file = directory / "config.json"
+    file.write_text(json.dumps(edit(json.loads(file.read_text()))))
+    model = HookedTransformer.from_pretrained(directory, device="cpu")
+    assert_agrees(log_probs(model, TOKENS), hf_model(TOKENS).logits.log_softmax(-1), tolerance=1e-4)
