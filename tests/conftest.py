@@ -32,6 +32,7 @@ OF_BRIDGE = [
     "transformer_bridge",
     *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),
     "surface/test_bridge_sweep.py",
+    "twin/test_bridge_twin.py",
 ]
 OF_HOOKED_TRANSFORMER = [
     *("checkpoints", "weight_processing", "hooked_transformer", "parity", "placement"),
@@ -43,6 +44,7 @@ OF_HOOKED_TRANSFORMER = [
         if path.stem not in OF_EITHER and not path.stem.endswith("_of_either_class")
     ),
     "surface/test_sweep.py",
+    "twin/test_hooked_twin.py",
 ]
 collect_ignore_glob = [
     *([] if has_bridge() else OF_BRIDGE),
@@ -150,8 +152,13 @@ def quick_garbage_collection():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network(tmp_path_factory):
-    """Whoever asks the hub is told at once that it cannot be reached."""
+    """Whoever asks the hub is told at once that it cannot be reached.
+
+    No load is tried on a tiny twin either, because that takes as long as loading a tiny model;
+    tests/twin does so.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TL_DEVICEFIX_NUMBERS", "ignore")
         go_offline(patch, tmp_path_factory.mktemp("hub"))
         yield
 

@@ -271,10 +271,10 @@ def choice_of_numbers(numbers: str | None) -> str:
 def _measured(run: Run, hf_config: Any, called: str = "a trial") -> float | None:
     """The difference; None if the twin cannot be made, so that nothing is known."""
     try:
-        with _undisturbed():
+        with undisturbed():
             return run(hf_config)
     except Exception as error:  # noqa: BLE001  # transformers refuses some sizes in its own ways
-        _log.info("%s has no twin: %s: %s", called, type(error).__name__, error)
+        _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
 
@@ -307,7 +307,7 @@ _NO_CAUSE = (
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Within it, nothing that the caller has set for torch or transformers reaches a twin."""
     precision = torch.get_float32_matmul_precision()
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -346,11 +346,11 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
     """
     live = LiveWeights(hf_model)
     try:
-        with _undisturbed(), init_empty_weights(include_buffers=False):
+        with undisturbed(), init_empty_weights(include_buffers=False):
             config = copy.deepcopy(live.model.config)
             made = type(live.model)._from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
-        _log.info("%s is not compared: %s", type(live.model).__name__, error)
+        _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return
     found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
     if beyond := sorted({path for path, *_ in found ^ expected}):

@@ -44,7 +44,7 @@ def check_hooked_numbers(
     """
 
     def run(hf_config: Any, steps: Steps = steps) -> float:
-        return _difference(hf_config, cfg, steps, hf_class)
+        return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
         for step in fields(steps):
@@ -58,7 +58,7 @@ def check_hooked_numbers(
         return check_numbers(run, hf_config, called, numbers, advice)
 
 
-def _difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
+def difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
     twin = Twin.of(
         hf_config,
         cfg.n_ctx,

@@ -40,7 +40,7 @@ def check_bridge_numbers(
     """
 
     def run(hf_config: Any) -> float:
-        return _difference(hf_config, name, compatibility)
+        return difference(hf_config, name, compatibility)
 
     called = f"{name} as a TransformerBridge"
     called += "" if compatibility is None else " in compatibility mode"
@@ -48,7 +48,7 @@ def check_bridge_numbers(
     return check_numbers(run, hf_config, called, numbers, lambda: advice)
 
 
-def _difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
+def difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
     adapter = adapter_for(hf_config, name, torch.float32)
     n_ctx = adapter.cfg.n_ctx
     twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))

@@ -1,0 +1,42 @@
+"""Loads of this folder are tried on a tiny twin, as they are for users."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hf_models import HF_CONFIGS, make_hf_model, save_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def numbers_as_users_have_them(monkeypatch):
+    monkeypatch.delenv("TL_DEVICEFIX_NUMBERS")
+
+
+@pytest.fixture
+def save(tokenizer, tmp_path):
+    """`save("llama", attention_bias=True)`: a directory, and transformers' model of it."""
+
+    def save(name, **settings):
+        config = HF_CONFIGS[name]()
+        model = make_hf_model(type(config)(**{**config.to_dict(), **settings}))
+        path = str(save_checkpoint(model, tokenizer, tmp_path))
+        # As transformers reads it again, because it keeps some settings in other places.
+        read = transformers.AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager", dtype=torch.float32
+        )
+        return path, read.eval()
+
+    return save
+
+
+@pytest.fixture
+def difference(tokens):
+    """The largest difference of two models' log probabilities."""
+
+    @torch.no_grad()
+    def difference(model, hf_model, tokens=tokens):
+        logp = model(tokens).cpu().log_softmax(-1)
+        return (logp - hf_model(tokens).logits.log_softmax(-1)).abs().max().item()
+
+    return difference

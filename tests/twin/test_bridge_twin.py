@@ -1,0 +1,36 @@
+"""A Bridge tells if it would not give transformers' numbers, hooked or in compatibility mode."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from transformer_lens.model_bridge import TransformerBridge
+
+import tl_devicefix
+
+OTHER_NUMBERS = "gives other numbers than transformers"
+
+
+def test_boot_warns_if_hooked_attention_differs(save):
+    path, _ = save("gpt2", scale_attn_weights=False)
+    with pytest.warns(UserWarning, match=f"{OTHER_NUMBERS}.*because of scale_attn_weights=False"):
+        bridge = TransformerBridge.boot_transformers(path)
+    assert OTHER_NUMBERS in str(tl_devicefix.check(bridge))
+
+
+def test_boot_of_a_right_model_says_nothing(checkpoints):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")))
+        bridge.enable_compatibility_mode()
+    assert tl_devicefix.check(bridge)
+
+
+def test_refused_compatibility_mode_changes_nothing(save, tokens, refused):
+    path, _ = save("gpt2", scale_attn_weights=False)
+    bridge = TransformerBridge.boot_transformers(path, numbers="ignore")
+    before = bridge(tokens)
+    with refused(OTHER_NUMBERS, "in compatibility mode"):
+        bridge.enable_compatibility_mode(numbers="refuse")
+    assert bridge(tokens).equal(before)

@@ -1,0 +1,173 @@
+"""A load tells if a HookedTransformer would not give transformers' numbers."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from hf_models import HF_CONFIGS, make_hf_model
+from transformer_lens import HookedTransformer
+
+import tl_devicefix
+
+ROUNDING = 1e-4
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+OTHER_NUMBERS = "gives other numbers than transformers"
+
+
+def load(path, **options):
+    return HookedTransformer.from_pretrained(path, center_unembed=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "blamed"),
+    [
+        ("llama", {"attention_bias": True}, "because of attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "because of mlp_bias=True"),
+        ("qwen2", {**WINDOWS, "layer_types": None}, ""),
+        ("phi", {"qk_layernorm": True}, "because of qk_layernorm=True"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "because of apply_residual"),
+    ],
+)
+def test_load_warns_of_setting_without_a_place(save, difference, name, settings, blamed):
+    path, hf_model = save(name, **settings)
+    with pytest.warns(UserWarning, match=f"{OTHER_NUMBERS}.*{blamed}") as said:
+        model = load(path, n_devices=1)
+    assert len([w for w in said if OTHER_NUMBERS in str(w.message)]) == 1
+    assert difference(model, hf_model) > ROUNDING
+
+
+def test_warning_is_an_error_if_numbers_is_refuse(save, refused, monkeypatch):
+    path, _ = save("llama", attention_bias=True)
+    with refused(OTHER_NUMBERS, "attention_bias=True", "TransformerBridge"):
+        load(path, numbers="refuse")
+    monkeypatch.setenv("TL_DEVICEFIX_NUMBERS", "refuse")
+    with refused(OTHER_NUMBERS):
+        load(path)
+    with refused("numbers must be 'warn', 'refuse' or 'ignore', but is 'refused'"):
+        load(path, numbers="refused")
+
+
+def test_numbers_ignore_says_nothing(save):
+    path, _ = save("llama", attention_bias=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        load(path, numbers="ignore")
+
+
+def test_check_and_dry_run_repeat_the_warning(save):
+    path, _ = save("llama", attention_bias=True)
+    with pytest.warns(UserWarning, match=OTHER_NUMBERS):
+        model = load(path)
+    (finding,) = tl_devicefix.check(model).findings
+    assert finding.kind == "numbers"
+    assert OTHER_NUMBERS in finding.message
+    with pytest.warns(UserWarning, match=OTHER_NUMBERS):
+        tl_devicefix.dry_run(path, lambda model: None)
+
+
+def test_no_setting_of_the_caller_reaches_the_twin(checkpoints):
+    path = str(checkpoints("llama"))
+    torch.manual_seed(7)
+    random.seed(7)
+    before = torch.get_rng_state(), random.getstate()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            tl_devicefix.simulate(2),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error", UserWarning)
+            load(path, n_devices=2)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_twin_that_cannot_be_made_says_nothing(checkpoints, caplog):
+    with mock.patch("tl_devicefix.twin._MOST_PARAMETERS", 10), caplog.at_level("INFO"):
+        load(str(checkpoints("llama")))
+    assert "has no twin: ValueError: its twin would have" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------
+# Rotary frequencies that are scaled
+
+SCALINGS = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {
+        "short_factor": [1.5, 1.2],
+        "long_factor": [3.0, 9.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "olmo"])
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_scaled_rotary_frequencies_are_transformers(
+    save, difference, machine, name, kind, n_devices
+):
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, **SCALINGS[kind]}
+    path, hf_model = save(name, rope_parameters=scaling, rope_scaling=scaling)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = load(path, n_devices=n_devices)
+    assert difference(model, hf_model) < ROUNDING
+
+
+def test_text_beyond_longrope_table_is_refused(save, refused):
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, **SCALINGS["longrope"]}
+    path, _ = save("llama", rope_parameters=scaling, rope_scaling=scaling)
+    model = load(path)
+    model(torch.zeros(1, 16, dtype=torch.long))
+    with pytest.raises(ValueError, match="texts of more than 16 tokens"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
+# --------------------------------------------------------------------------------------------
+# A live model
+
+
+def test_config_of_hf_model_counts_not_the_directorys(checkpoints, difference):
+    config = HF_CONFIGS["mistral"]()
+    config.hidden_act, config.rms_norm_eps, config.num_hidden_layers = "gelu", 0.1, 3
+    hf_model = make_hf_model(config)
+    model = load(str(checkpoints("llama")), hf_model=hf_model)
+    assert difference(model, hf_model) < ROUNDING
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        ("lm_head", torch.nn.Linear(16, 40, bias=True)),
+        ("lm_head", torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 40))),
+        ("model.layers.2.input_layernorm", torch.nn.LayerNorm(16)),
+        ("model.layers.1.mlp.act_fn", torch.nn.GELU()),
+    ],
+    ids=["bias", "sequential", "norm", "activation"],
+)
+def test_part_beyond_hf_models_config_is_refused(checkpoints, refused, path, part):
+    hf_model = make_hf_model(HF_CONFIGS["llama"]())
+    hf_model.set_submodule(path, part)
+    called = path.replace(".1.", ".*.").replace(".2.", ".*.")
+    with refused("not as its config makes", called):
+        load(str(checkpoints("llama")), hf_model=hf_model)
+
+
+def test_hook_on_hf_model_is_refused(checkpoints, refused):
+    hf_model = make_hf_model(HF_CONFIGS["llama"]())
+    hf_model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    with refused("not as its config makes", "model.layers.*.mlp"):
+        load(str(checkpoints("llama")), hf_model=hf_model)
