@@ -34,7 +34,9 @@ def generate(model, tokens):
 def gradients(model, tokens):
     model.zero_grad()
     model(tokens, return_type="loss").backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # An unpatched Bridge of TransformerLens 4.1 and 4.2 gives none to weights of a gated MLP.
+    weights = {name: p for name, p in model.named_parameters() if ".mlp." not in name}
+    return {name: p.grad for name, p in weights.items() if p.grad is not None}
 
 
 # GPT-2: LayerNorm, absolute positions. Llama: grouped heads. Gemma 2: soft caps, windows, 4 norms.
