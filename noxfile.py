@@ -15,8 +15,10 @@ from xml.etree import ElementTree
 
 import nox
 
-nox.options.sessions = ["lint", "docs", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
-nox.options.sessions += ["versions"]
+nox.options.sessions = [
+    *("lint", "docs", "package", "versions"),
+    *("tests-3.9.0", "tests-4.3.0", "tests-2.18.0"),
+]
 # uv, where it is installed, takes seconds for what takes pip minutes; wheels are where pip is told.
 nox.options.default_venv_backend = "uv|venv"
 if "PIP_FIND_LINKS" in os.environ:
