@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
+import subprocess
+import sys
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
 
-nox.options.sessions = ["lint", "docs", "package", "tests-3.9.0", "tests-4.3.0", "tests-2.18.0"]
+nox.options.sessions = [
+    *("lint", "docs", "package", "versions"),
+    *("tests-3.9.0", "tests-4.3.0", "tests-2.18.0"),
+]
 # uv, where it is installed, takes seconds for what takes pip minutes; wheels are where pip is told.
 nox.options.default_venv_backend = "uv|venv"
 if "PIP_FIND_LINKS" in os.environ:
@@ -30,6 +38,21 @@ if not os.access(_home, os.W_OK):
 os.environ["HOME"] = str(_home)
 # Processes, not threads, are as many as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+VERSIONS = {
+    "HookedTransformer": (
+        *("2.16.1", "2.18.0"),
+        *("3.0.0", "3.2.1", "3.5.1", "3.7.0", "3.8.0", "3.9.0"),
+    ),
+    "TransformerBridge": ("3.9.0", "4.0.0", "4.1.0", "4.2.0", "4.3.0"),
+}
+"""Class -> the TransformerLens versions that README and docs/compatibility.md name.
+
+`nox -s versions` runs each of them, and fails if the pages name others.
+"""
+EVERY_VERSION = tuple(dict.fromkeys(version for of in VERSIONS.values() for version in of))
+ON_EVERY_VERSION = ("tests/versions",)
+"""Files and folders of tests that `nox -s versions` runs on every version."""
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
 BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
@@ -133,7 +156,7 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
             session.error(f"the package has no {name}")
 
 
-# Those that CI runs; the others are for `nox -s tests-3.5.1`.
+# CI runs all tests of these; the others are for `nox -s tests-3.5.1`.
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 WITH_NOTEBOOKS = ("3.9.0",)
 """With the newest HookedTransformer; with the others, they are in the full sessions."""
@@ -172,10 +195,91 @@ def add_full_tests(transformer_lens: str) -> None:
         session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *what)
 
 
-for version in (*IN_CI, "2.16.1", "3.0.0", "3.5.1"):
+for version in EVERY_VERSION:
     add_tests(version)
 for version in IN_CI:
     add_full_tests(version)
+
+
+def add_versions(release: str) -> None:
+    """Add a session that runs `ON_EVERY_VERSION` on the versions of one release, in turn."""
+
+    @nox.session(name=f"versions-{release}")
+    def versions_of_release(session: nox.Session) -> None:
+        # In one environment, because all of it but TransformerLens stays as it is.
+        for version in EVERY_VERSION:
+            if version.startswith(f"{release}."):
+                install(session, version, "-e", ".", "pytest")
+                results = ("--full", f"--junitxml={session.cache_dir / version}.xml")
+                paths = session.posargs or ON_EVERY_VERSION
+                session.run("pytest", *results, *paths, success_codes=range(6))
+
+
+RELEASES = ("3", "4", "2")  # first the one that takes longest
+for release in RELEASES:
+    add_versions(release)
+
+
+@nox.session(venv_backend="none")
+def versions(session: nox.Session) -> None:
+    """Run `ON_EVERY_VERSION` on every version, two at a time, and print a table.
+
+    `nox -s versions -- tests/versions/test_smoke.py` runs other tests.
+    """
+    check_pages(session)
+    results = session.cache_dir
+    for old in results.glob("*.xml"):
+        old.unlink()
+
+    def run(release: str) -> None:
+        command = [sys.executable, "-m", "nox", "--envdir", str(results.parent)]
+        command += ["-s", f"versions-{release}", "--", *session.posargs]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, RELEASES))
+    rows = [
+        (version, cls, *result_of(results / f"{version}.xml", cls))
+        for cls, of in VERSIONS.items()
+        for version in of
+    ]
+    for row in [("version", "class", "result", "tests", "seconds"), *rows]:
+        print("{:8} {:18} {:7} {:>5} {:>8}".format(*row))
+    if wrong := [f"{cls} {version}" for version, cls, result, *_ in rows if result != "right"]:
+        session.error(f"not right: {', '.join(wrong)}")
+
+
+def check_pages(session: nox.Session) -> None:
+    """Check that README and docs/compatibility.md name the versions in `VERSIONS`, no others."""
+    for page, row in {
+        "README.md": r"^\| TransformerLens (.*) \| {cls} \|",
+        "docs/compatibility.md": r"^## TransformerLens, {cls}\n\n\| \| (.*) \|$",
+    }.items():
+        text = Path(page).read_text()
+        for cls, versions in VERSIONS.items():
+            table = re.search(row.format(cls=cls), text, re.MULTILINE)
+            named = re.findall(r"\d+\.\d+\.\d+", table[1] if table else "")
+            if named != list(versions):
+                session.error(f"{page} names {cls} of {named}, but {list(versions)} are run")
+
+
+def result_of(report: Path, cls: str) -> tuple[str, int, str]:
+    """Return "right" or "wrong", the number of tests of a class, and their seconds.
+
+    A test that names no class counts for both. One that is skipped is not right.
+    """
+    if not report.exists():
+        return "not run", 0, "-"
+    others = VERSIONS.keys() - {cls}
+    tests = [
+        test
+        for test in ElementTree.parse(report).iter("testcase")
+        if not any(other in test.attrib["name"] for other in others)
+    ]
+    seconds = sum(float(test.attrib["time"]) for test in tests)
+    is_right = tests and not any(len(test) for test in tests)
+    return "right" if is_right else "wrong", len(tests), f"{seconds:.1f}"
 
 
 @nox.session

@@ -69,7 +69,9 @@ def folded(cls: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`folded("llama", 4)`: a new model with folded weights, over so many devices."""
     if cls == BRIDGE:
         boot = request.getfixturevalue("boot")
-        return lambda kind, n_devices: boot(kind, compatible=True, n_devices=n_devices)
+        return lambda kind, n_devices, **where: boot(
+            kind, compatible=True, n_devices=n_devices, **where
+        )
     return request.getfixturevalue("load")
 
 

@@ -159,7 +159,7 @@ def look_at(module: Any) -> Look:
 
 def why_as_installed(block: Any) -> str | None:
     """Why a block runs the installed forward; None if it does not."""
-    return _why_module(block) or _why_by_config(block.cfg) or _why_now()
+    return _why_module(block) or _why_now() or _why_by_config(block.cfg)
 
 
 def why_attention_as_installed(attn: Any) -> str | None:
@@ -167,9 +167,9 @@ def why_attention_as_installed(attn: Any) -> str | None:
     return (
         _why_module(attn)
         or _why_weights(attn)
+        or _why_now()  # before the config, because unknown versions lack some of its attributes
         or _why_by_config(attn.cfg)
         or _why_attention_by_config(attn.cfg)
-        or _why_now()
     )
 
 

@@ -1,0 +1,51 @@
+"""The first things that users do, with the installed TransformerLens: `nox -s versions`.
+
+Each result is compared with what the same library gives unpatched, on one CPU.
+"""
+
+import pytest
+from comparison import assert_agrees
+
+import tl_devicefix
+
+HOOK = "blocks.2.hook_resid_post"
+GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
+
+
+def forward(model, tokens):
+    return model(tokens)
+
+
+def cache(model, tokens):
+    return dict(model.run_with_cache(tokens)[1].items())
+
+
+def hook(model, tokens):
+    halve = (HOOK, lambda activation, hook: activation / 2)
+    return model.run_with_hooks(tokens, fwd_hooks=[halve])
+
+
+def generate(model, tokens):
+    # An unpatched Bridge forgets its KV cache with transformers 5.24, so it generates without one.
+    with_kv_cache = tl_devicefix.report().is_enabled
+    return model.generate(tokens, use_past_kv_cache=with_kv_cache, **GREEDY)
+
+
+def gradients(model, tokens):
+    model.zero_grad()
+    model(tokens, return_type="loss").backward()
+    # An unpatched Bridge of TransformerLens 4.1 and 4.2 gives none to weights of a gated MLP.
+    weights = {name: p for name, p in model.named_parameters() if ".mlp." not in name}
+    return {name: p.grad for name, p in weights.items() if p.grad is not None}
+
+
+# GPT-2: LayerNorm, absolute positions. Llama: grouped heads. Gemma 2: soft caps, windows, 4 norms.
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma-2"])
+@pytest.mark.parametrize(("n_devices", "home"), [(1, "cpu"), (4, "sim:0")])
+def test_it_is_as_unpatched_on_one_cpu(kind, n_devices, home, folded, folded_on_one, tokens):
+    model, reference = folded(kind, n_devices, device=home), folded_on_one(kind)
+    for call in (forward, cache, hook, generate, gradients):
+        with tl_devicefix.disabled():
+            expected = call(reference, tokens)
+        assert_agrees(call(model, tokens.to(home)), expected)
