@@ -46,6 +46,16 @@ def test_numbers_that_are_read_are_0(machine):
     assert repr(x[0]) == "tensor(..., size=(4,), device='sim:0')"
 
 
+def test_dtypes_go_by_the_default_dtype_of_the_time(machine):
+    integers = torch.arange(3, device="sim:0")
+    assert (integers / 2).dtype == integers.sqrt().dtype == torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert (integers / 2).dtype == integers.sqrt().dtype == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("lie", ["by heads", "by positions"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_takes_what_it_takes_with_values(lie, masked):

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
-from hf_models import N_LAYERS, padded
+from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import AutoModelForCausalLM
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.transformer_bridge import unwrapping
 from tl_devicefix.transformer_bridge.block import why_installed
 
 pytestmark = [
@@ -53,9 +54,20 @@ def test_loss_and_gradients_are_the_bridge_s(name, compatible, boot, tokens):
     assert ways(bridge) == [None] * N_LAYERS
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["pythia", "bloom"])
-def test_gradients_after_a_first_forward_in_inference_mode(name, boot, tokens, monkeypatch):
-    monkeypatch.setattr(unwrapping, "_orders", {})
+def test_two_bridges_as_wide_with_other_heads(name, tokens, tokenizer, tmp_path):
+    for n_heads in (4, 2):
+        config = HF_CONFIGS[name]()
+        config.num_attention_heads = n_heads
+        save_checkpoint(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
+        bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+        assert_as_unpatched(bridge, lambda bridge: bridge(tokens), tolerance=1e-6)
+        assert ways(bridge) == [None] * N_LAYERS
+
+
+@pytest.mark.parametrize("name", ["pythia", "bloom"])
+def test_gradients_after_a_first_forward_in_inference_mode(name, boot, tokens):
     bridge = boot(name, device="cpu")
     with torch.inference_mode():
         expected = bridge(tokens)

@@ -59,6 +59,7 @@ def check_hooked_numbers(
 
 
 def difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
+    """Return how far a HookedTransformer's twin is from transformers; see `Twin.difference`."""
     twin = Twin.of(
         hf_config,
         cfg.n_ctx,

@@ -82,9 +82,10 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
     if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
         return func(*args, **kwargs)
     try:
-        key = func, _described(args), _described(sorted(kwargs.items()))
+        described = _described(args), _described(sorted(kwargs.items()))
     except _DecidesByValues:
         return func(*args, **kwargs)
+    key = func, *described, torch.get_default_dtype()  # that of quotients of integers, say
     layouts = _results.get(key)  # other threads may clear it meanwhile
     if layouts is not None:
         made = [

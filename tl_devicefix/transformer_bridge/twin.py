@@ -49,6 +49,7 @@ def check_bridge_numbers(
 
 
 def difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
+    """Return how far the twin of a Bridge is from transformers; see `Twin.difference`."""
     adapter = adapter_for(hf_config, name, torch.float32)
     n_ctx = adapter.cfg.n_ctx
     twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))

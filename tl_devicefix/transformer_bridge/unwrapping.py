@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
@@ -118,7 +119,7 @@ class Unwrapped:
         if joint is None or not set(names) <= wrapper._modules.keys():
             raise NotPlain(f"a {type(wrapper).__name__} has no known projection")
         parts = [self._of(wrapper._modules[part]) for part in names]
-        self._made[id(joint)] = _Joined(parts, _order(split, owner, name, joint))
+        self._made[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
         self._split.add(id(joint))
 
 
@@ -227,18 +228,20 @@ class _Joined(nn.Module):
         return together.index_select(-1, self._order)
 
 
-_orders: dict[Any, torch.Tensor | None] = {}
+_orders: Any = WeakIdKeyDictionary()
+"""Of each Bridge's config, because it splits by heads, which a weight's sizes do not tell."""
 
 
 @torch.inference_mode(False)  # as later forwards may be with gradients
-def _order(split: Any, owner: Any, name: str, joint: Any) -> torch.Tensor | None:
+def _order(wrapper: Any, split: Any, name: str, joint: Any) -> torch.Tensor | None:
     """`_Joined`'s order, as TransformerLens splits a projection whose outputs are numbered."""
+    owner, known = wrapper.original_component, _orders.setdefault(wrapper.config or wrapper, {})
     is_in_out = type(joint).__name__ == "Conv1D"
     if not is_in_out and not isinstance(joint, nn.Linear):
         raise NotPlain(f"it splits a {type(joint).__name__}, which is not a linear layer")
     n_out, n_in = joint.weight.shape[::-1] if is_in_out else joint.weight.shape
     key = type(owner), name, n_out, n_in, getattr(split, "__qualname__", None)
-    if key not in _orders:
+    if key not in known:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             numbers = torch.arange(n_out, dtype=torch.float32)
             weight = numbers[:, None].expand(n_out, n_in)
@@ -253,5 +256,5 @@ def _order(split: Any, owner: Any, name: str, joint: Any) -> torch.Tensor | None
         if not torch.equal(split_numbers.sort().values, torch.arange(n_out)):
             raise NotPlain(f"it splits a {type(owner).__name__} in an unknown way")
         order = split_numbers.argsort()
-        _orders[key] = None if torch.equal(order, torch.arange(n_out)) else order
-    return _orders[key]
+        known[key] = None if torch.equal(order, torch.arange(n_out)) else order
+    return known[key]  # type: ignore[no-any-return]
