@@ -19,7 +19,7 @@ from tl_devicefix.activation_store.format import (
     dtype_name,
 )
 from tl_devicefix.gathering.caches import CacheAtHome
-from tl_devicefix.misspelt import did_you_mean, which_hook_point
+from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 """An activation, [batch, ...], to the tensor that is stored in its place."""
@@ -35,6 +35,18 @@ class Selection:
     dtype: torch.dtype | None
     transform: Transform | Mapping[str, Transform] | None
     token_mask: TokenMask | None
+
+    def __post_init__(self) -> None:
+        by_name = isinstance(self.transform, Mapping)
+        transforms: Any = self.transform.values() if by_name else [self.transform]
+        must_be = "transform must be a function of an activation, or a dict from names to functions"
+        given = [(must_be, transform) for transform in transforms]
+        if not isinstance(self.token_mask, str) or self.token_mask != "attention_mask":
+            must_be = "token_mask must be 'attention_mask' or a function of tokens"
+            given.append((must_be, self.token_mask))
+        for must_be, function in given:
+            if function is not None and not callable(function):
+                raise ValueError(f"{must_be}, but is {shown(function)}")
 
     def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are saved, `[batch, pos]` on the CPU; None for all."""
@@ -160,8 +172,9 @@ def checked_names(names_filter: Any, model: Any) -> Any:
     for name in names:
         if name not in model.hook_dict:
             raise ValueError(
-                f"names_filter has {name!r}, which is no hook point of this model (names are in "
-                'model.hook_dict; a function such as lambda name: name.endswith("hook_resid_post") '
+                f"names_filter has {shown(name)}, which is no hook point of this model (names are "
+                "in model.hook_dict; a function such as "
+                'lambda name: name.endswith("hook_resid_post") '
                 f"selects several){which_hook_point(name, model.hook_dict)}"
             )
     return names

@@ -161,8 +161,8 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
         )
     if cfg.n_layers > n_blocks:
         raise ValueError(
-            f"{cfg.n_layers} layers are asked for, but hf_model has {n_blocks}; check "
-            "first_n_layers, and that hf_model is the model of that name"
+            f"{cfg.n_layers} layers are asked for, but this {type(hf_model).__name__} has "
+            f"{n_blocks}: lower first_n_layers, or give the hf_model that the name belongs to"
         )
     return lists[0]
 

@@ -23,7 +23,7 @@ from transformer_lens.patching import utils
 from tl_devicefix.adapters import Adapter, adapter_of, is_model
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
-from tl_devicefix.misspelt import which_hook_point
+from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of, patches
 from tl_devicefix.pipelining.pipeline_map import (
     ONE_AT_A_TIME,
@@ -71,7 +71,8 @@ def sweep(
         What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
 
     Raises:
-        TypeError: for an argument that would leave hooks behind, or that does not exist.
+        TypeError: for a model of neither class, `runs` that are no iterable, and an argument that
+            would leave hooks behind, or that does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model.
@@ -82,6 +83,8 @@ def sweep(
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
+    adapter_of(model)  # refuses anything but a model
+    check_iterable("runs", runs)
     if isinstance(runs, torch.Tensor):
         raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
@@ -110,11 +113,13 @@ def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]
         hooks = list(run)
         for item in hooks:
             if isinstance(item, str) or len(item) != 2:
-                raise ValueError(f"a run must be a list of (name, hook), but has {item!r} in it")
+                raise ValueError(
+                    f"a run must be a list of (name, hook), but has {shown(item)} in it"
+                )
             if not callable(item[1]):
                 raise ValueError(
-                    f"a run must be a list of (name, hook), but {item!r} has {item[1]!r} for the "
-                    "hook: give the name first, and then a function"
+                    f"a run must be a list of (name, hook), but that of {shown(item[0])} has "
+                    f"{shown(item[1])} for the hook: give the name first, and then a function"
                 )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(

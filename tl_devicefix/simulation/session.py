@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from packaging.version import Version
 
+from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
@@ -100,7 +101,7 @@ def simulate_apart(
 def check_number(n_devices: object) -> None:
     """Check that there may be so many devices."""
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}")
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {shown(n_devices)}")
 
 
 _MOST_DEVICES = 64
@@ -112,7 +113,7 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
     if not isinstance(sizes, (list, tuple)):
         raise ValueError(
             f"memory must be a size such as '24GiB', or a list of one for each device, but is "
-            f"{memory!r}"
+            f"{shown(memory)}"
         )
     if len(sizes) != n_devices:
         raise ValueError(
