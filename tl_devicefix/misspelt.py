@@ -19,6 +19,8 @@ def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) ->
 def shown(value: object) -> str:
     """Return a value's repr, or its class if the repr is long, because a model's has many pages."""
     text = repr(value)
+    if isinstance(value, str) and len(text) > _LONGEST:
+        return f"{text[: _LONGEST - 20]}...{text[-20:]}"
     return text if len(text) <= _LONGEST and "\n" not in text else f"a {type(value).__name__}"
 
 
