@@ -16,6 +16,14 @@ def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) ->
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+class UnknownName(KeyError):
+    """A name of nothing that there is; the message says what may be meant."""
+
+    def __str__(self) -> str:
+        """Return the sentence, which a KeyError would quote."""
+        return str(self.args[0])
+
+
 def shown(value: object) -> str:
     """Return a value's repr, or its class if the repr is long, because a model's has many pages."""
     text = repr(value)

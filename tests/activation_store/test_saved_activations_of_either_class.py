@@ -251,7 +251,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_at_layers": 5}, "no argument 'stop_at_layers'; did you mean 'stop_at_layer'"),
     ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
-    ({"transform": {RESID: "mean"}}, "'str' object is not callable"),
+    ({"transform": {RESID: "mean"}}, r"transform must be a function .* but is 'mean'"),
     ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
     ({"transform": lambda a: (a, a)}, r"must return a tensor, but for blocks.3\S* it .* a tuple"),
     ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
