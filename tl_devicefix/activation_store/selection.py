@@ -217,7 +217,7 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
                 "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may put its next batch into the same memory
-        mask = None if mask is None else torch.as_tensor(mask).clone()
+        mask = None if mask is None else _as_tensor(mask).clone()
         if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
@@ -231,6 +231,11 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
         yield Batch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
 
 
+def _as_tensor(values: Any) -> torch.Tensor:
+    """Make a tensor; `torch.as_tensor` would move one to torch's default device."""
+    return values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
+
+
 def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:
     """The tokens or texts of an item, and its mask."""
     tokens, mask = item, None
@@ -241,7 +246,7 @@ def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, 
     if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
         return list(tokens), None
     try:
-        tokens = torch.as_tensor(tokens)
+        tokens = _as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
         tokens = torch.tensor(0)
     if not tokens.dim():
