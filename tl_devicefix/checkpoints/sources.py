@@ -161,8 +161,8 @@ class HuggingFaceSource:
             return set()
         if not hasattr(head, "weight"):
             raise ValueError(
-                f"the head of this {type(self._model).__name__} is of class {type(head).__name__}, which "
-                "TransformerLens cannot convert: give it a head of one linear layer"
+                f"the head of this {type(self._model).__name__} is of class {type(head).__name__}, "
+                "which TransformerLens cannot convert: give it a head of one linear layer"
             )
         read = {"embed": embedding, "unembed": head}.get(unit)
         shared = None if read is None else read.weight  # made anew at each read by some adapters

@@ -309,7 +309,7 @@ def _run_forward(job: Job, model: Any) -> Any:
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     output, kept = model.run_with_cache(
         tokens,
-        names_filter=job.keeps,
+        names_filter=job.keeps if job.cache else [],
         return_type="loss" if job.gradients else "logits",
         return_cache_object=False,
     )
