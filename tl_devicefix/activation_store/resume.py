@@ -31,8 +31,8 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        file = next(path for path in (directory, *directory.parents) if path.exists())
-        raise type(error)(f"{file} is a file and no directory: give another directory") from error
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        raise type(error)(f"{there} is a file and no directory: give another directory") from error
     with open(directory / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

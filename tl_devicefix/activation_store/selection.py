@@ -37,10 +37,9 @@ class Selection:
     token_mask: TokenMask | None
 
     def __post_init__(self) -> None:
-        by_name = isinstance(self.transform, Mapping)
-        transforms: Any = self.transform.values() if by_name else [self.transform]
+        by_name = self.transform if isinstance(self.transform, Mapping) else {"": self.transform}
         must_be = "transform must be a function of an activation, or a dict from names to functions"
-        given = [(must_be, transform) for transform in transforms]
+        given: list[Any] = [(must_be, transform) for transform in by_name.values()]
         if not isinstance(self.token_mask, str) or self.token_mask != "attention_mask":
             must_be = "token_mask must be 'attention_mask' or a function of tokens"
             given.append((must_be, self.token_mask))

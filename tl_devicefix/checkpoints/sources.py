@@ -141,7 +141,8 @@ class HuggingFaceSource:
 
         They are other than by default, and no size of its own config has that value.
         """
-        config = getattr(self._model.config, "text_config", self._model.config)
+        config: Any = self._model.config
+        config = getattr(config, "text_config", config)
         usual, read = type(config)().to_dict(), vars(self._cfg).values()
         sizes = {type(value): [v for v in read if type(v) is type(value)] for value in (1, 1.0)}
         unread = [

@@ -308,7 +308,7 @@ def complete_unit(model: Any, unit: str, weights: Weights, source: Source | None
     return complete
 
 
-def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: Any) -> None:
+def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: Any = None) -> None:
     # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
         unread = getattr(source, "unread_settings", "")

@@ -47,7 +47,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
         # accelerate passes a parameter's attributes too, of which a plain one has none.
-        return torch.nn.Parameter(*args, requires_grad=kwargs["requires_grad"])
+        return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
     # Without this, torch would call Python once more for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
