@@ -17,6 +17,7 @@ import json
 import operator
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -127,7 +128,7 @@ def of_nnsight() -> dict[str, Way]:
     try:
         from nnsight import NNsight
     except ImportError:
-        print("left out: nnsight is not installed")
+        print("left out: nnsight is not installed", file=sys.__stdout__)
         return {}
     plain = load(FLOOR, torch.float32, "cpu", bridge=False)
     model = NNsight(plain)
@@ -201,7 +202,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
         # Before transformers is imported, which reads them then.
         os.environ.update(HF_HUB_CACHE=cache, HF_HUB_OFFLINE="1", TL_DEVICEFIX_DISABLE="")
-        with torch.inference_mode(False), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.ExitStack() as quiet:  # each load prints, and shows bars
+            quiet.enter_context(torch.inference_mode(False))
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
             make_checkpoint(Path(cache), "launch", 128, "cpu")
             all_ways = ways()
         words = arguments.only or [""]

@@ -78,4 +78,6 @@ def adapter_of(model: Any) -> Adapter:
         if isinstance(model, adapter.model_class):
             return adapter
     names = " or a ".join(adapters())
-    raise TypeError(f"the model must be a {names}, but this is a {type(model).__name__}")
+    raise TypeError(
+        f"the model must be a {names}, but this is a {type(model).__name__}: give the model first"
+    )

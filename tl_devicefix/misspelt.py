@@ -1,9 +1,10 @@
-"""What a user may have meant: near misses of names, and arguments that do not exist."""
+"""Parts of messages: the name a user may have meant, and a value in few words."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
+from typing import Any
 
 _NEAR = 0.85
 """How alike a name must be to be taken for a misspelt one; "device_mesh" is no "device_map"."""
@@ -13,6 +14,31 @@ def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) ->
     """The end of a sentence that names the nearest: "; did you mean 'balanced'?", or nothing."""
     close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=at_least)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class UnknownName(KeyError):
+    """A name of nothing that there is; the message says what may be meant."""
+
+    def __str__(self) -> str:
+        """Return the sentence, which a KeyError would quote."""
+        return str(self.args[0])
+
+
+def shown(value: object) -> str:
+    """Return a value's repr, or its class if the repr is long, because a model's has many pages."""
+    text = repr(value)
+    if isinstance(value, str) and len(text) > _LONGEST:
+        return f"{text[: _LONGEST - 20]}...{text[-20:]}"
+    return text if len(text) <= _LONGEST and "\n" not in text else f"a {type(value).__name__}"
+
+
+_LONGEST = 120
+
+
+def check_iterable(called: str, value: Any) -> None:
+    """Refuse an argument that cannot be iterated over, before anything runs."""
+    if not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+        raise TypeError(f"{called} must be a list or another iterable, but is {shown(value)}")
 
 
 def which_hook_point(name: object, hook_points: Collection[str]) -> str:

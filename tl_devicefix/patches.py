@@ -40,7 +40,12 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Imported here, as they import what only a TransformerLens that is known has.
-    for module in ("dispatch.mixing", "gathering.caches", "pipelining.sweep"):
+    for module in (
+        "dispatch.hook_names",
+        "dispatch.mixing",
+        "gathering.caches",
+        "pipelining.sweep",
+    ):
         importlib.import_module(f"tl_devicefix.{module}")
     from tl_devicefix.adapters import adapters
 

@@ -69,6 +69,14 @@ def test_a_directory_without_activations(tmp_path):
         tl_devicefix.load_activations(tmp_path)
 
 
+def test_the_file_of_an_index_is_no_directory(written):
+    with pytest.raises(
+        FileNotFoundError, match="it is a file; give the directory, such as '"
+    ) as it:
+        tl_devicefix.load_activations(written.directory / INDEX)
+    assert str(it.value).endswith(f"'{written.directory}'")
+
+
 def test_an_index_that_cannot_be_read_or_was_edited_is_not_believed(written):
     path = written.directory / INDEX
     index = path.read_text()

@@ -251,7 +251,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_at_layers": 5}, "no argument 'stop_at_layers'; did you mean 'stop_at_layer'"),
     ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
-    ({"transform": {RESID: "mean"}}, "'str' object is not callable"),
+    ({"transform": {RESID: "mean"}}, r"transform must be a function .* but is 'mean'"),
     ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
     ({"transform": lambda a: (a, a)}, r"must return a tensor, but for blocks.3\S* it .* a tuple"),
     ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
@@ -259,8 +259,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),
     ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .*, but returned list"),
     ({"token_mask": lambda tokens: tokens[0] > 3}, r"of booleans \[1, 9\].* torch.bool \[9\]"),
+    ({"token_mask": "mask"}, "token_mask must be 'attention_mask' or a function .* but is 'mask'"),
     ({"names_filter": PATTERN, "token_mask": "attention_mask"}, f"leave tokens out of {PATTERN}"),
     ({"data": []}, "batches has no batch"),
+    ({"data": 5}, "batches must be a list or another iterable, but is 5"),
     ({"data": ["w4 w5"]}, "item 0 of batches is a str: give .* a list of texts"),
     ({"data": [IDS[None] / 2]}, r"must be one or more tokens .* of torch\.float32"),
     ({"data": [torch.zeros(0, 9).long()]}, r"must be one or more tokens .* but is \[0, 9\]"),
@@ -279,6 +281,12 @@ def test_a_sentence_says_what_is_wrong(options, message, folded_on_one, run, tmp
     with pytest.raises((ValueError, TypeError), match=message):
         run(model, options.pop("data"), **options)
     assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_a_file_in_place_of_the_directory_is_refused(folded_on_one, run, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(FileExistsError, match="out is a file and no directory: give another"):
+        run(folded_on_one("llama"), [IDS[None]], RESID)
 
 
 def test_a_token_mask_without_tokens_is_refused_at_the_end(folded_on_one, run, tmp_path):
@@ -303,6 +311,7 @@ def test_a_directory_without_shards_is_used_again(folded_on_one, run, tmp_path):
 
 
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
+    (lambda h: h.cache(0).accumulated_resid(), r"no model, .* saved\.cache\(examples, model\)"),
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
     (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),
@@ -317,10 +326,13 @@ READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
 ]
 
 
+ERRORS = (KeyError, TypeError, IndexError, ValueError, AttributeError)
+
+
 def test_what_cannot_be_read(tmp_path):
     h = write_by_hand(tmp_path)
     for read, message in READ:
-        with pytest.raises((KeyError, TypeError, IndexError, ValueError), match=message):
+        with pytest.raises(ERRORS, match=message):
             read(h)
     assert torch.equal(h["resid_post", 0][:], h[WRITTEN][:])
     assert torch.equal(h.cache([3, 1])[WRITTEN], h[WRITTEN][[3, 1]])

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
+import transformers
+from hf_models import GROUPED, HF_CONFIGS, make_hf_model, save_checkpoint
+from transformer_lens import HookedTransformer
 
 from tl_devicefix import plan
 
@@ -18,7 +21,18 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "more devices than there are": ({"n_devices": 5}, ("n_devices=5", "4 ", "lower n_devices")),
     "several CPUs": ({"n_devices": 2, "device": "cpu"}, ("n_devices=2", "'cpu'", "lower n_dev")),
     "no devices": ({"n_devices": 0}, ("n_devices must be", "1 or more, but is 0")),
-    "a kind of device that does not exist": ({"device": "gpu"}, ("'gpu'", "cuda")),
+    "a kind of device that does not exist": ({"device": "gpu:0"}, ("'gpu:0'", "'cuda:0'")),
+    "devices after the last": (
+        {"n_devices": 2, "device": "sim:3"},
+        ("'sim:3'", "there are 4 here, of which 1 are left"),
+    ),
+    "an index in quotes": (
+        {"max_memory": {"0": "1GiB"}},
+        ("max_memory names '0'", "write the index without quotes, 0"),
+    ),
+    "a device that is a tensor": ({"device": torch.ones(99)}, ("a device must be", "is a Tensor")),
+    "a dtype that is a model": ({"dtype": torch.nn.Linear(2, 2)}, ("is Linear(in_features=2",)),
+    "a long map": ({"device_map": ["x" * 99] * 3}, ("device_map=a list is neither",)),
     "a device that holds no values": ({"device_map": {"": 0, "blocks.3": "meta"}}, ("'meta'",)),
     "an empty device_map": ({"device_map": {}}, ("embed, blocks.0-4, ln_final, unembed",)),
     "both device_map and n_devices": (
@@ -50,6 +64,28 @@ def test_is_refused(case, hf_models, from_pretrained, refused):
     options, says = NONSENSE[case]
     with refused(*says, error=(ValueError, TypeError), hf_model=hf_models("qwen2")):
         from_pretrained("qwen2", **options)
+
+
+def test_models_and_names_in_each_others_places_are_refused(hf_models):
+    with pytest.raises(TypeError, match=r"hf_model must be a model .* but is 'gpt2': pass a name"):
+        HookedTransformer.from_pretrained("gpt2", hf_model="gpt2")
+    with pytest.raises(TypeError, match=r"model_name must be a name .* but is a GPT2LMHeadModel"):
+        HookedTransformer.from_pretrained(hf_models("gpt2"))
+
+
+def test_too_many_layers_of_a_checkpoint_do_not_blame_hf_model(checkpoints):
+    with pytest.raises(ValueError, match=r"20 layers .* this LlamaForCausalLM has 5: lower first"):
+        HookedTransformer.from_pretrained(str(checkpoints("llama")), first_n_layers=20)
+
+
+def test_earlier_models_are_named_where_another_does_not_fit(checkpoints, simulated):
+    with simulated(1, memory=60_000):
+        first = HookedTransformer.from_pretrained(str(checkpoints("llama")))
+        with pytest.raises(
+            ValueError, match=r"earlier models hold 4\d\.\d KiB until you `del` them"
+        ):
+            HookedTransformer.from_pretrained(str(checkpoints("llama")))
+        assert first.cfg.device == "sim:0"
 
 
 def test_what_is_for_transformers_and_like_an_argument_of_ours_passes(from_pretrained):
@@ -114,6 +150,44 @@ def test_both_architectures_are_named(hf_models, from_pretrained, named, passed,
     remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
     with pytest.raises(ValueError, match=re.escape(f"{sentence}({reason}){remedy}")):
         from_pretrained(named, model, device="cpu")
+
+
+def changed(name: str, **settings: Any) -> transformers.PretrainedConfig:
+    """The config of a tiny model with other settings."""
+    config = HF_CONFIGS[name]()
+    return type(config)(**{**config.to_dict(), **settings})
+
+
+UNCONVERTED = [
+    (lambda: changed("opt", do_layer_norm_before=False), "config has do_layer_norm_before=False:"),
+    (lambda: changed("opt", enable_bias=False), "a weight .* config has enable_bias=False:"),
+    (lambda: changed("pythia", attention_bias=False), "a weight .* attention_bias=False:"),
+    (lambda: transformers.LlamaConfig(**GROUPED, head_dim=8), r"W_Q has shape .* head_dim=8:"),
+    (lambda: changed("gpt2", n_inner=24), r"W_in has shape .* config has n_inner=24:"),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), UNCONVERTED, ids=[says for _, says in UNCONVERTED])
+def test_a_setting_that_cannot_be_converted_is_named(config, says, tokenizer, tmp_path):
+    directory = save_checkpoint(make_hf_model(config()), tokenizer, tmp_path)
+    with pytest.raises(ValueError, match=rf"{says} try TransformerBridge"):
+        HookedTransformer.from_pretrained(str(directory), device="cpu")
+
+
+@pytest.mark.skipif(
+    "allenai/OLMo-1B-hf" in tl_loading.OFFICIAL_MODEL_NAMES, reason="it converts an OLMo"
+)
+def test_an_architecture_that_is_too_new_is_named(checkpoints):
+    with pytest.raises(ValueError, match=r"holds a OlmoForCausalLM, which .* cannot convert") as it:
+        HookedTransformer.from_pretrained(str(checkpoints("olmo")))
+    assert len(str(it.value)) < 300
+
+
+def test_a_head_of_several_layers_is_named(hf_models, from_pretrained):
+    model = copy.deepcopy(hf_models("llama"))
+    model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), model.lm_head)
+    with pytest.raises(ValueError, match="head of this LlamaForCausalLM is of class Sequential"):
+        from_pretrained("llama", model, device="cpu")
 
 
 def test_no_room_is_no_wrong_architecture(hf_models, from_pretrained, references, monkeypatch):

@@ -340,6 +340,8 @@ def test_what_makes_no_sense_is_refused_at_once(on_one):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])
     with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
         pipeline_map(model, [], logits)
+    with pytest.raises(TypeError, match="items must be a list or another iterable, but is 5"):
+        pipeline_map(model, logits, 5)
 
 
 def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys, monkeypatch):

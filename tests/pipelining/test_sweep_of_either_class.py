@@ -247,6 +247,10 @@ WITHOUT_HOOKS = {
 def test_what_makes_no_sense_is_refused(cls, model, tokens):
     with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
         tl_devicefix.sweep(model, [], tokens)
+    with pytest.raises(TypeError, match="but this is a Tensor: give the model first"):
+        tl_devicefix.sweep(tokens, model, [])
+    with pytest.raises(TypeError, match="runs must be a list or another iterable, but is 5"):
+        tl_devicefix.sweep(model, tokens, 5)
     for words, arguments in {**ARGUMENTS, **({} if cls == BRIDGE else OF_HOOKED)}.items():
         with pytest.raises(TypeError, match=words):
             tl_devicefix.sweep(model, tokens, [], **arguments)
@@ -319,6 +323,13 @@ def test_each_of_grouped_heads_is_patched(model, few):
     for name in ("k", "v"):
         function = f"get_act_patch_attn_head_{name}_all_pos"
         assert torch.equal(patch(function, model, few), unpatched(function, model, few))
+
+
+def test_runs_in_another_order_than_transformer_lens_asks_for_are_refused(model, few):
+    clean = model.run_with_cache(few + 1)[1]
+    other_order = mock.patch("tl_devicefix.pipelining.sweep._indices", return_value=[[1, 0]])
+    with other_order, pytest.raises(RuntimeError, match=r"\[0, 0\].* the sweep .*\[1, 0\]"):
+        patching.get_act_patch_resid_pre(model, few, clean, metric)
 
 
 def test_a_metric_may_run_and_hook_the_model(model, few):

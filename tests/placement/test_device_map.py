@@ -106,6 +106,23 @@ def test_the_devices_that_are_named_are_used(sizes, options, devices, machine):
     assert ", ".join(names) == devices
 
 
+def test_max_memory_of_devices_that_n_devices_leaves_out_names_the_cure(config, machine, caplog):
+    placement = plan(config(), n_devices=2, max_memory={1: "1GiB", 2: "1GiB"})
+    assert [device.index for device in placement.devices] == [0, 1]
+    assert "max_memory names sim:2" in caplog.text
+    assert "leave device, device_map and n_devices out" in caplog.text
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "options",
+    [{"max_memory": {0: "20GiB", "cpu": "100GiB"}}, {"device_map": {"": 0}}, {"device": 0}],
+)
+def test_an_index_where_there_is_no_gpu_is_warned_of(options, config, caplog):
+    assert plan(config(), **options).home.type == "cpu"
+    assert "device 0 is asked for, but there is no GPU here" in caplog.text
+
+
 @pytest.fixture
 def placement(config, machine):
     """Of 6 blocks, on two devices of four."""

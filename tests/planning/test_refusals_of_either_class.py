@@ -54,7 +54,7 @@ if has_hooked_transformer():
         (lambda: estimated(device_map={"": 10**9}), TOO_MANY),
         (lambda: estimated(cache=""), "but is ''"),
         (lambda: estimated(cache=["z"]), "cache must be 'all' or names"),
-        (lambda: estimated(max_memory="much"), "but is 'much'"),
+        (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
         (lambda: estimated(max_memory={0: "9" * 400 + "GiB"}), r"y\[0\] must be .* '999\S*GiB'"),
         (lambda: estimated(attn_implementation="spda"), "must be 'sdpa' or 'eager', but is 'spda'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),

@@ -155,9 +155,13 @@ def read_index(directory: Path) -> Index:
             shards = [Shard(**shard) for shard in fields.pop("shards")]
             return Index(entries=tuple(entries), shards=tuple(shards), **fields)
     except (FileNotFoundError, NotADirectoryError):
+        reason = (
+            f"it has no {INDEX}, which tl_devicefix.save_activations writes with the first batch"
+        )
+        if directory.is_file():
+            reason = f"it is a file; give the directory, such as {str(directory.parent)!r}"
         raise FileNotFoundError(
-            f"there are no saved activations in {directory}: it has no {INDEX}, which "
-            "tl_devicefix.save_activations writes with the first batch"
+            f"there are no saved activations in {directory}: {reason}"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(

@@ -46,6 +46,16 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
     return SavedActivations(path, read_index(path))
 
 
+class _NoModel:
+    """Stands for the model of a cache that was opened without one, and says what to write."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this cache has no model, whose {name} is needed here: open it with "
+            "saved.cache(examples, model)"
+        )
+
+
 class SavedActivations:
     """Activations on disk.
 
@@ -140,7 +150,8 @@ class SavedActivations:
             home = HOST if model is None else next(model.parameters()).device
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
         cache = CacheAtHome(home).of(reads)
-        return ActivationCache(cache, model, has_batch_dim=not isinstance(examples, int))
+        of_model: Any = _NoModel() if model is None else model
+        return ActivationCache(cache, of_model, has_batch_dim=not isinstance(examples, int))
 
     def activations(
         self,

@@ -28,7 +28,11 @@ _FIELDS = (
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and let no other process save to it, within a `with` block."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        raise type(error)(f"{there} is a file and no directory: give another directory") from error
     with open(directory / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,6 +29,7 @@ from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.dispatch.carrying import outputs_unread
+from tl_devicefix.misspelt import check_iterable
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import bytes_of, gib
@@ -90,7 +91,7 @@ def save_activations(
         ValueError: for batches of different widths; a selection of nothing; activations that cannot
             be stored; names that the model does not have or compute; and, with `resume`, if the
             model, filter, dtype or data differ from those on disk.
-        FileExistsError: if the directory has activations, and `resume` is False.
+        FileExistsError: if the directory has activations, and `resume` is False, or is a file.
         FileNotFoundError: if shards other than the last are missing, or all are.
         RuntimeError: if another process saves to the directory.
         OSError: if the disk is too small, before anything is written; or if it is full.
@@ -102,6 +103,7 @@ def save_activations(
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
     refuse_arguments(save_activations, model.run_with_cache, model, arguments)
     directory = Path(directory)
+    check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     with torch.no_grad(), on_disk.locked(directory):

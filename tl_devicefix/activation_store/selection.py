@@ -19,7 +19,7 @@ from tl_devicefix.activation_store.format import (
     dtype_name,
 )
 from tl_devicefix.gathering.caches import CacheAtHome
-from tl_devicefix.misspelt import did_you_mean, which_hook_point
+from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 """An activation, [batch, ...], to the tensor that is stored in its place."""
@@ -35,6 +35,17 @@ class Selection:
     dtype: torch.dtype | None
     transform: Transform | Mapping[str, Transform] | None
     token_mask: TokenMask | None
+
+    def __post_init__(self) -> None:
+        by_name = self.transform if isinstance(self.transform, Mapping) else {"": self.transform}
+        must_be = "transform must be a function of an activation, or a dict from names to functions"
+        given: list[Any] = [(must_be, transform) for transform in by_name.values()]
+        if not isinstance(self.token_mask, str) or self.token_mask != "attention_mask":
+            must_be = "token_mask must be 'attention_mask' or a function of tokens"
+            given.append((must_be, self.token_mask))
+        for must_be, function in given:
+            if function is not None and not callable(function):
+                raise ValueError(f"{must_be}, but is {shown(function)}")
 
     def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """Which tokens are saved, `[batch, pos]` on the CPU; None for all."""
@@ -160,8 +171,9 @@ def checked_names(names_filter: Any, model: Any) -> Any:
     for name in names:
         if name not in model.hook_dict:
             raise ValueError(
-                f"names_filter has {name!r}, which is no hook point of this model (names are in "
-                'model.hook_dict; a function such as lambda name: name.endswith("hook_resid_post") '
+                f"names_filter has {shown(name)}, which is no hook point of this model (names are "
+                "in model.hook_dict; a function such as "
+                'lambda name: name.endswith("hook_resid_post") '
                 f"selects several){which_hook_point(name, model.hook_dict)}"
             )
     return names
@@ -204,7 +216,7 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
                 "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may put its next batch into the same memory
-        mask = None if mask is None else torch.as_tensor(mask).clone()
+        mask = None if mask is None else _as_tensor(mask).clone()
         if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
@@ -218,6 +230,11 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
         yield Batch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
 
 
+def _as_tensor(values: Any) -> torch.Tensor:
+    """Make a tensor; `torch.as_tensor` would move one to torch's default device."""
+    return values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
+
+
 def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:
     """The tokens or texts of an item, and its mask."""
     tokens, mask = item, None
@@ -228,7 +245,7 @@ def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, 
     if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
         return list(tokens), None
     try:
-        tokens = torch.as_tensor(tokens)
+        tokens = _as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
         tokens = torch.tensor(0)
     if not tokens.dim():

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tl_devicefix.activation_store.format import Stored
+from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import resolve
 
 BYTES_OF_BLOCK = 2**18
@@ -61,10 +62,10 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: bool,
     ) -> None:
         if shuffle not in (True, False):
-            raise ValueError(f"shuffle must be True or False, but is {shuffle!r}")
+            raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, but is {value!r}")
+                raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.applying import is_enabled
 
 EAGER, SDPA = "eager", "sdpa"
@@ -142,7 +143,7 @@ def check_attn_implementation(attn_implementation: str | None) -> None:
     """Check that there is such an implementation, if one is asked for."""
     if attn_implementation not in (SDPA, EAGER, None):
         raise ValueError(
-            f"attn_implementation must be 'sdpa' or 'eager', but is {attn_implementation!r}"
+            f"attn_implementation must be 'sdpa' or 'eager', but is {shown(attn_implementation)}"
         )
 
 

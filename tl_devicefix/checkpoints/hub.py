@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -21,7 +22,7 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.placement.memory import is_out_of_memory
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
@@ -48,6 +49,20 @@ def in_one_line(error: BaseException) -> str:
 def is_checkpoint_directory(model_name: str) -> bool:
     """Whether this names a local directory with a Hugging Face checkpoint in it."""
     return (Path(model_name) / "config.json").is_file()
+
+
+def check_model(model_name: Any, hf_model: Any) -> None:
+    """Refuse a model in place of its name, and a name in place of a model."""
+    if not isinstance(model_name, str | os.PathLike):
+        raise TypeError(
+            f"model_name must be a name or a directory, but is {shown(model_name)}: pass a model "
+            "that transformers has loaded as hf_model, beside its name"
+        )
+    if hf_model is not None and not hasattr(hf_model, "config"):
+        raise TypeError(
+            f"hf_model must be a model that transformers has loaded, but is {shown(hf_model)}: "
+            "pass a name or a directory as model_name"
+        )
 
 
 def refuse_directory(model_name: str) -> None:
@@ -214,6 +229,6 @@ def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise ValueError(
             "dtype must be a floating-point torch.dtype or its name, such as 'bfloat16' or "
-            f"'fp16', but is {dtype!r}"
+            f"'fp16', but is {shown(dtype)}"
         )
     return named

@@ -115,30 +115,57 @@ class HuggingFaceSource:
         cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
         try:
             # It wants an official name, and then does not use it.
-            return tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
+            weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
+            if missing := [name for name, weight in weights.items() if weight is None]:
+                raise AttributeError(f"it has no {missing[0]}")
+            return weights
         except (AttributeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             named, own = self._cfg.original_architecture, type(self.hf_model).__name__
-            if named == own:
-                raise
             # einops is given None for a weight that is missing.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
+            if named == own:
+                raise ValueError(
+                    f"TransformerLens cannot convert this {own} ({reason}){self.unread_settings}: "
+                    "try TransformerBridge"
+                ) from error
             raise ValueError(
                 f"hf_model is a {own}, but the name belongs to a {named} ({reason}); pass the "
                 "model of that name, as AutoModelForCausalLM loads it"
             ) from error
 
+    @property
+    def unread_settings(self) -> str:
+        """Settings that TransformerLens may not have read: ", whose config has a=1 and b=2".
+
+        They are other than by default, and no size of its own config has that value.
+        """
+        config: Any = self.hf_model.config
+        config = getattr(config, "text_config", config)
+        usual, read = type(config)().to_dict(), vars(self._cfg).values()
+        sizes = {type(value): [v for v in read if type(v) is type(value)] for value in (1, 1.0)}
+        unread = [
+            f"{name}={value}"
+            for name, value in config.to_dict().items()
+            if type(value) in (bool, int, float) and value != usual.get(name)
+            if value not in sizes.get(type(value), ()) and not name.endswith("_token_id")
+        ]
+        return f", whose config has {' and '.join(unread)}" if unread else ""
+
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
         """The embedding and the unembedding, less what is read for this unit: both if tied."""
         if not isinstance(self.hf_model, PreTrainedModel):
             return set()
-        embedding, head = (
-            self.hf_model.get_input_embeddings(),
-            self.hf_model.get_output_embeddings(),
-        )
+        embedding = self.hf_model.get_input_embeddings()
+        head = self.hf_model.get_output_embeddings()
         if embedding is None or head is None:  # then the embedding may be read for both
             return set()
+        if not hasattr(head, "weight"):
+            raise ValueError(
+                f"the head of this {type(self.hf_model).__name__} is of class "
+                f"{type(head).__name__}, which TransformerLens cannot convert: give it a head of one linear layer"
+            )
         read = {"embed": embedding, "unembed": head}.get(unit)
         shared = None if read is None else read.weight  # made anew at each read by some adapters
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
@@ -164,8 +191,8 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
         )
     if cfg.n_layers > n_blocks:
         raise ValueError(
-            f"{cfg.n_layers} layers are asked for, but hf_model has {n_blocks}; check "
-            "first_n_layers, and that hf_model is the model of that name"
+            f"{cfg.n_layers} layers are asked for, but this {type(hf_model).__name__} has "
+            f"{n_blocks}: lower first_n_layers, or give the hf_model that the name belongs to"
         )
     return lists[0]
 

@@ -240,7 +240,12 @@ class mix_devices(JoinedAt):
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *given: object) -> None:
+        if given:
+            raise TypeError(
+                "mix_devices() takes no device, because it brings tensors home: to bring them to "
+                "another one, write `with gather_on(device), mix_devices():`"
+            )
         super().__init__(HOST, frozenset())  # it says which ones each time that it is asked
 
     def __torch_function__(

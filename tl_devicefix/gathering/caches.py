@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.dispatch.carrying import bring_home, move
+from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.gathering.gathering import home_of, read_together
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import with_index
@@ -123,9 +124,14 @@ def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     device, and a dict that the caller brings, are left as they are.
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
+    names_filter = call.arguments.get("names_filter")
+    warn_of_unknown(self, names_filter)
     if call.arguments.get("cache") is None:
         call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
-    return original(*call.args, **call.kwargs)
+    result = original(*call.args, **call.kwargs)
+    if isinstance(result, tuple):  # with the hooks, which `add_caching_hooks` does not return
+        warn_of_empty(names_filter, result[1])
+    return result
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)

@@ -37,6 +37,7 @@ from tl_devicefix.checkpoints.live_weights import out_of_wrappers
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 
 _log = logging.getLogger(__name__)
@@ -206,8 +207,8 @@ def _config_of_directory(
             component_sizes(cfg)  # of which TransformerLens can make modules
     except NotImplementedError as error:
         raise ValueError(
-            f"{called!r} holds a {architecture}, which TransformerLens cannot convert to a "
-            "HookedTransformer: try TransformerBridge"
+            f"{called!r} holds a {architecture}, which TransformerLens {installed()} cannot "
+            "convert to a HookedTransformer: try TransformerBridge, of 3.9 or later"
         ) from error
     cfg.load_in_4bit = False  # packed weights arrive dequantised
     cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
@@ -222,6 +223,8 @@ def _config_of_architecture(
 ) -> Any:
     """The config of an architecture, from the one that transformers has read."""
     if architecture in _CONFIGURED_BY_NAME:
+        if _CONFIGURED_BY_NAME[architecture] not in tl_loading.OFFICIAL_MODEL_NAMES:
+            raise NotImplementedError  # as TransformerLens, of architectures that it has not
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
         sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
         text_config = getattr(hf_config, "text_config", hf_config)

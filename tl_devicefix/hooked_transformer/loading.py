@@ -20,6 +20,7 @@ from tl_devicefix.attention.implementation import check_attn_implementation, set
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
+    check_model,
     hub_arguments,
     read_config,
     tokenizers_fetched_with,
@@ -129,6 +130,7 @@ def _load(
     parameters = [*arguments, "device_map", "max_memory", "attn_implementation", "numbers"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
+    check_model(arguments["model_name"], arguments["hf_model"])
     arguments["model_name"] = os.fspath(arguments["model_name"])
     model_name = official_name(arguments["model_name"])
     _refuse_unsupported(model_name, arguments, hf_kwargs)

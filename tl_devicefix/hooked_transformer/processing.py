@@ -245,7 +245,8 @@ def _fill_one(
     model: Any, source: Source, placement: Placement | None, steps: Steps, unit: str
 ) -> None:
     with naming_full_devices(model, placement, unit):
-        weights = complete_unit(model, unit, source.read(unit, _devices_of(model, unit)[0]))
+        weights = source.read(unit, _devices_of(model, unit)[0])
+        weights = complete_unit(model, unit, weights, source)
         load_component(model, unit, weights, steps)
 
 
@@ -290,7 +291,7 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
 
 
-def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
+def complete_unit(model: Any, unit: str, weights: Weights, source: Source | None = None) -> Weights:
     """One unit's weights with the missing ones filled in, checked against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
@@ -301,18 +302,21 @@ def complete_unit(model: Any, unit: str, weights: Weights) -> Weights:
             if _is_own_buffer(leaf):
                 continue
             if name_in_unit(name) in complete:
-                _check_weight(name, complete[name_in_unit(name)], own)
+                _check_weight(name, complete[name_in_unit(name)], own, source)
             else:
                 complete[name_in_unit(name)] = _default_value(name, own)
     return complete
 
 
-def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
+def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: Any = None) -> None:
     # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
+        unread = getattr(source, "unread_settings", "")
+        remedy = ": try TransformerBridge, or check that weights and config are of one model"
         raise ValueError(
             f"{name} has shape {tuple(weight.shape)}, but this model's config asks for "
-            f"{tuple(own.shape)}: the weights and the config are not of the same model"
+            f"{tuple(own.shape)}{unread and f', as TransformerLens reads a checkpoint{unread}'}"
+            f"{remedy}"
         )
     if weight.is_meta:
         raise ValueError(

@@ -206,7 +206,7 @@ class _Packed:
 
     def unpack(self) -> torch.Tensor:
         """A tensor of its own memory, as Ray's cannot be written to."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
         return tensor
 

@@ -19,7 +19,7 @@ from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.naming import WRAPPED
 from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, with_view_of
 from tl_devicefix.dispatch.views import restore
-from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.offload.copying import values_of
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.placement.placement import Placement
@@ -74,7 +74,7 @@ def pipeline_map(
         The results of `run`, in the order of the items. Fetching one begins the next run.
 
     Raises:
-        TypeError: if `model` is of neither class, or `run` is no function.
+        TypeError: if `model` is of neither class, `run` is no function, or `items` is no iterable.
         ValueError: if `max_in_flight` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes; if a run runs
             or hooks `model` itself; if the model's hooks changed between two results; if a run
@@ -92,6 +92,7 @@ def pipeline_map(
             f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
             "pipeline_map(model, run, items)"
         )
+    check_iterable("items", items)
     make_view = functools.partial(adapter_of(model).view_of, model)
     run = with_view_of(model, run)
     max_in_flight = n_in_flight(model, max_in_flight)
@@ -124,7 +125,7 @@ def n_in_flight(model: Any, max_in_flight: int | None) -> int:
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1
     if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
-        raise ValueError(f"max_in_flight must be 1 or more runs, but is {max_in_flight!r}")
+        raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
     return max_in_flight
 
 

@@ -6,9 +6,10 @@ A run starts at the first block that it may change, from the residual stream of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from transformer_lens.patching import utils
 from tl_devicefix.adapters import Adapter, adapter_of, is_model
 from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
-from tl_devicefix.misspelt import which_hook_point
+from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of, patches
 from tl_devicefix.pipelining.pipeline_map import (
     ONE_AT_A_TIME,
@@ -71,7 +72,8 @@ def sweep(
         What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
 
     Raises:
-        TypeError: for an argument that would leave hooks behind, or that does not exist.
+        TypeError: for a model of neither class, `runs` that are no iterable, and an argument that
+            would leave hooks behind, or that does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model.
@@ -82,6 +84,8 @@ def sweep(
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
+    adapter_of(model)  # refuses anything but a model
+    check_iterable("runs", runs)
     if isinstance(runs, torch.Tensor):
         raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
@@ -110,11 +114,13 @@ def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]
         hooks = list(run)
         for item in hooks:
             if isinstance(item, str) or len(item) != 2:
-                raise ValueError(f"a run must be a list of (name, hook), but has {item!r} in it")
+                raise ValueError(
+                    f"a run must be a list of (name, hook), but has {shown(item)} in it"
+                )
             if not callable(item[1]):
                 raise ValueError(
-                    f"a run must be a list of (name, hook), but {item!r} has {item[1]!r} for the "
-                    "hook: give the name first, and then a function"
+                    f"a run must be a list of (name, hook), but that of {shown(item[0])} has "
+                    f"{shown(item[1])} for the hook: give the name first, and then a function"
                 )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(
@@ -321,7 +327,11 @@ def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
             yield []
         for index in _indices(asked, knows_groups):
             name = utils.get_act_name(asked.activation_name, layer=index[0])
-            yield [(name, _patching(asked.patch_setter, index, asked.clean_cache[name]))]
+            clean = asked.clean_cache[name]
+            hook = functools.partial(
+                _patch, patch_setter=asked.patch_setter, index=index, clean=clean
+            )
+            yield [(name, hook)]
 
     with contextlib.closing(_Swept(asked.model, asked.corrupted_tokens, runs())) as swept:
         # `runs` alone reads the clean cache.
@@ -344,15 +354,18 @@ def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
     yield from map(list, itertools.product(*map(range, lengths)))
 
 
-def _patching(patch_setter: Callable[..., Any], index: list[Any], clean: Any) -> Any:
-    """The hook that TransformerLens makes for one index."""
+def _patch(
+    activation: torch.Tensor, hook: Any, patch_setter: Callable[..., Any], index: Any, clean: Any
+) -> Any:
+    """Patch an activation at an index, as the hook that TransformerLens makes does."""
+    if activation.requires_grad:  # which TransformerLens 2 changes in place
+        activation = activation.clone()
+    return patch_setter(activation, index, clean)
 
-    def hook(activation: torch.Tensor, hook: Any) -> Any:
-        if activation.requires_grad:  # which TransformerLens 2 changes in place
-            activation = activation.clone()
-        return patch_setter(activation, index, clean)
 
-    return hook
+def _patched(hooks: Hooks) -> list[tuple[Any, Any]]:
+    """The hook point and the index of each hook that is a partial of a patching function."""
+    return [(name, getattr(hook, "keywords", {}).get("index")) for name, hook in hooks]
 
 
 class _Swept:
@@ -360,7 +373,13 @@ class _Swept:
 
     def __init__(self, model: Any, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
         self._model = model
-        self._results: Any = sweep(model, tokens, runs)
+        self._started: deque[Hooks] = deque()
+        self._results: Any = sweep(model, tokens, self._noted(runs))
+
+    def _noted(self, runs: Iterator[Hooks]) -> Iterator[Hooks]:
+        for run in runs:
+            self._started.append(run)
+            yield run
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # TransformerLens asks whether it is a module
@@ -370,8 +389,19 @@ class _Swept:
         return getattr(self._model, name)
 
     def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: Hooks) -> torch.Tensor:
-        """The logits of the next run, which has these hooks."""
-        return next(self._results)
+        """Return the logits of the next run, whose hooks have to patch what these patch.
+
+        Raises:
+            RuntimeError: if they patch another place, because results are taken in order.
+        """
+        result: torch.Tensor = next(self._results)
+        asked, given = _patched(fwd_hooks), _patched(self._started.popleft())
+        if asked != given:
+            raise RuntimeError(
+                f"TransformerLens patches {asked} here, but the sweep has patched {given}: call "
+                "this function within `with tl_devicefix.disabled():`"
+            )
+        return result
 
     def close(self) -> None:
         """End the sweep."""

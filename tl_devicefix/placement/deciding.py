@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fits, shares
 from tl_devicefix.placement.devices import (
     HOST,
@@ -61,6 +61,13 @@ def decide_fitting(
     placement = decide(sizes, n_devices, device, device_map, max_memory)
     is_given = device_map is not None and device_map not in STRATEGIES
     check_fit(placement, max_memory, is_given)
+    in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    indices = [named for named in (device, *in_map, *(max_memory or ())) if type(named) is int]
+    if indices and default_device() == HOST:
+        _log.warning(
+            "device %d is asked for, but there is no GPU here, so the model is placed on the CPU",
+            indices[0],
+        )
     return placement
 
 
@@ -74,11 +81,11 @@ def decide(
     """As `plan`, for components of these sizes, whether or not they fit."""
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(
-            f"both device_map={device_map!r} and n_devices={n_devices} are given: device_map "
+            f"both device_map={shown(device_map)} and n_devices={n_devices} are given: device_map "
             "already says which devices to use, so leave n_devices out"
         )
     if n_devices is not None and (type(n_devices) is not int or n_devices < 1):
-        raise ValueError(f"n_devices must be an int of 1 or more, but is {n_devices!r}")
+        raise ValueError(f"n_devices must be an int of 1 or more, but is {shown(n_devices)}")
     if device_map is not None and device_map not in STRATEGIES:
         if not isinstance(device_map, Mapping):
             device_map = {"": _checked(device_map)}
@@ -153,7 +160,8 @@ def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> N
     used = [printed(device) for device in devices]
     if unused := set(map(printed, limits or ())) - set(used):
         _log.warning(
-            "max_memory names %s, where nothing is placed: only %s may be used",
+            "max_memory names %s, where nothing is placed: only %s may be used; to use the devices "
+            "of max_memory, leave device, device_map and n_devices out",
             ", ".join(sorted(unused)),
             ", ".join(used),
         )
@@ -245,8 +253,8 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
     """The device that a map gives for a component; an index is one of home's type."""
     if not is_device(named) or str(named) == "meta":
         raise ValueError(
-            f"device_map puts {component} on {named!r}, but that is not a device for weights: give "
-            f"an index, or a name such as {printed(default_device())!r}; blocks on 'cpu' are "
+            f"device_map puts {component} on {shown(named)}, but that is not a device for weights: "
+            f"give an index, or a name such as {printed(default_device())!r}; blocks on 'cpu' are "
             f"offloaded to host memory{and_there_are()}"
         )
     try:
@@ -265,7 +273,7 @@ def _checked(device_map: DeviceLike) -> DeviceLike:
     """Check that a `device_map` that is neither a strategy nor a dict is a device."""
     if not is_device(device_map):
         raise ValueError(
-            f"device_map={device_map!r} is neither a device nor one of "
+            f"device_map={shown(device_map)} is neither a device nor one of "
             f"{', '.join(map(repr, STRATEGIES))}, nor a dict from components to devices"
             f"{did_you_mean(device_map, STRATEGIES)}{and_there_are()}"
         )

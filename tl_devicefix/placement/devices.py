@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tl_devicefix.misspelt import shown
+
 DEVICE_TYPE = "sim"
 """That of simulated devices."""
 
@@ -272,13 +274,22 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
         return with_index(_existing(torch.device(numbered.type, device), repr(device)))
     if names_host(device):
         return site_named(str(device), sites_here()).torch_device
+    if not isinstance(device, str | torch.device):
+        raise ValueError(
+            f"a device must be an index or a name such as 'cuda:0', but is {shown(device)}"
+        )
+    if str(device).isdecimal():
+        raise ValueError(f"device {device!r} is a text: write the index without quotes, {device}")
     try:
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
-        # torch says "Expected one of cpu, cuda, ..." or "Torch not compiled with CUDA enabled".
-        first_line = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]  # such as "Torch not compiled with CUDA enabled"
+        if reason.startswith("Expected one of cpu, cuda"):  # and twenty types that nobody has
+            reason = (
+                "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'"
+            )
         raise ValueError(
-            f"device {str(device)!r} cannot be used here: {first_line}{and_there_are()}"
+            f"device {str(device)!r} cannot be used here: {reason}{and_there_are()}"
         ) from error
 
 
@@ -319,6 +330,8 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > available:
         present = f"there are {available} here"
+        if start:
+            present += f", of which {max(available - start, 0)} are left from there on"
         if sites and site_of(first, sites) is not None:
             present = f"the hosts have {len(sites)} ({listed(sites)})"
         raise ValueError(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import HOST, is_elsewhere, printed
+from tl_devicefix.placement.devices import HOST, free_memory, is_elsewhere, printed
+from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
@@ -30,13 +31,17 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     The placement `is_given` if a user's map says where each component is.
     """
     limits = by_device(max_memory, placement.home)
-    over = [
-        f"{printed(memory)} would hold {gib(needed)} but has {gib(room)} to use"
-        for memory in placement.memories
-        if (room := capacity(memory, limits)) is not None
-        and (needed := placement.bytes_on(memory)) > room
-    ]
+    over, held = [], 0
+    for memory in placement.memories:
+        room, needed = capacity(memory, limits), placement.bytes_on(memory)
+        if room is not None and needed > room:
+            over.append(f"{printed(memory)} would hold {gib(needed)} but has {gib(room)} to use")
+            free = free_memory(memory)
+            if free is not None and needed > free:  # not the user's own limit
+                held += sum(other.bytes_on(memory) for other in placements_in_use())
     if over:
+        if held:
+            over.append(f"where earlier models hold {gib(held)} until you `del` them")
         remedy, offload = "use more devices,", "" if HOST in (limits or {}) else _OFFLOAD
         if is_given:
             remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
 
+from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
 
 MaxMemory = Mapping[DeviceLike, int | str]
@@ -26,11 +26,14 @@ def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limi
     if not isinstance(max_memory, Mapping):
         raise ValueError(
             f"max_memory must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
-            f"but is {max_memory!r}"
+            f"but is {shown(max_memory)}"
         )
     limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():
-        named = resolve(key, home)
+        try:
+            named = resolve(key, home)
+        except ValueError as error:
+            raise ValueError(f"max_memory names {shown(key)}, but {error}") from error
         limits.setdefault(named, bytes_of(limit, f"max_memory[{key!r}]"))
     return limits
 
@@ -67,7 +70,7 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
     if not 0 <= n_bytes <= _MOST:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
-            f"capital B, but is {reprlib.repr(size)}"
+            f"capital B, but is {shown(size)}"
         )
     return int(n_bytes)
 

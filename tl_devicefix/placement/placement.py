@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.misspelt import UnknownName, did_you_mean
 from tl_devicefix.placement.devices import (
     HOST,
     DeviceLike,
@@ -32,14 +32,6 @@ VISITING = 2
 _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
 """The hooks of a model that are in none of its components: the embeddings', and a Bridge's names
 for hooks of components that are at home."""
-
-
-class UnknownComponent(KeyError):
-    """A name that belongs to no component of a model; the message says which there are."""
-
-    def __str__(self) -> str:
-        """The sentence, which a KeyError would quote."""
-        return str(self.args[0])
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,7 @@ class Placement:
             kinds = {name.partition(".")[0] for name in self._by_name}
             is_listed = component.partition(".")[0] in kinds
             meant = "" if is_listed else did_you_mean(component, self._by_name)
-            raise UnknownComponent(
+            raise UnknownName(
                 f"{name!r} is in no component of this model, which has "
                 f"{in_short(list(self._by_name))}{meant}"
             )

@@ -20,6 +20,7 @@ import torch
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.dispatch.naming import named_modules
+from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DEVICE_TYPE
@@ -154,7 +155,7 @@ def dry_run(
         TypeError: if there is no such argument; it names what may be meant.
     """
     if not callable(run):
-        raise ValueError(f"run must be a function to call with the model, but is {run!r}")
+        raise ValueError(f"run must be a function to call with the model, but is {shown(run)}")
     check_options(dry_run, config_or_model_name, options, cls)
     check_attn_implementation(attn_implementation)
     with enabled():

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
 from tl_devicefix.placement.devices import HOST
-from tl_devicefix.placement.memory import MaxMemory, by_device, gib
+from tl_devicefix.placement.memory import MaxMemory, by_device, bytes_of, gib
 from tl_devicefix.placement.placement import Placement, in_short, shared_once
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, watch
 from tl_devicefix.planning.plan import (
@@ -255,7 +255,9 @@ def _estimate(
 
 def _of_each(memory: Any, n_devices: int) -> dict[Any, Any]:
     """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
-    named = memory if isinstance(memory, Mapping) else dict.fromkeys(range(n_devices), memory)
+    named = memory
+    if not isinstance(memory, Mapping):
+        named = dict.fromkeys(range(n_devices), bytes_of(memory, "max_memory"))
     return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
 
 
@@ -263,10 +265,11 @@ def _check(job: Job, model: Blueprint) -> None:
     for name, least in (("batch_size", 1), ("seq_len", 1), ("max_new_tokens", 0)):
         value = getattr(job, name)
         if type(value) is not int or value < least:
-            raise ValueError(f"{name} must be an int of {least} or more, but is {value!r}")
+            raise ValueError(f"{name} must be an int of {least} or more, but is {shown(value)}")
     if not isinstance(job.cache, str | None) or job.cache == "":
         raise ValueError(
-            f"cache must be 'all' or names of hooks such as 'resid_post,z', but is {job.cache!r}"
+            "cache must be 'all' or names of hooks such as 'resid_post,z', but is "
+            f"{shown(job.cache)}"
         )
     if job.seq_len + job.max_new_tokens > model.n_ctx:
         n_tokens = job.seq_len + job.max_new_tokens
@@ -306,7 +309,7 @@ def _run_forward(job: Job, model: Any) -> Any:
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     output, kept = model.run_with_cache(
         tokens,
-        names_filter=job.keeps,
+        names_filter=job.keeps if job.cache else [],
         return_type="loss" if job.gradients else "logits",
         return_cache_object=False,
     )

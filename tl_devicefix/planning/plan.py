@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from tl_devicefix.adapters import Adapter, adapters
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory
-from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.misspelt import refuse_unknown, shown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
@@ -111,7 +111,7 @@ def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
         may_be_subclass = name == "HookedTransformer" and isinstance(cls, type)
         if cls is adapter.model_class or (may_be_subclass and issubclass(cls, adapter.model_class)):
             return adapter
-    raise ValueError(f"cls must be {' or '.join(installed)}, but is {cls!r}")
+    raise ValueError(f"cls must be {' or '.join(installed)}, but is {shown(cls)}")
 
 
 UNLIMITED = 2**60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import safetensors.torch
 import torch
 from packaging.version import Version
 
+from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
@@ -81,6 +83,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
+        _refuse_to_compile(stack)
         # If it is left open until Python ends: later, the modules are gone that leaving needs.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
@@ -100,7 +103,7 @@ def simulate_apart(
 def check_number(n_devices: object) -> None:
     """Check that there may be so many devices."""
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {n_devices!r}")
+        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {shown(n_devices)}")
 
 
 _MOST_DEVICES = 64
@@ -112,7 +115,7 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
     if not isinstance(sizes, (list, tuple)):
         raise ValueError(
             f"memory must be a size such as '24GiB', or a list of one for each device, but is "
-            f"{memory!r}"
+            f"{shown(memory)}"
         )
     if len(sizes) != n_devices:
         raise ValueError(
@@ -194,6 +197,25 @@ def _open_safetensors(stack: ExitStack) -> None:
 
     for module in (safetensors, safetensors.torch):
         _replace(stack, module, "safe_open", safe_open)
+
+
+def _refuse_to_compile(stack: ExitStack) -> None:
+    """Refuse a simulated model at once, because inductor's errors name neither it nor a reason."""
+    own: Any = torch.compile
+
+    @functools.wraps(own)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(model, "__self__", model)  # a module's method, of `module.compile()`
+        weights = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        is_simulated = any(type(weight) is SimTensor for weight in weights)
+        if is_simulated and kwargs.get("backend", "inductor") == "inductor":
+            raise RuntimeError(
+                f"torch.compile cannot compile a {type(module).__name__} on simulated devices: "
+                "leave it out here, and use it on real devices"
+            )
+        return own(model, *args, **kwargs)
+
+    _replace(stack, torch, "compile", compile)
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -44,7 +44,10 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
-        return (torch.nn.Parameter if "requires_grad" in kwargs else torch.Tensor)(*args, **kwargs)
+        if "requires_grad" not in kwargs:
+            return torch.Tensor(*args, **kwargs)
+        # accelerate passes a parameter's attributes too, of which a plain one has none.
+        return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
     # Without this, torch would call Python once more for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

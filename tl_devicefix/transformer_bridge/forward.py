@@ -15,6 +15,7 @@ from tl_devicefix.attention.implementation import is_sdpa
 from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read
+from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
@@ -95,13 +96,16 @@ def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     With `device`, they are moved there as they are computed, and read there.
     """
+    names_filter = kwargs.get("names_filter")
+    warn_of_unknown(self, names_filter)
     at_home = cache_for(self, kwargs.get("device"))
-    if at_home is None:
-        return original(self, *args, **kwargs)
     with warnings.catch_warnings():
-        # TransformerLens says that it ignores `device`, and does not.
-        warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
+        if at_home is not None:  # TransformerLens says that it ignores `device`, and does not
+            warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
+    warn_of_empty(names_filter, cache)
+    if at_home is None:
+        return output, cache
     if isinstance(cache, ActivationCache):
         cache.cache_dict = at_home.of(cache.cache_dict)
     else:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, modeling_utils
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.hub import (
+    check_model,
     is_checkpoint_directory,
     read_config,
     refuse_directory,
@@ -93,6 +94,7 @@ def boot_transformers(
     )
     bound = takes.bind(*args, **kwargs)
     options = bound.arguments
+    check_model(options["model_name"], options.get("hf_model"))
     if options.get("hf_model") is None:
         refuse_directory(str(options["model_name"]))
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it

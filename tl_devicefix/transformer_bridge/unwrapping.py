@@ -253,8 +253,8 @@ def _order(wrapper: Any, split: Any, name: str, joint: Any) -> torch.Tensor | No
             vars(numbered)["_parameters"] = {"weight": nn.Parameter(weight), "bias": bias}
             vars(holder)["_modules"] = {**owner._modules, name: numbered}
             split_numbers = torch.cat([part.weight[:, 0] for part in split(holder)]).long()
-        if not torch.equal(split_numbers.sort().values, torch.arange(n_out)):
+        if not torch.equal(split_numbers.sort().values, numbers.long()):
             raise NotPlain(f"it splits a {type(owner).__name__} in an unknown way")
         order = split_numbers.argsort()
-        known[key] = None if torch.equal(order, torch.arange(n_out)) else order
+        known[key] = None if torch.equal(order, numbers.long()) else order
     return known[key]  # type: ignore[no-any-return]

@@ -1,0 +1,45 @@
+"""`torch.set_default_device` of another device than home changes no result and no device."""
+
+import pytest
+import torch
+from comparison import assert_agrees
+from hf_models import padded
+
+import tl_devicefix
+
+RESID = "blocks.3.hook_resid_post"
+
+
+def double(activation, hook):
+    return activation * 2
+
+
+CALLS = {
+    "a padded forward": lambda model, x: model(x, attention_mask=padded(x)),
+    "a hook": lambda model, x: model.run_with_hooks(x, fwd_hooks=[(RESID, double)]),
+    "a cache": lambda model, x: model.run_with_cache(x)[1].accumulated_resid(layer=3),
+    "generated": lambda model, x: model.generate(
+        x[:1], max_new_tokens=3, do_sample=False, verbose=False
+    ),
+    "a sweep": lambda model, x: next(tl_devicefix.sweep(model, x, [[(RESID, double)]])),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2's projection is fused
+def test_another_default_device_changes_nothing(kind, from_checkpoint, on_one, machine, tokens):
+    expected = {name: call(on_one(kind), tokens) for name, call in CALLS.items()}
+    with torch.device("sim:1"):
+        model = from_checkpoint(kind, n_devices=4)
+        results = {name: call(model, tokens.to("sim:0")) for name, call in CALLS.items()}
+    for name, result in results.items():
+        assert str(result.device) == "sim:0", name
+        assert_agrees(result, expected[name])
+
+
+def test_batches_stay_where_they_are(from_checkpoint, machine, tokens, tmp_path):
+    with torch.device("sim:1"):
+        model = from_checkpoint("llama", device="sim:0")
+        batches = [{"tokens": tokens.to("sim:0"), "attention_mask": padded(tokens).to("sim:0")}]
+        options = {"directory": tmp_path, "progress": False}
+        saved = tl_devicefix.save_activations(model, batches, [RESID], **options)
+    assert len(saved) == len(tokens)

@@ -1,0 +1,64 @@
+"""A misspelt hook point is named with the nearest one, whichever method of a model is given it."""
+
+import warnings
+
+import pytest
+from either_class import BRIDGE, HOOKED
+
+from tl_devicefix.monkeypatch.versions import installed
+
+MISSPELT = "blocks.3.hook_resid_pots"
+SENTENCE = f"no hook point '{MISSPELT}'; did you mean 'blocks.3.hook_resid_post'"
+HOOKS = [(MISSPELT, print)]
+
+
+@pytest.fixture
+def model(cls, on_one, kind):
+    return on_one(kind)
+
+
+def within_hooks(model, tokens):
+    with model.hooks(bwd_hooks=HOOKS):
+        pass
+
+
+ADDING = {
+    "run_with_hooks": lambda model, tokens: model.run_with_hooks(tokens, fwd_hooks=HOOKS),
+    "hooks": within_hooks,
+    "add_hook": lambda model, tokens: model.add_hook(*HOOKS[0]),
+}
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_an_unknown_hook_point_is_named_with_the_nearest(name, cls, model, tokens):
+    if cls == BRIDGE and installed().major < 4 and name != "add_hook":
+        with pytest.warns(UserWarning, match=f"a hook does not run: .*{SENTENCE}"):
+            ADDING[name](model, tokens)  # which TransformerLens 3 ignores
+        return
+    error = AttributeError if cls == BRIDGE and name == "add_hook" else KeyError
+    with pytest.raises(error, match=SENTENCE) as caught:
+        ADDING[name](model, tokens)
+    assert str(caught.value).startswith("this model has")
+
+
+@pytest.mark.parametrize(
+    ("names_filter", "says"),
+    [
+        ([MISSPELT, "hook_embed"], SENTENCE),
+        (["resid_post", "hook_embed"], "did you mean 'blocks.0.hook_resid_post', or that"),
+        (lambda name: name == MISSPELT, "names_filter selects no hook point"),
+    ],
+)
+def test_a_filter_of_unknown_names_is_warned_of(names_filter, says, model, tokens):
+    with pytest.warns(UserWarning, match=says):
+        model.run_with_cache(tokens, names_filter=names_filter)
+
+
+@pytest.mark.parametrize("names_filter", [None, "hook_embed", ["blocks.3.hook_resid_post"]])
+def test_names_of_hook_points_are_no_cause_for_a_warning(names_filter, cls, model, tokens):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.run_with_cache(tokens, names_filter=names_filter)
+        if cls == HOOKED or installed().major > 3:
+            model.get_caching_hooks(names_filter)
+        model.run_with_hooks(tokens, fwd_hooks=[(lambda name: False, print)])
