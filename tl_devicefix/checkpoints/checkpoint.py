@@ -6,29 +6,32 @@ transformers fills missing tensors with random numbers and only warns; here that
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
 import re
 import struct
+import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
 from tl_devicefix.placement.memory import is_out_of_memory
 
 
 def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
-    """Load a checkpoint on the CPU, in the dtype that it is stored in."""
+    """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
     is_directory = is_checkpoint_directory(model_name)
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
         raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
@@ -42,14 +45,15 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
     auto: Any = AutoModel if multimodal else AutoModelForCausalLM
     try:
-        model, report = auto.from_pretrained(
-            model_name,
-            **{_DTYPE_ARGUMENT: "auto"},
-            output_loading_info=True,
-            # So that shapes that do not fit are reported with the rest, and refused below.
-            ignore_mismatched_sizes=True,
-            **kwargs,
-        )
+        with _dtypes_as_stored():
+            model, report = auto.from_pretrained(
+                model_name,
+                **{_DTYPE_ARGUMENT: "auto"},
+                output_loading_info=True,
+                # So that shapes that do not fit are reported with the rest, and refused below.
+                ignore_mismatched_sizes=True,
+                **kwargs,
+            )
     except _UNREADABLE as error:
         if is_out_of_memory(error):
             raise
@@ -77,6 +81,49 @@ _UNREADABLE = (
 
 # transformers 4.56 renamed torch_dtype.
 _DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+
+
+@contextlib.contextmanager
+def _dtypes_as_stored() -> Iterator[None]:
+    """Within it, this thread's `from_pretrained` keeps the dtypes of the files.
+
+    transformers converts each tensor to the dtype of the empty parameter that it is for, which is
+    the one in config.json. So the empty parameters get their dtypes from the files, just before
+    these are read; what needs no conversion stays mapped.
+    """
+    installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
+
+    @classmethod  # type: ignore[misc]
+    def load(cls: Any, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and files:
+            _give_dtypes(model, map(Path, files))
+        return installed.__get__(None, cls)(model, state_dict, files, *args, **kwargs)
+
+    with mock.patch.object(PreTrainedModel, "_load_pretrained_model", load):
+        yield
+
+
+def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
+    """Give a model's empty parameters, and buffers, the dtypes of the tensors in `files`.
+
+    A parameter of another name than all tensors is of renamed or joined ones, so it gets the
+    widest dtype of the tensors that have no parameter of their name.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return  # because the quantiser decides what it unpacks to
+    stored: dict[str, torch.dtype | None] = {}
+    for file in files:
+        if file.suffix in (".safetensors", ".bin"):
+            with _naming(file):
+                stored |= {name: dtype for name, _, dtype in _headers(file)}
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own |= {name: tensor for name, tensor in model.named_buffers() if name in stored}
+    others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
+    widest = functools.reduce(torch.promote_types, others) if others else None
+    for name, tensor in own.items():
+        dtype = stored.get(name, widest)
+        if dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 # Masks and rotary tables that old checkpoints store (GPT-2, GPT-J, GPT-Neo): never needed.
@@ -156,7 +203,7 @@ def _stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
             continue
         for file in files:
             with _naming(file):
-                stored |= {tensor: (file.name, shape) for tensor, shape in _shapes_in(file)}
+                stored |= {tensor: (file.name, shape) for tensor, shape, _ in _headers(file)}
         break
     return stored
 
@@ -181,11 +228,19 @@ def _naming(file: Path) -> Iterator[None]:
         raise ValueError(f"{file} {state} ({reason}); fetch it again") from error
 
 
-def _shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+"""safetensors's names of the dtypes that weights are converted between."""
+
+
+def _headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]:
+    """Name, shape and dtype of each tensor in a file; None for a dtype that is not in `_DTYPES`."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as opened:
-            names = opened.keys()
-            return [(name, tuple(opened.get_slice(name).get_shape())) for name in names]
+            tensors = [(name, opened.get_slice(name)) for name in opened.keys()]
+            return [(n, tuple(t.get_shape()), _DTYPES.get(t.get_dtype())) for n, t in tensors]
     is_zip = zipfile.is_zipfile(file)  # before torch 1.6 they were none
     held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
-    return [(name, tuple(tensor.shape)) for name, tensor in held.items()]
+    known = set(_DTYPES.values())
+    return [(n, tuple(t.shape), t.dtype if t.dtype in known else None) for n, t in held.items()]
