@@ -197,8 +197,10 @@ def _config_of_architecture(
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
         sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
         text_config = getattr(hf_config, "text_config", hf_config)
-        # What the caller chose, config.json must not undo.
+        # What the caller chose, config.json must not undo; nor the vocabulary of an `hf_model`.
         chosen = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
+        n_tokens = (kwargs.get("hf_cfg") or {}).get("vocab_size")
+        chosen |= dict.fromkeys(("d_vocab", "d_vocab_out"), n_tokens)
         overrides = sizes(text_config)
         overrides |= {name: size for name, size in chosen.items() if size is not None}
     else:

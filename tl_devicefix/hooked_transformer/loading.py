@@ -208,8 +208,9 @@ def _load_config(
         *("first_n_layers", "n_ctx"),
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
-    hf_model = arguments["hf_model"]
-    hf_cfg = hf_model.config.to_dict() if hf_model is not None else {}
+    hf_config = getattr(arguments["hf_model"], "config", None)
+    hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
+    hf_cfg = hf_config.to_dict() if hf_config is not None else {}
     hf_cfg.pop("quantization_config", None)  # the weights arrive dequantised
     # The devices are the plan's business: TransformerLens would count CUDA devices here.
     return model_config(
