@@ -86,8 +86,8 @@ class Steps:
             beside: what attention has that keeps them from being folded.
         """
         _log.warning(
-            "fold_value_biases=True does not apply to attention with %s, where a value bias adds no "
-            "constant: set to False",
+            "fold_value_biases=True does not apply to attention with %s, where value biases add "
+            "no constant: set to False",
             beside,
         )
         return replace(self, fold_value_biases=False)
