@@ -172,8 +172,9 @@ def _beside_values(bridge: Any) -> str | None:
     the values, a parameter of no part, such as sinks, or queries that are wider than z, because
     they hold a gate.
     """
+    block: Any
     for name, block in bridge_components(bridge):
-        attention: Any = block._modules.get("attn")
+        attention = block._modules.get("attn")
         if not name.startswith("blocks.") or "v" not in getattr(attention, "submodules", ()):
             continue
         parts = {part: attention._modules[part] for part in attention.submodules}
