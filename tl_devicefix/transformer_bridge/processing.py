@@ -4,7 +4,8 @@ Each component's weights are processed where they lie, in float32 (or wider), ro
 take the place of the old ones. If that fails on the way, the Bridge is refused from then on.
 
 A block is processed by the static methods of the installed `ProcessWeights`, which know every
-architecture, given that block alone. The embeddings and the unembedding, whose size is that of the
+architecture, given that block alone; its value biases by this package's, because heads may share
+them. The embeddings and the unembedding, whose size is that of the
 vocabulary, are processed in place by `tl_devicefix.weight_processing`, with no further copy.
 """
 
