@@ -11,10 +11,10 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from textwrap import dedent, indent
 from typing import Any
 
+from tl_devicefix import __version__
 from tl_devicefix.misspelt import did_you_mean
 
 
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
             python -m tl_devicefix estimate --help
         """,
     )
-    parser.add_argument("--version", action="version", version=version("tl_devicefix"))
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",

@@ -8,17 +8,20 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
+from architectures import NO_PROCESSING
 from comparison import assert_same_model, log_probs
 from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, randomize
 from hub_cache import HubCache
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 import tl_devicefix
+from tl_devicefix.checkpoints.checkpoint import load_hf_model
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
 
@@ -86,13 +89,68 @@ def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
         )
 
 
-# TransformerLens has a Gemma's vocabulary written down by its name, so that is read by directory.
+def say_dtype(checkpoint: Path, dtype: str) -> None:
+    """Have config.json say that the weights are of a dtype."""
+    config = checkpoint / "config.json"
+    fields = {**json.loads(config.read_text()), "dtype": dtype, "torch_dtype": dtype}
+    config.write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", FILES)
+def test_files_wider_than_config_json_says_are_not_rounded(
+    kind, dtype, hf_models, references, write_checkpoint, machine
+):
+    hf_model = hf_models("qwen2")
+    tensors = {key: tensor.detach().clone() for key, tensor in hf_model.state_dict().items()}
+    file, n_files, options = FILES[kind]
+    directory = write_checkpoint(hf_model, tensors, file, n_files, **options)
+    say_dtype(directory, dtype)
+
+    model = HookedTransformer.from_pretrained_no_processing(directory, n_devices=3)
+
+    expected = dict(references("qwen2", **NO_PROCESSING).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.cpu(), expected[name]), name
+
+
+@pytest.mark.parametrize("says", ["bfloat16", "float32"])
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_each_tensor_keeps_the_dtype_of_its_file(says, prefix, hf_models, write_checkpoint):
+    """So that it stays mapped, whatever config.json says; also where names lack their prefix."""
+    hf_model = hf_models("gemma")  # whose head is its embedding
+    narrow = {name: torch.bfloat16 for name in hf_model.state_dict() if "mlp" in name}
+    tensors = {
+        name.replace("model.", prefix): tensor.detach().to(narrow.get(name, torch.float32))
+        for name, tensor in hf_model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    directory = write_checkpoint(hf_model, tensors)
+    say_dtype(directory, says)
+
+    loaded = load_hf_model(str(directory), SimpleNamespace(**UNNAMED))
+
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == narrow.get(name, torch.float32), name
+        assert torch.equal(parameter, tensors[name.replace("model.", prefix)]), name
+
+
+UNNAMED = {"from_checkpoint": False, "original_architecture": None}
+"""Of a HookedTransformerConfig, what loading a directory reads."""
+
+
+# TransformerLens has a Gemma's and an OLMo's vocabulary written down by their names, so these are
+# read by directory.
 @pytest.mark.parametrize(
-    ("name", "form"), [("qwen2", "hf_model"), ("gpt2", "checkpoint"), ("gemma-2", "checkpoint")]
+    ("name", "form"),
+    [
+        *(("qwen2", "hf_model"), ("gpt2", "checkpoint"), ("gemma-2", "checkpoint")),
+        *((name, "hf_model beside a directory") for name in ("gemma-2", "olmo", "gpt2")),
+    ],
 )
 def test_a_padded_vocabulary(
     name, form, hf_models, references, from_pretrained, machine,
-    tokens, tmp_path,
+    checkpoints, tokens, tmp_path,
 ) :  # fmt: skip
     expected = log_probs(references(name), tokens)
     hf_model = copy.deepcopy(hf_models(name))
@@ -101,8 +159,11 @@ def test_a_padded_vocabulary(
     if form == "checkpoint":
         hf_model.save_pretrained(tmp_path)
         model = HookedTransformer.from_pretrained(tmp_path, n_devices=3)
-    else:
+    elif form == "hf_model":
         model = from_pretrained(name, hf_model, n_devices=3)
+    else:
+        directory = checkpoints(name)
+        model = HookedTransformer.from_pretrained(directory, hf_model=hf_model, n_devices=3)
 
     assert model.cfg.d_vocab == model.cfg.d_vocab_out == model(tokens).shape[-1] == D_VOCAB + 8
     of_real_tokens = model(tokens)[..., :D_VOCAB].detach().cpu().log_softmax(dim=-1)
@@ -245,6 +306,14 @@ def test_a_missing_tensor(tensor, n_files, tensors, write, refused):
     del tensors[tensor]
     checkpoint = write(n_files=n_files, listed=listed)
     with refused(str(checkpoint), "lacks", tensor, *["model-"][: n_files - 1], "again"):
+        load(checkpoint)
+
+
+def test_names_of_a_wrapped_model(tensors, write, refused):
+    for name in list(tensors):
+        tensors[f"module.{name}"] = tensors.pop(name)
+    checkpoint = write()
+    with refused(str(checkpoint), "lacks", "its names begin with 'module.': save the state dict"):
         load(checkpoint)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def test_a_corrupted_copy_is_noticed(capsys, monkeypatch):
     ("arguments", "says"),
     [
         ("--help", "{demo,selfcheck,estimate,activations}"),
-        ("--version", version("tl_devicefix")),
+        ("--version", tl_devicefix.__version__),
         ("estimate", "the following arguments are required: model"),
         ("estimate gpt2 --n-device=4", "did you mean '--n-devices'?"),
     ],
@@ -102,6 +101,26 @@ def test_help_and_mistakes(arguments, says, capsys):
     printed = capsys.readouterr()
     assert ended.value.code == (0 if "--" in arguments[:2] else 2)
     assert says in printed.out + printed.err
+
+
+NOT_INSTALLED = """
+import importlib.metadata as metadata
+installed = metadata.version
+def version(name):
+    if name == "tl_devicefix":
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+metadata.version = version
+from tl_devicefix.__main__ import main
+main(["--version"])
+"""
+
+
+def test_a_source_tree_that_is_not_installed_runs():
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_INSTALLED], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == (tl_devicefix.__version__, 0)
 
 
 def test_a_mistake_is_told_before_anything_large_is_imported():

@@ -110,10 +110,10 @@ def test_gather_on_s_device_is_in_use_and_home(model):
 def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, from_pretrained):
     before = in_use.devices_in_use()
     model = from_pretrained("gpt2", device_map={"": 0, "blocks.4": "cpu"})
-    twin = copy.deepcopy(model)
-    assert in_use.devices_in_use() == before | {torch.device("cpu")}
+    twin, its = copy.deepcopy(model), {torch.device("sim:0"), torch.device("cpu")}
+    assert in_use.devices_in_use() == before | its
     del model
-    assert in_use.devices_in_use() == before | {torch.device("cpu")}
+    assert in_use.devices_in_use() == before | its
     del twin
     gc.collect()
     assert in_use.devices_in_use() == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import re
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import NO_PROCESSING
+from architectures import NO_PROCESSING, attention_only_config, build_toy
 from comparison import assert_agrees, log_probs
 from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
 from safetensors.torch import load_file, save_file
@@ -177,22 +176,6 @@ def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
     assert_agrees(log_probs(model, TOKENS), expected, tolerance=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
-    ],
-)
-def test_a_llama_that_would_be_wrong_is_refused(changes, says, tmp_path):
-    make_hf_model(HF_CONFIGS["llama"]()).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ValueError, match=says):
-        HookedTransformer.from_pretrained(tmp_path, device="cpu")
-
-
 def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints):
     load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
     source, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
@@ -217,3 +200,23 @@ def test_devices_that_are_simulated_are_the_default(machine):
     assert torch.device(cfg.device) == machine.devices[0]
     placed = {p.device for p in HookedTransformer(cfg).parameters()}
     assert placed == set(machine.devices)
+
+
+@pytest.fixture
+def with_sinks():
+    """A model of a HookedTransformerConfig, whose patterns do not sum to 1."""
+    if "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__:
+        pytest.skip("the installed TransformerLens has no attention sinks")
+    return build_toy(attention_only_config(use_attention_sinks=True))
+
+
+def test_value_biases_stay_where_attention_has_sinks(with_sinks, tokens, caplog):
+    before, weights = log_probs(with_sinks, tokens), with_sinks.state_dict()
+    by_itself = with_sinks.fold_value_biases(weights)
+    assert torch.equal(by_itself["blocks.0.attn.b_V"], weights["blocks.0.attn.b_V"])
+    with_sinks.load_and_process_state_dict(weights)
+    assert_agrees(log_probs(with_sinks, tokens), before, tolerance=1e-5)
+    assert with_sinks.blocks[0].attn.b_V.any()
+    assert "fold_value_biases=True does not apply to attention with sinks" in caplog.text
+    with pytest.raises(ValueError, match="attention with sinks, where they add no constant"):
+        with_sinks.refactor_factored_attn_matrices(weights)

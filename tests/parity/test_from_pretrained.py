@@ -61,7 +61,9 @@ def test_it_is_what_transformer_lens_loads(
     tokens,
 ) :  # fmt: skip
     options = PROCESSING[processing]
-    reference = references(name, **options)
+    # Whose value biases TransformerLens folds, although its patterns do not sum to 1.
+    as_right = {"fold_value_biases": False} if name == "gpt-oss" else {}
+    reference = references(name, **options, **as_right)
 
     model = load(name, n_devices=n_devices, **options)
 

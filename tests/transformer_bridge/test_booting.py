@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from typing import Any
 
 import accelerate
@@ -13,6 +14,7 @@ import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 from hf_models import D_VOCAB, N_LAYERS, randomize, save_checkpoint
+from safetensors.torch import load_file, save_file
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
@@ -98,6 +100,52 @@ def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, m
         for options in ({}, {"n_devices": 2}):
             with pytest.raises(ValueError, match=says):
                 TransformerBridge.boot_transformers(name, **options)
+
+
+@pytest.fixture
+def boot_changed(checkpoints, tmp_path):
+    """`boot_changed(change, n_devices=2)`: from a Llama's files, after `change(tensors)`."""
+
+    def boot(change, name="llama", **options):
+        directory = shutil.copytree(checkpoints(name), tmp_path, dirs_exist_ok=True)
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return TransformerBridge.boot_transformers(str(directory), **options)
+
+    return boot
+
+
+SPREADS = [{}, {"n_devices": 3}, {"device_map": {"": 0, "blocks.2": "cpu"}}]
+QUERIES = "model.layers.3.self_attn.q_proj.weight"
+INCOMPLETE = {
+    "lm_head.weight": lambda tensors: tensors.pop("lm_head.weight"),
+    QUERIES: lambda tensors: tensors.pop(QUERIES),
+    "model.norm.weight": lambda tensors: tensors.pop("model.norm.weight"),
+    "begin with 'module.'": lambda tensors: [
+        tensors.__setitem__(f"module.{name}", tensors.pop(name)) for name in list(tensors)
+    ],
+    "expected (40, 16)": lambda tensors: tensors.update({"lm_head.weight": torch.ones(3, 16)}),
+}
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("options", SPREADS, ids=str)
+@pytest.mark.parametrize("says", INCOMPLETE)
+def test_an_incomplete_checkpoint_is_refused(says, options, machine, boot_changed):
+    with pytest.raises(ValueError, match=r"^the checkpoint '.*") as caught:
+        boot_changed(INCOMPLETE[says], **options)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", SPREADS, ids=str)
+def test_tied_heads_and_unread_tensors_are_no_reason_to_refuse(options, machine, boot_changed):
+    def change(tensors):
+        assert "lm_head.weight" not in tensors
+        tensors["unknown"] = torch.ones(1)
+
+    assert boot_changed(change, "gemma-2", **options).placement is not None
 
 
 def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(

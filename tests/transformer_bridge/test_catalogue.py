@@ -26,7 +26,7 @@ AS_INSTALLED = {
     ("FalconForCausalLM", False): "with a forward of its own",
     ("FalconForCausalLM", True): "with a forward of its own",
 }
-NOT_COMPATIBLE = ("FalconH1ForCausalLM", "PhiForCausalLM", "VaultGemmaForCausalLM")
+NOT_COMPATIBLE = ("FalconH1ForCausalLM", "VaultGemmaForCausalLM")
 """What TransformerLens does not process in these sizes, or at all."""
 
 

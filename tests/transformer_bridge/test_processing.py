@@ -9,7 +9,7 @@ import torch
 import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
-from hf_models import D_VOCAB, make_hf_model, save_checkpoint
+from hf_models import D_VOCAB, GROUPED, make_hf_model, save_checkpoint
 from racing import asynchronous
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -121,6 +121,69 @@ def test_after_steps_that_are_refused_it_can_be_done_with_others(machine, boot, 
 
     expected = references("llama", compatible=True)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected.state_dict()))
+
+
+FALCON = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
+FALCON |= {"mamba_d_state": 4, "mamba_chunk_size": 4, "head_dim": 4, "attention_bias": True}
+GATED = {"layer_types": ["full_attention"] * 5, "attention_bias": True, "head_dim": 8}
+UNFOLDED = {"fold_ln": False, "center_writing_weights": False}
+
+
+@pytest.fixture
+def boot_grouped(machine, tokenizer, tmp_path):
+    """`boot_grouped("PhiConfig", head_dim=8)`: on the CPU, with grouped heads."""
+
+    def boot(kind, **own):
+        config = getattr(transformers, kind)(**GROUPED, **own)
+        save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
+        return TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+
+    return boot
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(
+    ("kind", "own", "options"),
+    [
+        ("PhiConfig", {}, {}),
+        ("PhiConfig", {}, UNFOLDED),
+        ("FalconH1Config", FALCON, UNFOLDED),
+    ],
+)
+def test_value_biases_that_heads_share_are_folded(kind, own, options, boot_grouped, tokens):
+    bridge = boot_grouped(kind, **own)
+    before = bridge(tokens).log_softmax(-1)
+
+    bridge.enable_compatibility_mode(**options)
+
+    assert_agrees(bridge(tokens).log_softmax(-1), before, tolerance=1e-5)
+    assert not any(block.attn.v.bias.any() for block in bridge.blocks)
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize(
+    ("kind", "own", "beside"),
+    [
+        (
+            "GptOssConfig",
+            {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2},
+            "sinks",
+        ),
+        ("LagunaConfig", {"head_dim": 8, "attention_bias": True}, "gate"),
+        ("Qwen3NextConfig", GATED, "a gate beside its queries"),
+    ],
+)
+def test_value_biases_stay_where_they_add_no_constant(
+    kind, own, beside, boot_grouped, tokens, caplog
+):
+    bridge = boot_grouped(kind, **own)
+    before = bridge(tokens).log_softmax(-1)
+
+    bridge.enable_compatibility_mode(**UNFOLDED)
+
+    assert_agrees(bridge(tokens).log_softmax(-1), before, tolerance=1e-5)
+    assert any(block.attn.v.bias.any() for block in bridge.blocks)
+    assert f"does not apply to attention with {beside}, where value biases" in caplog.text
 
 
 def test_a_device_without_room_is_named_with_what_was_being_processed(boot):

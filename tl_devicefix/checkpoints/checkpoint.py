@@ -1,34 +1,36 @@
-"""Read a Hugging Face checkpoint, refusing one that is damaged or incomplete.
-
-transformers fills missing tensors with random numbers and only warns; here that is an error.
-"""
+"""Read a Hugging Face checkpoint, each tensor in the dtype of its file."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import os
-import pickle
 import re
-import struct
-import zipfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
-from safetensors import SafetensorError, safe_open
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
+from tl_devicefix.checkpoints.files import (
+    UNREADABLE,
+    check_report,
+    headers,
+    naming,
+    stored_tensors,
+)
+from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory
 from tl_devicefix.placement.memory import is_out_of_memory
 
 
 def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
-    """Load a checkpoint on the CPU, in the dtype that it is stored in."""
+    """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
     is_directory = is_checkpoint_directory(model_name)
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
         raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
@@ -42,15 +44,16 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
     auto: Any = AutoModel if multimodal else AutoModelForCausalLM
     try:
-        model, report = auto.from_pretrained(
-            model_name,
-            **{_DTYPE_ARGUMENT: "auto"},
-            output_loading_info=True,
-            # So that shapes that do not fit are reported with the rest, and refused below.
-            ignore_mismatched_sizes=True,
-            **kwargs,
-        )
-    except _UNREADABLE as error:
+        with _dtypes_as_stored():
+            model, report = auto.from_pretrained(
+                model_name,
+                **{_DTYPE_ARGUMENT: "auto"},
+                output_loading_info=True,
+                # So that shapes that do not fit are reported with the rest, and refused below.
+                ignore_mismatched_sizes=True,
+                **kwargs,
+            )
+    except UNREADABLE as error:
         if is_out_of_memory(error):
             raise
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
@@ -59,28 +62,62 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
                 f"from_pretrained has no argument {unknown[1]!r}, and transformers has none for "
                 f"{model_name!r}; leave it out"
             ) from error
-        _stored_tensors(model_name, kwargs)  # of which one may say more
+        stored_tensors(model_name, kwargs)  # of which one may say more
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
         ) from error
-    _check_report(report, model_name, kwargs, model)
+    check_report(report, model_name, kwargs, model, refuse_unexpected=True)
     return model.requires_grad_(False)
-
-
-# What transformers, safetensors and torch raise for files, and values of a config, that are not as
-# they should be.
-_UNREADABLE = (
-    OSError, ValueError, RuntimeError, EOFError, AttributeError, ArithmeticError, AssertionError,
-    LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
-)  # fmt: skip
 
 
 # transformers 4.56 renamed torch_dtype.
 _DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
-# Masks and rotary tables that old checkpoints store (GPT-2, GPT-J, GPT-Neo): never needed.
-_OLD_BUFFER = re.compile(r"attn\.(bias|masked_bias)$|attention\.(bias|masked_bias)$|inv_freq$")
+@contextlib.contextmanager
+def _dtypes_as_stored() -> Iterator[None]:
+    """Within it, this thread's `from_pretrained` keeps the dtypes of the files.
+
+    transformers converts each tensor to the dtype of the empty parameter that it is for, which is
+    the one in config.json. So the empty parameters get their dtypes from the files, just before
+    these are read; what needs no conversion stays mapped.
+    """
+    installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
+
+    @classmethod  # type: ignore[misc]
+    def load(cls: Any, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and files:
+            _give_dtypes(model, map(Path, files))
+        return installed.__get__(None, cls)(model, state_dict, files, *args, **kwargs)
+
+    with mock.patch.object(PreTrainedModel, "_load_pretrained_model", load):
+        yield
+
+
+def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
+    """Give a model's empty parameters, and buffers, the dtypes of the tensors in `files`.
+
+    transformers renames and joins tensors. So a parameter that has no tensor of its name gets the
+    widest dtype of the tensors that have no parameter of theirs.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return  # because the quantiser decides what it unpacks to
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    stored: dict[str, torch.dtype | None] = {}
+    for file in files:
+        if file.suffix in (".safetensors", ".bin"):
+            with naming(file):
+                for name, _, dtype in headers(file):
+                    # Many files leave out what all names but the head's begin with.
+                    stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
+    others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
+    widest = functools.reduce(torch.promote_types, others) if others else None
+    # Those that have tensors last, because a head may be the embedding, which has one.
+    for name in sorted(own, key=stored.__contains__):
+        dtype = stored.get(name, widest)
+        is_read = name in stored or isinstance(own[name], torch.nn.Parameter)
+        if dtype is not None and is_read and own[name].is_floating_point():
+            own[name].data = own[name].data.to(dtype)
 
 
 def _revision(model_name: str, cfg: Any) -> str:
@@ -93,99 +130,3 @@ def _revision(model_name: str, cfg: Any) -> str:
         f"{model_name} has no training checkpoints that TransformerLens knows of; leave "
         "checkpoint_index and checkpoint_value out"
     )
-
-
-def _check_report(
-    report: dict[str, Any], model_name: str, kwargs: dict[str, Any], model: torch.nn.Module
-) -> None:
-    """Turn transformers' loading report into an error if the checkpoint does not fit."""
-    stored, own = _stored_tensors(model_name, kwargs), model.state_dict()
-    # transformers 4 believes the index of a sharded checkpoint.
-    listed_only = {name for name, (_, shape) in stored.items() if shape is None}
-    problems = {
-        "lacks": sorted({*report.get("missing_keys", ()), *listed_only}),
-        "has tensors that the architecture has no place for:": sorted(
-            name for name in report.get("unexpected_keys", ()) if not _OLD_BUFFER.search(name)
-        ),
-        "has tensors of other shapes than its config asks for:": sorted(
-            # transformers 5 gives (name, stored shape, expected shape), 4 only the name.
-            entry if isinstance(entry, str) else entry[0]
-            for entry in report.get("mismatched_keys", ())
-        ),
-    }
-    for problem, names in problems.items():
-        if not names:
-            continue
-        shown = []
-        for name in names[:3]:
-            file, shape = stored.get(name, (None, None))
-            in_file = f" in {file}" if file else ""
-            if shape is not None and name in own:
-                in_file += f" (stored {shape}, expected {tuple(own[name].shape)})"
-            shown.append(f"{name}{in_file}")
-        more = f" and {len(names) - 3} more" if names[3:] else ""
-        raise ValueError(
-            f"the checkpoint {model_name!r} {problem} {', '.join(shown)}{more}; fetch or save it "
-            "again"
-        )
-
-
-# --------------------------------------------------------------------------------------------
-# What the weight files hold, to say more where something is wrong
-
-_Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
-"""Tensor -> the name of its file, and its shape if the file has it."""
-
-
-def _stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
-    """The tensors of a checkpoint that is on this machine, and those that its index lists."""
-    try:
-        is_directory = is_checkpoint_directory(model_name)
-        folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
-    except ValueError:  # nothing of it has been fetched
-        return {}
-    stored: _Stored = {}
-    for name in ("model.safetensors", "pytorch_model.bin"):  # as transformers looks for them
-        files, index = [folder / name], folder / f"{name}.index.json"
-        if not files[0].is_file() and index.is_file():
-            with _naming(index):
-                listed = json.loads(index.read_text())["weight_map"]
-                stored = {tensor: (file, None) for tensor, file in listed.items()}
-                files = sorted({folder / file for file in listed.values()})
-        elif not files[0].is_file():
-            continue
-        for file in files:
-            with _naming(file):
-                stored |= {tensor: (file.name, shape) for tensor, shape in _shapes_in(file)}
-        break
-    return stored
-
-
-@contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Name a file that cannot be read, in one sentence, within a `with` block."""
-    try:
-        yield
-    except _UNREADABLE as error:
-        # In place of its own reason, torch says how to unpickle the file all the same.
-        reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
-        if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
-            raise ValueError(
-                f"{file} would run {called[1]} when it is unpickled, which no weights need, so it "
-                "was not read: do not use this checkpoint, or have whoever made it save it as "
-                "safetensors"
-            ) from error
-        state = "is missing"
-        if file.is_file():
-            state = f"is damaged or incomplete, with {file.stat().st_size} bytes"
-        raise ValueError(f"{file} {state} ({reason}); fetch it again") from error
-
-
-def _shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    if file.suffix == ".safetensors":
-        with safe_open(file, "pt") as opened:
-            names = opened.keys()
-            return [(name, tuple(opened.get_slice(name).get_shape())) for name in names]
-    is_zip = zipfile.is_zipfile(file)  # before torch 1.6 they were none
-    held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
-    return [(name, tuple(tensor.shape)) for name, tensor in held.items()]

@@ -164,7 +164,8 @@ class HuggingFaceSource:
         if not hasattr(head, "weight"):
             raise ValueError(
                 f"the head of this {type(self.hf_model).__name__} is of class "
-                f"{type(head).__name__}, which TransformerLens cannot convert: give it a head of one linear layer"
+                f"{type(head).__name__}, which TransformerLens cannot convert: give it one linear "
+                "layer"
             )
         read = {"embed": embedding, "unembed": head}.get(unit)
         shared = None if read is None else read.weight  # made anew at each read by some adapters

@@ -63,7 +63,8 @@ def model_config(
     hf_config = None
     if hf_model is not None:
         hf_config = _config_of_live(hf_model)
-        kwargs["hf_cfg"] = hf_config.to_dict()
+        # TransformerLens takes the vocabulary from it; multimodal models nest it.
+        kwargs["hf_cfg"] = getattr(hf_config, "text_config", hf_config).to_dict()
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs, hf_config=hf_config)
     name = official_name(model_name)

@@ -37,7 +37,6 @@ from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import (
     Conventions,
     Steps,
-    check_refactorable,
     process_component,
 )
 from tl_devicefix.weight_processing import slices as slicing
@@ -94,9 +93,10 @@ def one_step(
     method = original.__name__
     step: Callable[..., None] = _fold_norms
     if method != "fold_layer_norm":
-        step = functools.partial(_process, Steps(**{method: True}))
-    if method == "refactor_factored_attn_matrices":
-        check_refactorable(self.cfg, is_grouped=self.cfg.n_key_value_heads is not None)
+        steps = Steps(**{method: True})
+        if not method.startswith("center"):  # which is for whoever calls it to know
+            steps = steps.applicable(self.cfg, installed_conventions())
+        step = functools.partial(_process, steps)
     source = StateDictSource(state_dict)
     result: Weights = {}
     for unit in dict.fromkeys(map(processing_unit, state_dict)):

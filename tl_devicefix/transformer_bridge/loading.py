@@ -18,6 +18,7 @@ from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAME
 from transformers import PreTrainedModel, modeling_utils
 
 from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
+from tl_devicefix.checkpoints.files import check_report
 from tl_devicefix.checkpoints.hub import (
     check_model,
     is_checkpoint_directory,
@@ -120,20 +121,18 @@ _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
 def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     options = bound.arguments
-    if options.get("hf_model") is not None or not _spreads(options):
-        if options.get("hf_model") is None and options.get("device") is None:
-            options["device"] = simulated_device()
-        bridge = boot(*bound.args, **bound.kwargs)
-        _settle_where_it_is(bridge)
-        return bridge
-    with contextlib.ExitStack() as elsewhere, _booting:
-        return _boot_over_devices(boot, options, elsewhere)
+    if options.get("hf_model") is None and options.get("load_weights", True):
+        with contextlib.ExitStack() as elsewhere, _booting:
+            return _boot_checkpoint(boot, options, elsewhere)
+    if options.get("hf_model") is None and options.get("device") is None:
+        options["device"] = simulated_device()
+    bridge = boot(*bound.args, **bound.kwargs)
+    _settle_where_it_is(bridge)
+    return bridge
 
 
 def _spreads(options: Mapping[str, Any]) -> bool:
     """Whether several devices, or host memory, are asked for."""
-    if not options.get("load_weights", True):
-        return False
     n_devices = options.get("n_devices")
     limited = options.get("device_map") is not None or options.get("max_memory") is not None
     return limited or (n_devices is not None and n_devices != 1)
@@ -143,21 +142,24 @@ def _spreads(options: Mapping[str, Any]) -> bool:
 _booting = threading.RLock()
 
 
-def _boot_over_devices(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
+def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
     """Boot a model; it is complete once `elsewhere` has ended, where other hosts load."""
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
         read_config(name, trust_remote_code=options.get("trust_remote_code", False))
     planned = _PlannedClass(options, elsewhere)
-    ours = "device", "n_devices", "max_memory"
-    arguments = {name: value for name, value in options.items() if name not in ours}
-    # TransformerLens lets transformers place the model if there is a map; the plan's is put in
-    # when the model's class is asked for it, as only then the config is final.
-    arguments |= {"device_map": {"": "cpu"}, "model_class": planned}
-    is_on_hosts = bool(joined()) or _is_of_worker(options.get("device_map"))
+    arguments = {**options, "model_class": planned}
     with planned.watching_for_adapter(), contextlib.ExitStack() as stack:
-        if is_on_hosts:
-            stack.enter_context(_without_all_values())
+        if planned.spreads:
+            for ours in ("device", "n_devices", "max_memory"):
+                arguments.pop(ours, None)
+            # TransformerLens lets transformers place the model if there is a map; the plan's is
+            # put in when the model's class is asked for it, as only then the config is final.
+            arguments["device_map"] = {"": "cpu"}
+            if joined() or _is_of_worker(options.get("device_map")):
+                stack.enter_context(_without_all_values())
+        elif options.get("device") is None:
+            arguments["device"] = simulated_device()
         bridge = boot(**arguments)
     if planned.placement is None:
         _settle_where_it_is(bridge)
@@ -171,10 +173,15 @@ def _boot_over_devices(boot: Any, options: dict[str, Any], elsewhere: contextlib
 
 
 class _PlannedClass:
-    """A class of transformers, whose `from_pretrained` places the model by a plan."""
+    """A class of transformers, whose `from_pretrained` places the model by a plan.
+
+    TransformerLens asks it for the model in place of the class that it would choose. An incomplete
+    checkpoint is refused.
+    """
 
     def __init__(self, options: Mapping[str, Any], elsewhere: contextlib.ExitStack) -> None:
         self._options, self._elsewhere = options, elsewhere
+        self.spreads = _spreads(options)
         self._adapter: Any = None
         self._is_stateful = False
         self.placement: Placement | None = None
@@ -213,13 +220,14 @@ class _PlannedClass:
         real = self._options.get("model_class") or hf_model_class(self._adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
             kwargs.pop("code_revision", None)  # which only the Auto classes take
-        kwargs["device_map"], self.placement = self._plan(real, kwargs)
+        if self.spreads:
+            kwargs["device_map"], self.placement = self._plan(real, kwargs)
         if self.offloads:
             kwargs["device_map"] = {"": "cpu"}
         if self._options.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._options["max_memory"]
         if not self.is_on_hosts:
-            hf_model = real.from_pretrained(model_name, **kwargs)
+            hf_model = self._load(real, str(model_name), kwargs)
         else:
             assert self.placement is not None
             options = {name: value for name, value in self._options.items() if name != "model_name"}
@@ -230,9 +238,17 @@ class _PlannedClass:
             self.remotes = self._elsewhere.enter_context(loading)
             # Without hooks of accelerate's, which would look for all weights.
             with mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None):
-                hf_model = real.from_pretrained(model_name, **kwargs)
+                hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
             _bring_root_home(hf_model, self.placement.home)
+        return hf_model
+
+    def _load(self, real: Any, name: str, kwargs: dict[str, Any]) -> Any:
+        """The model that transformers loads, if the checkpoint has all of its weights."""
+        if self._options.get("n_ctx") is None:  # whose shapes TransformerLens tells of by itself
+            kwargs.setdefault("ignore_mismatched_sizes", True)
+        hf_model, report = real.from_pretrained(name, output_loading_info=True, **kwargs)
+        check_report(report, name, kwargs, hf_model)
         return hf_model
 
     def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:

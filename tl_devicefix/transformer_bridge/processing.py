@@ -4,7 +4,8 @@ Each component's weights are processed where they lie, in float32 (or wider), ro
 take the place of the old ones. If that fails on the way, the Bridge is refused from then on.
 
 A block is processed by the static methods of the installed `ProcessWeights`, which know every
-architecture, given that block alone. The embeddings and the unembedding, whose size is that of the
+architecture, given that block alone; its value biases by this package's, because heads may share
+them. The embeddings and the unembedding, whose size is that of the
 vocabulary, are processed in place by `tl_devicefix.weight_processing`, with no further copy.
 """
 
@@ -51,6 +52,7 @@ from tl_devicefix.weight_processing.steps import (
     center,
     center_unembed_weights,
     fold_layer_norm_into_unembed,
+    fold_value_biases_of_block,
 )
 
 _log = logging.getLogger(__name__)
@@ -130,6 +132,8 @@ def process_weights(
         fold_value_biases,
         refactor_factored_attn_matrices,
     )
+    if fold_value_biases and (beside := _beside_values(self)):
+        steps = steps.without_value_biases(beside)
     asked = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}
     processing = Processing(steps, self.cfg, self.adapter)
     forget(self)
@@ -162,7 +166,41 @@ def _check_processable(bridge: Any, refactors: bool) -> None:
         )
     if refactors:
         cfg = bridge.cfg
-        check_refactorable(cfg, is_grouped=cfg.n_key_value_heads not in (None, cfg.n_heads))
+        is_grouped = cfg.n_key_value_heads not in (None, cfg.n_heads)
+        check_refactorable(cfg, is_grouped, _beside_values(bridge))
+
+
+_PLAIN = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
+"""Parts of attention that writes weighted means of its values, through W_O."""
+
+
+def _beside_values(bridge: Any) -> str | None:
+    """Name what keeps a Bridge's value biases from being folded, if there is anything.
+
+    Attention of these parts alone adds a constant for a value bias (see
+    `fold_value_biases_of_block`). Whatever else it has may not: a part such as a gate or a norm of
+    the values, a parameter of no part, such as sinks, or queries that are wider than z, because
+    they hold a gate.
+    """
+    block: Any
+    for name, block in bridge_components(bridge):
+        attention = block._modules.get("attn")
+        if not name.startswith("blocks.") or "v" not in getattr(attention, "submodules", ()):
+            continue
+        parts = {part: attention._modules[part] for part in attention.submodules}
+        if getattr(parts["v"].original_component, "bias", None) is None:
+            continue
+        if others := sorted(parts.keys() - _PLAIN):
+            return others[0]
+        # A BERT has the norm behind its attention within it.
+        around = [block._modules[part] for part in block.submodules if part != "attn"]
+        of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
+        for path, parameter in attention.original_component.named_parameters():
+            if id(parameter) not in of_parts:
+                return path
+        if parts["q"].weight.numel() > parts["o"].weight.numel():
+            return "a gate beside its queries"
+    return None
 
 
 def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
@@ -206,7 +244,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
         elif unit.name == "unembed":
             processing.of_unembed(processed)
         elif unit.name.startswith("blocks."):
-            processing.of_block(processed)
+            processing.of_block(processed, unit.components[unit.name])
         _replace(unit, originals, processed)
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
@@ -267,7 +305,7 @@ class Processing:
         self.cfg = cfg
         self.adapter = adapter
 
-    def of_block(self, weights: Weights) -> None:
+    def of_block(self, weights: Weights, block: Any) -> None:
         """Process one block's weights in place, which are named as those of block 0."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
@@ -279,7 +317,7 @@ class Processing:
         if steps.center_writing_weights:
             _center_writing_weights(weights, cfg, adapter)
         if steps.fold_value_biases and f"{_BLOCK}attn.v.bias" in weights:
-            _on_attention(ProcessWeights.fold_value_biases, weights, cfg, adapter)
+            _fold_value_biases(weights, cfg, block.attn.o.original_component)
         if steps.recenter_b_O and f"{_BLOCK}attn.o.bias" in weights:
             weights[f"{_BLOCK}attn.o.bias"] -= weights[f"{_BLOCK}attn.o.bias"].mean()
         if steps.refactor_factored_attn_matrices:
@@ -353,6 +391,24 @@ def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
     ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
     for name in stand_ins:
         del weights[name]
+
+
+def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
+    """Fold value biases into b_O; TransformerLens fails where several heads share one of values.
+
+    Args:
+        weights: the block's.
+        cfg: the Bridge's config.
+        output: transformers' layer of W_O, an nn.Linear or a Conv1D.
+    """
+    W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
+    W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T
+    W_O = W_O.reshape(cfg.n_heads, -1, cfg.d_model)  # [head, d_head, d_model]
+    b_O = weights.get(f"{_BLOCK}attn.o.bias", W_O.new_zeros(cfg.d_model))
+    attention = {"attn.W_O": W_O, "attn.b_V": b_V.reshape(-1, W_O.shape[1]), "attn.b_O": b_O}
+    fold_value_biases_of_block(attention)
+    weights[f"{_BLOCK}attn.o.bias"] = attention["attn.b_O"]
+    weights[f"{_BLOCK}attn.v.bias"] = torch.zeros_like(b_V)
 
 
 def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:

@@ -56,8 +56,12 @@ class Steps:
     def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
         """These steps less those that do not apply to a model with this config. Call it once."""
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
+        steps = self
+        if steps.fold_value_biases and has_sinks(cfg):
+            steps = steps.without_value_biases("sinks")
         steps = replace(
-            self, recenter_b_O=recenters and self.fold_value_biases and self.center_writing_weights
+            steps,
+            recenter_b_O=recenters and steps.fold_value_biases and steps.center_writing_weights,
         )
         if steps.fold_ln and cfg.normalization_type is None:
             _log.warning("fold_ln=True, but the model has no norms to fold: skipped")
@@ -71,8 +75,27 @@ class Steps:
             _log.info("center_writing_weights=True, but not all norms are LayerNorm: skipped")
             steps = replace(steps, center_writing_weights=False)
         if steps.refactor_factored_attn_matrices:
-            check_refactorable(cfg, is_grouped=cfg.n_key_value_heads is not None)
+            is_grouped = cfg.n_key_value_heads is not None
+            check_refactorable(cfg, is_grouped, "sinks" if has_sinks(cfg) else None)
         return steps
+
+    def without_value_biases(self, beside: str) -> Steps:
+        """These steps without the folding of value biases, with a warning.
+
+        Args:
+            beside: what attention has that keeps them from being folded.
+        """
+        _log.warning(
+            "fold_value_biases=True does not apply to attention with %s, where value biases add "
+            "no constant: set to False",
+            beside,
+        )
+        return replace(self, fold_value_biases=False)
+
+
+def has_sinks(cfg: Any) -> bool:
+    """Whether attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
+    return bool(getattr(cfg, "use_attention_sinks", False))
 
 
 def uses_layer_norm(cfg: Any) -> bool:
@@ -80,8 +103,14 @@ def uses_layer_norm(cfg: Any) -> bool:
     return cfg.normalization_type in ("LN", "LNPre")
 
 
-def check_refactorable(cfg: Any, is_grouped: bool) -> None:
-    """Check that `refactor_factored_attn_matrices` can be done."""
+def check_refactorable(cfg: Any, is_grouped: bool, beside: str | None) -> None:
+    """Check that `refactor_factored_attn_matrices` can be done.
+
+    Args:
+        cfg: the model's config.
+        is_grouped: whether heads share keys and values.
+        beside: what attention has that keeps value biases from being folded.
+    """
     if cfg.positional_embedding_type == "rotary":
         raise ValueError(
             "refactor_factored_attn_matrices=True cannot be used with rotary embeddings: there "
@@ -91,6 +120,11 @@ def check_refactorable(cfg: Any, is_grouped: bool) -> None:
         raise ValueError(
             "refactor_factored_attn_matrices=True cannot be used with grouped-query attention: "
             "several heads share one key and value matrix; leave it False"
+        )
+    if beside is not None:
+        raise ValueError(
+            f"refactor_factored_attn_matrices=True folds value biases, and cannot be used on "
+            f"attention with {beside}, where they add no constant; leave it False"
         )
 
 

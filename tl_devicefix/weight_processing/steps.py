@@ -141,7 +141,14 @@ def vocabulary_means(
 def fold_value_biases_of_block(block: Weights) -> None:
     """Fold one block's value biases into its b_O.
 
-    Patterns sum to 1, so a head's value bias adds the constant b_V @ W_O.
+    A head writes `z @ W_O` with `z = A @ (x @ W_V + b_V)`. Where each row of its pattern A sums to
+    1, `A @ b_V` is b_V at every position, so that the constant `b_V @ W_O` may move into b_O. It
+    may not
+
+    - with attention sinks, or any softmax with a term beside the keys: a row of A then sums to
+      less than 1, and to another number at each position;
+    - where anything else stands between values and W_O: a norm of the values, a norm or a gate
+      of z.
     """
     name = "attn._b_V" if "attn._b_V" in block else "attn.b_V"
     W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]

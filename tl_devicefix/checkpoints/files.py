@@ -1,0 +1,161 @@
+"""What the files of a checkpoint hold, and what transformers' loading report says of them.
+
+transformers fills missing tensors with random numbers and only warns; here that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
+
+# What transformers, safetensors and torch raise for files, and values of a config, that are not as
+# they should be.
+UNREADABLE = (
+    OSError, ValueError, RuntimeError, EOFError, AttributeError, ArithmeticError, AssertionError,
+    LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
+)  # fmt: skip
+
+
+# What wav2vec 2.0 and HuBERT put in place of masked sound, in training only; many checkpoints of
+# them have none.
+_UNREAD = re.compile(r"masked_spec_embed$")
+
+# Masks and rotary tables that old checkpoints store (GPT-2, GPT-J, GPT-Neo): never needed.
+_OLD_BUFFER = re.compile(r"attn\.(bias|masked_bias)$|attention\.(bias|masked_bias)$|inv_freq$")
+
+
+def check_report(
+    report: dict[str, Any],
+    model_name: str,
+    kwargs: dict[str, Any],
+    model: torch.nn.Module,
+    refuse_unexpected: bool = False,
+) -> None:
+    """Turn transformers' loading report into an error, because it makes up what is missing.
+
+    Args:
+        report: as `from_pretrained(..., output_loading_info=True)` returns it.
+        model_name: the checkpoint.
+        kwargs: those of `from_pretrained` by which files are found.
+        model: the loaded model.
+        refuse_unexpected: refuse tensors that the model has no place for, too.
+
+    Raises:
+        ValueError: with the names of tensors that are missing, or of another shape.
+    """
+    missing = {name for name in report.get("missing_keys", ()) if not _UNREAD.search(name)}
+    unexpected = report.get("unexpected_keys", ()) if refuse_unexpected else ()
+    mismatched = report.get("mismatched_keys", ())
+    stored: _Stored = {}
+    if refuse_unexpected or missing or mismatched:
+        stored = stored_tensors(model_name, kwargs)
+    if refuse_unexpected:  # transformers 4 believes the index of a sharded checkpoint
+        missing |= {name for name, (_, shape) in stored.items() if shape is None}
+    own = model.state_dict()
+    problems = {
+        "lacks": sorted(missing),
+        "has tensors that the architecture has no place for:": sorted(
+            name for name in unexpected if not _OLD_BUFFER.search(name)
+        ),
+        "has tensors of other shapes than its config asks for:": sorted(
+            # transformers 5 gives (name, stored shape, expected shape), 4 only the name.
+            entry if isinstance(entry, str) else entry[0]
+            for entry in mismatched
+        ),
+    }
+    for problem, names in problems.items():
+        if not names:
+            continue
+        shown = []
+        for name in names[:3]:
+            file, shape = stored.get(name, (None, None))
+            in_file = f" in {file}" if file else ""
+            if shape is not None and name in own:
+                in_file += f" (stored {shape}, expected {tuple(own[name].shape)})"
+            shown.append(f"{name}{in_file}")
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        remedy = "fetch or save it again"
+        if f"module.{names[0]}" in stored:
+            remedy = "its names begin with 'module.': save the state dict of the wrapper's `module`"
+        raise ValueError(
+            f"the checkpoint {model_name!r} {problem} {', '.join(shown)}{more}; {remedy}"
+        )
+
+
+_Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
+"""Tensor -> the name of its file, and its shape if the file has it."""
+
+
+def stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
+    """The tensors of a checkpoint that is on this machine, and those that its index lists."""
+    try:
+        is_directory = is_checkpoint_directory(model_name)
+        folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
+    except ValueError:  # nothing of it has been fetched
+        return {}
+    stored: _Stored = {}
+    for name in ("model.safetensors", "pytorch_model.bin"):  # as transformers looks for them
+        files, index = [folder / name], folder / f"{name}.index.json"
+        if not files[0].is_file() and index.is_file():
+            with naming(index):
+                listed = json.loads(index.read_text())["weight_map"]
+                stored = {tensor: (file, None) for tensor, file in listed.items()}
+                files = sorted({folder / file for file in listed.values()})
+        elif not files[0].is_file():
+            continue
+        for file in files:
+            with naming(file):
+                stored |= {tensor: (file.name, shape) for tensor, shape, _ in headers(file)}
+        break
+    return stored
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Name a file that cannot be read, in one sentence, within a `with` block."""
+    try:
+        yield
+    except UNREADABLE as error:
+        # In place of its own reason, torch says how to unpickle the file all the same.
+        reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
+        if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
+            raise ValueError(
+                f"{file} would run {called[1]} when it is unpickled, which no weights need, so it "
+                "was not read: do not use this checkpoint, or have whoever made it save it as "
+                "safetensors"
+            ) from error
+        state = "is missing"
+        if file.is_file():
+            state = f"is damaged or incomplete, with {file.stat().st_size} bytes"
+        raise ValueError(f"{file} {state} ({reason}); fetch it again") from error
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+"""safetensors's names of the dtypes that weights are converted between."""
+
+
+def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]:
+    """Name, shape and dtype of each tensor in a file; None for a dtype that is not in `_DTYPES`."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            tensors = [(name, opened.get_slice(name)) for name in names]
+            return [(n, tuple(t.get_shape()), _DTYPES.get(t.get_dtype())) for n, t in tensors]
+    is_zip = zipfile.is_zipfile(file)  # before torch 1.6 they were none
+    held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+    known = set(_DTYPES.values())
+    return [(n, tuple(t.shape), t.dtype if t.dtype in known else None) for n, t in held.items()]
