@@ -51,7 +51,7 @@ VERSIONS = {
 `nox -s versions` runs each of them, and fails if the pages name others.
 """
 EVERY_VERSION = tuple(dict.fromkeys(version for of in VERSIONS.values() for version in of))
-ON_EVERY_VERSION = ("tests/versions",)
+ON_EVERY_VERSION = ("tests/versions", "tests/twin/test_known_configs.py")
 """Files and folders of tests that `nox -s versions` runs on every version."""
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.

@@ -114,6 +114,12 @@ def changed(name: str, **settings: Any) -> Any:
     return config
 
 
+def yarn_qwen2() -> Any:
+    """A tiny Qwen2 whose rotary frequencies are scaled for four times its context."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    return changed("qwen2", rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e4})
+
+
 def stretched_gemma3() -> Any:
     """As published from 4B on: positions of the layers that see everything are divided by 8."""
     config = HF_CONFIGS["gemma-3"]()
@@ -215,6 +221,12 @@ def edit_resid_mid(of_gradients: bool, directory: Path) -> float:
 HOOKED_TRANSFORMER: dict[str, Callable[[Path], float]] = {
     "Gemma 3, rope factor": partial(
         logits_of, "gemma-3", "google/medgemma-27b-text-it", config=stretched_gemma3
+    ),
+    "Qwen2, YaRN": partial(logits_of, "qwen2", "Qwen/Qwen2-0.5B", config=yarn_qwen2),
+    "Phi-3, texts beyond the window": partial(
+        logits_of,
+        *("phi-3", "microsoft/Phi-3-mini-4k-instruct"),
+        config=partial(changed, "phi-3", sliding_window=4),
     ),
     "Qwen2 saved by transformers 5": partial(
         logits_of,

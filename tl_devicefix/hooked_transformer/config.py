@@ -144,6 +144,8 @@ def _config_by_name(
         )
     if architecture == "GemmaForCausalLM" and cfg.act_fn == "gelu":
         cfg.act_fn = "gelu_pytorch_tanh"  # because TransformerLens 3 has the exact one
+    if architecture == "Gemma2ForCausalLM":  # because TransformerLens until 3.7 begins with global
+        cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
 
 
