@@ -27,7 +27,7 @@ def text():
 @pytest.fixture(autouse=True)
 def grow_from_the_start(monkeypatch):
     """Short caches are made anew for each token, by default."""
-    monkeypatch.setattr("tl_devicefix.attention.kv_cache.GROWS_FROM", 0)
+    monkeypatch.setattr("tl_devicefix.fusing.kv_cache.GROWS_FROM", 0)
 
 
 MASKS = {"all": torch.ones(2, N_TOKENS, dtype=torch.long)}
@@ -105,7 +105,7 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 
 @torch.no_grad()
 def test_it_grows_beyond_its_room(on_cpu, text, monkeypatch):
-    monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
+    monkeypatch.setattr("tl_devicefix.fusing.kv_cache._LEAST_ROOM", 2)
     assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
 
 

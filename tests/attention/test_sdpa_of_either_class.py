@@ -13,7 +13,7 @@ from comparison import assert_agrees
 from hf_models import D_VOCAB, N_CTX, N_LAYERS, padded
 
 import tl_devicefix
-from tl_devicefix.attention import sdpa
+from tl_devicefix.fusing import sdpa
 
 of_hooked = pytest.mark.skipif(not HOOKED, reason="of a HookedTransformer")
 of_bridge = pytest.mark.skipif(HOOKED, reason="of a Bridge of TransformerLens 4")

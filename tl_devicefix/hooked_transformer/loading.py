@@ -22,7 +22,6 @@ from transformer_lens import HookedTransformer
 from transformer_lens.components import TransformerBlock
 from transformers import AutoTokenizer
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
@@ -32,9 +31,9 @@ from tl_devicefix.checkpoints.hub import (
     torch_dtype,
 )
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
-from tl_devicefix.hooked_transformer.components import attention_kind, component_sizes
+from tl_devicefix.fusing import fused
+from tl_devicefix.hooked_transformer.components import POST_NORM, attention_kind, component_sizes
 from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
-from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.misspelt import refuse_unknown
@@ -62,7 +61,7 @@ def from_pretrained(
     *args: Any,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
-    attn_implementation: str | None = None,
+    fuse_blocks: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model, its weights folded, over one or several devices.
@@ -74,8 +73,7 @@ def from_pretrained(
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
             devices that it names are used, unless `n_devices` says how many.
-        attn_implementation: "sdpa" builds no scores and no pattern unless you hook them, see
-            `tl_devicefix.set_attn_implementation`.
+        fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
@@ -101,7 +99,6 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
-    check_attn_implementation(attn_implementation)
     handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
     try:
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory)
@@ -109,9 +106,7 @@ def from_pretrained(
         # Or its frames would hold what was loaded for as long as the error is kept.
         let_go(error, but_not=[handled])
         raise
-    if attn_implementation is not None:
-        set_attn_implementation(model, attn_implementation)
-    return model
+    return fused.fuse_blocks(model) if fuse_blocks else model
 
 
 def _load(
@@ -119,7 +114,7 @@ def _load(
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
-    parameters = [*arguments, "device_map", "max_memory", "attn_implementation"]
+    parameters = [*arguments, "device_map", "max_memory", "fuse_blocks"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
     arguments["model_name"] = os.fspath(arguments["model_name"])

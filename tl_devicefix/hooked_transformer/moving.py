@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -189,6 +190,38 @@ def share_buffers(model: nn.Module) -> None:
 def align(model: Any, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
+    if is_aligned(model) and model.cfg.positional_embedding_type == "alibi":
+        here = (c for c in placement.here.components if c.name.startswith("blocks."))
+        hooks = ((model.get_submodule(c.name), AlibiAt(c.device)) for c in here)
+        running.add_hooks(
+            model, [b.register_forward_pre_hook(hook, with_kwargs=True) for b, hook in hooks]
+        )
+
+
+@dataclass(frozen=True)
+class AlibiAt:
+    """Forward pre-hook of a block: make its ALiBi table on its device.
+
+    The installed attention would make it on home, because it asks the config for a device.
+    """
+
+    device: torch.device
+
+    def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the table if there is none that is long enough."""
+        entry = kwargs.get("past_kv_cache_entry")
+        past = 0 if entry is None else entry.past_keys.shape[1]
+        n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]
+        alibi_table(block.attn, n_keys, self.device)
+
+
+def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:
+    """Return an attention's ALiBi table on a device, [head_index, query_pos, key_pos]."""
+    table = attn.alibi
+    if table is None or table.shape[-1] < n_keys:
+        table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
+    attn.alibi = table.to(device)
+    return attn.alibi  # type: ignore[no-any-return]
 
 
 @patches(

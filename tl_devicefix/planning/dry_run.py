@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.dispatch.naming import named_modules
+from tl_devicefix.fusing import fused
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DEVICE_TYPE
@@ -114,7 +114,7 @@ def dry_run(
     memory: int | str | Sequence[int | str] = "80GiB",
     tokenizer: Any = None,
     cls: Any = None,
-    attn_implementation: str | None = None,
+    fuse_blocks: bool = False,
     **options: Any,
 ) -> DryRun:
     """Try a function on a model at its full size, without its weights and without devices.
@@ -137,8 +137,8 @@ def dry_run(
         cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
             a transformers config, and with TransformerLens 4. `run` gets a Bridge as it is booted,
             and may call `enable_compatibility_mode()`, to see how much memory that needs.
-        attn_implementation: "sdpa" builds no pattern unless a hook sees it, see
-            `tl_devicefix.set_attn_implementation`. Assumes no padding.
+        fuse_blocks: have blocks run as one function each, which builds no pattern unless
+            a hook sees it, see `tl_devicefix.fuse_blocks`. Assumes no padding.
         options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -152,7 +152,6 @@ def dry_run(
     if not callable(run):
         raise ValueError(f"run must be a function to call with the model, but is {run!r}")
     check_options(dry_run, config_or_model_name, options, cls)
-    check_attn_implementation(attn_implementation)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     at_least = len(memory) if isinstance(memory, list | tuple) else 1
     request = described(n_devices, device_map, max_memory, at_least)
@@ -161,8 +160,8 @@ def dry_run(
         devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
         model = planned.make(placement, tokenizer)
-        if attn_implementation is not None:
-            set_attn_implementation(model, attn_implementation)
+        if fuse_blocks:
+            fused.fuse_blocks(model)
         return watch(machine, model, placement, run)
 
 

@@ -17,7 +17,6 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.hub import (
     is_checkpoint_directory,
     read_config,
@@ -25,6 +24,7 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
     torch_dtype,
 )
+from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
@@ -50,14 +50,11 @@ from tl_devicefix.transformer_bridge.components import (
     takes="model_name device dtype hf_model device_map n_devices max_memory",
     why="place by the plan: embed, final norm and unembed together; n_devices of any type",
 )
-def boot_transformers(
-    original: Any, *args: Any, attn_implementation: str | None = None, **kwargs: Any
-) -> Any:
+def boot_transformers(original: Any, *args: Any, fuse_blocks: bool = False, **kwargs: Any) -> Any:
     """Boot a model from transformers, over one or several devices.
 
-    The arguments are those of `TransformerBridge.boot_transformers`, and `attn_implementation`:
-    "sdpa" builds no scores and no pattern unless you hook them, see
-    `tl_devicefix.set_attn_implementation`. `dtype` may also be a name ("bfloat16").
+    The arguments are those of `TransformerBridge.boot_transformers`, and `fuse_blocks`,
+    which has blocks run as one function each, see `tl_devicefix.fuse_blocks`. `dtype` may also be a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
     blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
@@ -71,14 +68,13 @@ def boot_transformers(
         ValueError: if the arguments do not fit together, or the model does not fit.
         TypeError: if there is no such argument; it names what may be meant.
     """
-    check_attn_implementation(attn_implementation)
     takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
     for name in kwargs.keys() & later.keys() - takes.parameters.keys():
         raise TypeError(
             f"boot_transformers has no argument {name!r}: give it to enable_compatibility_mode()"
         )
-    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "attn_implementation"])
+    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "fuse_blocks"])
     bound = takes.bind(*args, **kwargs)
     options = bound.arguments
     if options.get("hf_model") is None:
@@ -91,9 +87,7 @@ def boot_transformers(
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
         raise
-    if attn_implementation is not None:
-        set_attn_implementation(bridge, attn_implementation)
-    return bridge
+    return fused.fuse_blocks(bridge) if fuse_blocks else bridge
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
