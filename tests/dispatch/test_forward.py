@@ -7,7 +7,7 @@ from hf_models import N_LAYERS, padded
 from kinds import GREEDY, home_of, new_kv_cache, on_one_device
 from offloads import assert_at_rest
 
-from tl_devicefix.hooked_transformer.known_blocks import IS_2
+from tl_devicefix.hooked_transformer.components import IS_2
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 ANYWAY = [("llama", 1), ("llama", "some of three devices"), ("gpt2", "scattered")]

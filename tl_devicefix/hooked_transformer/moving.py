@@ -190,7 +190,11 @@ def share_buffers(model: nn.Module) -> None:
 def align(model: Any, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
-    if is_aligned(model) and model.cfg.positional_embedding_type == "alibi":
+    if model.cfg.positional_embedding_type != "alibi":
+        return
+    for block in model.blocks:
+        block.attn.alibi = None  # it does not move with the weights
+    if is_aligned(model):
         here = (c for c in placement.here.components if c.name.startswith("blocks."))
         hooks = ((model.get_submodule(c.name), AlibiAt(c.device)) for c in here)
         running.add_hooks(
