@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.transformer_bridge.block import why_installed
+from tl_devicefix.fusing.fused import report_of
 
 pytestmark = [
     pytest.mark.full("a hundred and fifty models; by default, tests of plain layers run six"),

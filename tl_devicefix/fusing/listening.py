@@ -42,9 +42,11 @@ _assignments = count(1)
 _n_assigned = 0
 
 
-def _count(*_: Any) -> None:
+def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     global _n_assigned
-    _n_assigned = next(_assignments)
+    # transformers slices its list of layers in each forward, which makes a list of the same ones.
+    if type(module) is not nn.ModuleList or name in module._modules:
+        _n_assigned = next(_assignments)
 
 
 @cache
