@@ -73,6 +73,7 @@ class Listeners:
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless
         self._hooked: frozenset[str] = frozenset()
+        self._listened: list[dict[str, Any]] = []
 
     def is_current(self) -> bool:
         """Return True if no module was assigned to another since this was made."""
@@ -84,19 +85,20 @@ class Listeners:
         if as_of != self._as_of:
             self._as_of = as_of
             self._hooked = self._now()
-        elif self._hooked:  # hooks may have gone
+        elif self._hooked and not all(map(any, map(hooks_of, self._listened))):  # hooks have gone
             self._hooked = self._now()
         return self._hooked
 
     def _now(self) -> frozenset[str]:
+        self._listened = []
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return frozenset()
-        return frozenset(
-            name
-            for name, attributes in self._named
-            for hooks in hooks_of(attributes)
-            if hooks and not self._are_harmless(hooks)
-        )
+        hooked = set()
+        for name, attributes in self._named:
+            if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):
+                self._listened.append(attributes)
+                hooked.add(name)
+        return frozenset(hooked)
 
 
 def unsupported_mode() -> str | None:
@@ -107,6 +109,6 @@ def unsupported_mode() -> str | None:
         return "within a transform of torch.func"
     if torch.autograd.forward_ad._current_level >= 0:
         return "within forward-mode autograd"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling():
         return "while it is compiled"
     return None

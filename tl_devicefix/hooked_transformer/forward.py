@@ -8,7 +8,7 @@ from typing import Any
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
 from tl_devicefix.fusing.one_forward import one_forward
-from tl_devicefix.hooked_transformer.moving import placements
+from tl_devicefix.hooked_transformer.moving import placement_of, remember
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
 
@@ -45,10 +45,10 @@ def override_defaults(original: Any, self: Any) -> Any:
         if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
             take_own_tokenizer(model)
         if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
-            placement = placements.get(model.cfg)
+            placement = placement_of(model.cfg)
             model.cfg = copy.copy(model.cfg)
             if placement is not None:
-                placements[model.cfg] = placement
+                remember(model.cfg, placement)
     return original(self)
 
 

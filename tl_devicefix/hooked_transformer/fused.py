@@ -59,6 +59,7 @@ _ATTENTIONS = {
     GroupedQueryAttention: ("W_Q", "_W_K", "_W_V", "b_Q", "_b_K", "_b_V", "W_O", "b_O"),
 }
 _OF_PATTERN = frozenset(("attn", "attn.hook_attn_scores", "attn.hook_pattern"))
+_OF_QKV = frozenset(("attn.hook_q", "attn.hook_k", "attn.hook_v"))
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalise queries and keys before these are split into heads."""
 
@@ -368,8 +369,8 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
         return norm(x)  # type: ignore[no-any-return]
     if kind is RMSNorm or kind is RMSNormPre:
-        return F.rms_norm(x, x.shape[-1:], w, norm.eps)
-    return F.layer_norm(x, x.shape[-1:], w, weights.get("b"), norm.eps)
+        return torch.rms_norm(x, x.shape[-1:], w, norm.eps)
+    return torch.layer_norm(x, x.shape[-1:], w, weights.get("b"), norm.eps)
 
 
 def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
@@ -411,10 +412,12 @@ def _attention(
 
     n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
     batch, n = inputs[0].shape[:2]
-    if weights.qkv is not None and not hooked and inputs[0] is inputs[1] is inputs[2]:
-        # Not with hooks, because a part that is kept would keep the memory of all three.
+    is_one = weights.qkv is not None and inputs[0] is inputs[1] is inputs[2]
+    # Not with hooks on them, because one that is kept would keep the memory of all three.
+    if is_one and hooked.isdisjoint(_OF_QKV):
         qkv = F.linear(inputs[0], *weights.qkv).view(batch, n, -1, d_head)
-        q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), 2)  # [batch, pos, head, d_head]
+        parts = n_heads, n_kv_heads, n_kv_heads
+        q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
     else:
         q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
         k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, -1, n_kv_heads, d_head))
@@ -468,10 +471,10 @@ class _Tables(NamedTuple):
 def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Tables:
     """Return the tables of a block's attention, made once in a forward for all like it."""
     cfg, n = attn.cfg, q.shape[1]
-    cos, sin = _rotary_tables(attn, offset + n)
+    cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)
     direction = attn._attention_dir_override or cfg.attention_dir
     window = cfg.window_size if attn.attn_type == "local" else None
-    what = n, offset, direction, window, cfg.rotary_adjacent_pairs
+    what = n, offset, direction, window, cfg.rotary_adjacent_pairs, id(cos)
 
     def make() -> _Tables:
         pads = None if padding is None or _leaves_nothing_out(padding) else padding
@@ -491,7 +494,7 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Table
             mask = sdpa.without_blind_rows(mask & pads[:, None, None, :].bool())
         return _Tables(of_queries, of_keys, mask, False, names)
 
-    return made_once((padding, cos, sin), what, q.device, make)
+    return made_once((padding,), what, q.device, make)
 
 
 def _leaves_nothing_out(padding: Padding) -> bool:
@@ -499,11 +502,11 @@ def _leaves_nothing_out(padding: Padding) -> bool:
     return not has_values(padding) or bool((padding == 1).all())
 
 
-def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines; extended first if they are short, as TransformerLens does."""
     buffers = attn._buffers
-    cos = buffers.get("rotary_cos")
-    if cos is not None and len(cos) < n_keys <= attn.cfg.n_ctx:
+    cos = buffers["rotary_cos"]
+    if cos.shape[0] < n_keys <= attn.cfg.n_ctx:
         n_positions = min(attn.cfg.n_ctx, max(n_keys, 2 * len(cos)))
 
         def extended() -> tuple[torch.Tensor, torch.Tensor]:
@@ -512,7 +515,7 @@ def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor | None, torch.T
 
         # Once for all blocks that share them.
         attn.rotary_sin, attn.rotary_cos = made_once((cos,), n_positions, cos.device, extended)
-    return buffers.get("rotary_cos"), buffers.get("rotary_sin")
+    return buffers["rotary_cos"], buffers["rotary_sin"]
 
 
 def _positions(

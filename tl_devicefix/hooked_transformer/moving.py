@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import first_block
@@ -48,7 +48,7 @@ def settle(model: Any, placement: Placement) -> None:
 def _record(model: Any, placement: Placement) -> None:
     model.placement = placement
     use(placement)
-    placements[model.cfg] = placement
+    remember(model.cfg, placement)
 
 
 def _tell_accelerate(model: Any, placement: Placement) -> None:
@@ -241,8 +241,23 @@ def setup(original: Any, self: Any) -> Any:
     return result
 
 
-placements: Any = WeakIdKeyDictionary()
-"""A model's config -> its placement: TransformerLens asks for a block's device by config alone."""
+_placements: dict[int, tuple[weakref.ref[Any], Placement]] = {}
+"""By the id of a model's config, because TransformerLens asks for a block's device by config alone.
+
+torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
+"""
+
+
+def placement_of(cfg: Any) -> Placement | None:
+    """Return the placement of the model with this very config."""
+    of_config, placement = _placements.get(id(cfg), (None, None))
+    return placement if of_config is not None and of_config() is cfg else None
+
+
+def remember(cfg: Any, placement: Placement) -> None:
+    """Have `placement_of` find a placement by a config, as long as there is the config."""
+    key = id(cfg)
+    _placements[key] = weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement
 
 
 @patches(
@@ -257,7 +272,7 @@ def get_device_for_block_index(
     TransformerLens also asks for index 0 when it means the device of the tokens, which is home;
     block 0 fetches its own input if it lies elsewhere.
     """
-    placement: Placement | None = placements.get(cfg)
+    placement = placement_of(cfg)
     if placement is None:
         return original(index, cfg, device)  # type: ignore[no-any-return]
     if index == 0 or len(placement.devices) == 1:

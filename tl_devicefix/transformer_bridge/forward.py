@@ -15,6 +15,7 @@ from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
+from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device
@@ -37,7 +38,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
     # A Bridge reads masks of pairs of tokens in another way than transformers' layers do.
-    is_plain = all(map(_is_of_tokens, masks)) and is_enabled()
+    is_plain = all(map(_is_of_tokens, masks)) and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     with one_forward(ThisForward(is_plain, config)), together():
         kept_in_forward()[FACTS] = [is_plain, config is not None]

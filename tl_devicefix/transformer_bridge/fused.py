@@ -79,7 +79,7 @@ class FusedWrapper(Fused):
         if not now.is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
-        is_plain = bound.why is None and not bound.is_listened() and unsupported_mode() is None
+        is_plain = bound.why is None and not bound.is_listened()
         if now.config_of_sdpa is not None and not (is_plain and bound.by_sdpa):
             args, kwargs = bound.with_built_mask(args, kwargs)
         if not is_plain:
@@ -157,7 +157,6 @@ class Bound:
             self._is_all
             and not self._listeners.look()
             and "forward" not in attributes
-            and unsupported_mode() is None
             and attributes.get("_start_at_layer_idx") is None
             and attributes.get("_stop_at_layer_idx") is None
             and (self.by_sdpa or not wrapper.is_list_item or not this_forward().config_of_sdpa)
@@ -229,6 +228,7 @@ def _nothing(*_: Any) -> None:
 _NOT_NEEDED = {
     "_maybe_wire_capture_hooks": _nothing,
     "_clear_attention_capture": _nothing,
+    "_filter_kwargs_for_forward": lambda kwargs, n_positional=0: kwargs,
 }
 """Methods that a block does not need around the plain layer."""
 

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -24,6 +23,7 @@ from transformer_lens.model_bridge.generalized_components import (
     NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
@@ -68,6 +68,8 @@ class Unwrapped:
         while is_wrapper(module):
             if computes_itself(module):
                 return NormOfBridge(module, self._copy(module.original_component))
+            if _has_code_of_llama_s(module.original_component):
+                return RMSNorm(module.original_component)
             self._note_parts(module)
             if module.original_component is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
@@ -233,11 +235,34 @@ class NormOfBridge(nn.Module):
             return self._in_steps(x)  # type: ignore[no-any-return]
         eps = getattr(self.config, "eps", 1e-5)
         if self._is_rms:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+            return torch.rms_norm(x, x.shape[-1:], weight, eps)
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 _WEIGH = NormalizationBridge._apply_weight_and_bias
+
+
+class RMSNorm(nn.Module):
+    """A norm of transformers' as one function of torch's."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self._parameters = norm._parameters
+        vars(self)["_norm"] = norm  # not a submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., d_model], normalised."""
+        weight = self._parameters["weight"]
+        if weight is None or weight.dtype != x.dtype:
+            return self._norm(x)  # type: ignore[no-any-return, operator]
+        return torch.rms_norm(x, x.shape[-1:], weight, self._norm.variance_epsilon)
+
+
+def _has_code_of_llama_s(norm: Any) -> bool:
+    """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
+    code, of_llama = (getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm))
+    names = "co_code", "co_names", "co_consts"
+    return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
 
 
 class _Joined(nn.Module):
