@@ -210,7 +210,8 @@ class ViewBuilder:
 
     def _in_function(self, value: Any) -> Any:
         """What a function of a view has in place of a value of its closure or arguments."""
-        is_of_user = isinstance(value, nn.Module) and id(value) not in self._of_model
+        # Not `isinstance`, because a proxy of a module says that it is one.
+        is_of_user = issubclass(type(value), nn.Module) and id(value) not in self._of_model
         if is_of_user or isinstance(value, (dict, list, tuple, set)):
             return value
         return self(value)

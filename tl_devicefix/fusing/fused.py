@@ -7,17 +7,19 @@ pickles and views of it are fused too, and nothing is watched in models that are
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import nn
 
-from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.applying import is_enabled, original
 
 Model = TypeVar("Model", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
 """Where a fused module keeps what it has found out about itself. Copies and views begin anew."""
 _ASKED = "_tl_devicefix_fused"
+_WHY_NOT = "_tl_devicefix_why_not_fused"
 
 KINDS: list[type[Fused]] = []
 """Mixins for the modules that can be fused; each class of models adds its own."""
@@ -48,8 +50,9 @@ class Fused(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def prepare(cls, module: Any) -> None:
-        """Lay out the weights of a module that is about to be fused."""
+    def prepare(cls, module: Any) -> str | None:
+        """Get a module ready to be fused; return why it cannot be, if so."""
+        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name != BOUND}
@@ -59,6 +62,34 @@ class Fused(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         vars(self).pop(BOUND, None)  # it holds the weights that are about to be replaced
         return super()._apply(fn, recurse)
+
+
+class Methods:
+    """The methods of TransformerLens's classes, as they were when this was made."""
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        self._methods = [
+            (cls, name, value)
+            for cls in classes
+            for name, value in vars(cls).items()
+            if isinstance(value, FunctionType)
+        ]
+
+    def why_not(self) -> str | None:
+        """Return which one has been replaced, if any."""
+        for cls, name, value in self._methods:
+            if vars(cls).get(name) is not value and original(cls, name) is not value:
+                return f"{cls.__name__}.{name} was replaced"
+        return None
+
+
+def own_method(module: Any) -> str | None:
+    """Return the name of a method that a module has in place of its class's, but for `forward`."""
+    for name, value in vars(module).items():
+        if callable(value) and name != "forward" and not isinstance(value, nn.Module):
+            if isinstance(getattr(type(module), name, None), FunctionType):
+                return name
+    return None
 
 
 def _made(mixin: type[Fused], kind: type) -> Any:
@@ -148,14 +179,15 @@ def is_fused(module: Any) -> bool:
 
 def set_fused(module: Any, asked: bool) -> None:
     """Fuse a module, or undo that; of a block on another host, only a note is made."""
-    vars(module).pop(BOUND, None)
-    vars(module)[_ASKED] = asked
-    kind, unfused = kind_of(module), class_of(module)
+    attributes, kind, unfused = vars(module), kind_of(module), class_of(module)
+    attributes.pop(BOUND, None)
+    attributes[_ASKED], attributes[_WHY_NOT] = asked, None
     if kind is None or hasattr(unfused, "is_remote"):
         return
     if asked:
-        kind.prepare(module)
-    module.__class__ = _fused_class(kind, unfused) if asked else unfused
+        attributes[_WHY_NOT] = kind.prepare(module)
+    is_ready = asked and attributes[_WHY_NOT] is None
+    module.__class__ = _fused_class(kind, unfused) if is_ready else unfused
 
 
 def report_of(module: Any) -> str:
@@ -168,5 +200,5 @@ def report_of(module: Any) -> str:
     elif kind is None:
         why = f"a {class_of(module).__name__} computes in its own way"
     else:
-        why = kind.why_not(module)
+        why = vars(module)[_WHY_NOT] or kind.why_not(module)
     return "fused" if why is None else f"not fused: {why}"

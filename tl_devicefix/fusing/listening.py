@@ -106,9 +106,9 @@ def unsupported_mode() -> str | None:
     if _has_any_global_hook():
         return "torch has hooks for every module"
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "within a transform of torch.func"
+        return "torch.func transforms it"
     if torch.autograd.forward_ad._current_level >= 0:
-        return "within forward-mode autograd"
+        return "forward-mode autograd is on"
     if torch.compiler.is_compiling():
-        return "while it is compiled"
+        return "it is compiled"
     return None

@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import nn
 from transformer_lens.components import (
     MLP,
+    AbstractAttention,
     Attention,
     GatedMLP,
     GroupedQueryAttention,
@@ -29,7 +30,7 @@ from transformer_lens.components import (
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.fusing import kv_cache, sdpa
-from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of, own_method
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import made_once, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
@@ -75,17 +76,21 @@ class FusedBlock(Fused):
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         """See `Fused`."""
-        if installed() < SINCE:
-            return f"transformer_lens {installed()} is older than 3.8"
-        if class_of(module) is not TransformerBlock and not hasattr(module, "is_remote"):
-            return f"a {class_of(module).__name__} is not TransformerLens's"
         return _why_flags(module.cfg) or unsupported_mode()
 
     @classmethod
-    def prepare(cls, module: Any) -> None:
+    def prepare(cls, module: Any) -> str | None:
         """Lay queries', keys' and values' weights side by side, and gate's and input's."""
-        if cls.why_not(module) is None and "forward" not in vars(module):  # it is not offloaded
+        if installed() < SINCE:
+            return f"transformer_lens {installed()} is older than 3.8"
+        if class_of(module) is not TransformerBlock:
+            return f"a {class_of(module).__name__} is not TransformerLens's"
+        if (name := own_method(module)) is not None:
+            return f"its {name} is not TransformerLens's"
+        why = _METHODS.why_not()
+        if why is None and "forward" not in vars(module):  # an offloaded one's are on the host
             _lay_side_by_side(module)
+        return why
 
     def forward(
         self,
@@ -101,12 +106,11 @@ class FusedBlock(Fused):
         bound: Bound | None = self.__dict__.get(BOUND)
         if bound is None or not bound.listeners.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
-        if bound.why is not None:
-            return super().forward(*inputs)  # type: ignore[no-any-return]
         return _run(bound, *inputs)
 
 
 KINDS.append(FusedBlock)
+_METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint))
 
 
 def _why_flags(cfg: Any) -> str | None:
@@ -120,7 +124,6 @@ class Bound:
 
     def __init__(self, block: Any) -> None:
         self.cfg, self.modules = block.cfg, block._modules
-        self.why = FusedBlock.why_not(block)
         named = [(_part(name), module) for name, module in block.named_modules() if name]
         self.listeners = Listeners(named)
         self.always = frozenset(name for name, module in named if _is_foreign(name, module))
@@ -156,7 +159,8 @@ class Bound:
 
 def _is_foreign(name: str, module: Any) -> bool:
     is_point = type(module) is HookPoint
-    return "forward" in vars(module) or (".hook_" in f".{name}" and not is_point)
+    has_own = "forward" in vars(module) or (not is_point and own_method(module) is not None)
+    return has_own or (".hook_" in f".{name}" and not is_point)
 
 
 def _part(name: str) -> str:

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
-from tl_devicefix.fusing.listening import RECORDING, hooks_of, records
+from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
 from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward
 from tl_devicefix.multihost.worker import HAS_MLP_IN
 
@@ -140,8 +139,8 @@ def refuse_what_is_on() -> None:
     Raises:
         Unseen: if there is something.
     """
-    if _has_any_global_hook():
-        raise Unseen("torch has hooks for every module")
+    if (why := unsupported_mode()) is not None:
+        raise Unseen(why)
     if _is_recorded():
         raise Unseen("transformers was asked for hidden states or attentions")
     if torch._C._is_any_autocast_enabled():
@@ -150,5 +149,3 @@ def refuse_what_is_on() -> None:
     for mode in modes:
         if not isinstance(mode, OutsideBlocks | DeviceContext):
             raise Unseen(f"a {type(mode).__name__} is active")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Unseen("torch.func transforms it")

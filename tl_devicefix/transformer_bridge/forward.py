@@ -38,10 +38,11 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
     # A Bridge reads masks of pairs of tokens in another way than transformers' layers do.
-    is_plain = all(map(_is_of_tokens, masks)) and is_enabled() and unsupported_mode() is None
+    is_usual = all(map(_is_of_tokens, masks))
+    is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     with one_forward(ThisForward(is_plain, config)), together():
-        kept_in_forward()[FACTS] = [is_plain, config is not None]
+        kept_in_forward()[FACTS] = [is_usual, config is not None]
         return running.forward(original, self, *args, **kwargs)
 
 

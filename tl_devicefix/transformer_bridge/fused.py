@@ -20,8 +20,9 @@ from transformer_lens.model_bridge.generalized_components import (
     RotaryEmbeddingBridge,
     UnembeddingBridge,
 )
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
-from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, is_fused
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
 from tl_devicefix.fusing.listening import Listeners, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
@@ -64,6 +65,15 @@ class FusedWrapper(Fused):
         bound = bound_of(module)
         return bound.why or unsupported_mode() or ("it has hooks" if bound.is_listened() else None)
 
+    @classmethod
+    def prepare(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        if installed() < SINCE:
+            return f"a Bridge of transformer_lens {installed()}, which is older than 4.0"
+        if cls.is_block(module) and not _runs_its_layer(class_of(module)):
+            return f"a {class_of(module).__name__} computes in its own way"
+        return _METHODS.why_not()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the wrapper stands for and nothing else, if nobody listens to it."""
         if this_forward().is_of_bridge and is_enabled():
@@ -90,6 +100,15 @@ class FusedWrapper(Fused):
 KINDS.append(FusedWrapper)
 
 
+def _classes(of: type) -> Iterator[type]:
+    yield of
+    for kind in of.__subclasses__():
+        yield from _classes(kind)
+
+
+_METHODS = Methods((*_classes(GeneralizedComponent), HookPoint))
+
+
 def bound_of(wrapper: Any) -> Bound:
     """Return what a fused wrapper knows of itself, made anew if something was exchanged."""
     attributes = wrapper.__dict__
@@ -100,9 +119,9 @@ def bound_of(wrapper: Any) -> Bound:
 
 
 def config_of_sdpa(bridge: Any) -> Any:
-    """Return the config by which transformers makes masks of a fused Bridge's blocks, if by SDPA."""
+    """Return the config by which transformers makes masks of a Bridge that is fused, if by SDPA."""
     first = next(iter(getattr(bridge, "blocks", ())), None)
-    return bound_of(first).config if first is not None and is_fused(first) else None
+    return bound_of(first).config if isinstance(first, FusedWrapper) else None
 
 
 def forget(bridge: Any) -> None:
@@ -175,10 +194,6 @@ class Bound:
         self._is_all = True
 
     def _make_layer(self, block: Any) -> None:
-        if installed() < SINCE:
-            raise NotPlain(f"a Bridge of transformer_lens {installed()}, which is older than 4.0")
-        if not _runs_its_layer(class_of(block)):
-            raise NotPlain(f"a {class_of(block).__name__} computes in its own way")
         self._mask_at = place_of_mask(block.original_component)
         wrapped = [m.original_component for m in block.modules() if is_wrapper(m)]
         by_sdpa = [attention for attention in wrapped if why_no_sdpa(attention) is None]

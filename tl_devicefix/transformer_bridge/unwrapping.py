@@ -260,7 +260,9 @@ class RMSNorm(nn.Module):
 
 def _has_code_of_llama_s(norm: Any) -> bool:
     """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
-    code, of_llama = (getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm))
+    code, of_llama = (
+        getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm)
+    )
     names = "co_code", "co_names", "co_consts"
     return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
 
