@@ -50,6 +50,11 @@ class Fused(nn.Module):
         raise NotImplementedError
 
     @classmethod
+    def why_pattern(cls, module: Any) -> str | None:
+        """Return why a fused block builds a pattern though nobody hooks it; None if it does not."""
+        raise NotImplementedError
+
+    @classmethod
     def prepare(cls, module: Any) -> str | None:
         """Get a module ready to be fused; return why it cannot be, if so."""
         raise NotImplementedError
@@ -86,9 +91,9 @@ class Methods:
 def own_method(module: Any) -> str | None:
     """Return the name of a method that a module has in place of its class's, but for `forward`."""
     for name, value in vars(module).items():
-        if callable(value) and name != "forward" and not isinstance(value, nn.Module):
-            if isinstance(getattr(type(module), name, None), FunctionType):
-                return name
+        is_method = isinstance(getattr(type(module), name, None), FunctionType)
+        if is_method and name != "forward" and callable(value):
+            return name
     return None
 
 
@@ -191,7 +196,7 @@ def set_fused(module: Any, asked: bool) -> None:
 
 
 def report_of(module: Any) -> str:
-    """Return "fused", "not fused", or "not fused" and why, of a block."""
+    """Return "fused", "not fused" and why, or "fused, with a pattern" and why, of a block."""
     if not is_fused(module):
         return "not fused"
     kind = kind_of(module)
@@ -201,4 +206,7 @@ def report_of(module: Any) -> str:
         why = f"a {class_of(module).__name__} computes in its own way"
     else:
         why = vars(module)[_WHY_NOT] or kind.why_not(module)
-    return "fused" if why is None else f"not fused: {why}"
+    if why is not None or kind is None:
+        return f"not fused: {why}"
+    pattern = kind.why_pattern(module)
+    return "fused" if pattern is None else f"fused, with a pattern: {pattern}"

@@ -79,6 +79,12 @@ class FusedBlock(Fused):
         return _why_flags(module.cfg) or unsupported_mode()
 
     @classmethod
+    def why_pattern(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        is_known = _is_known("attn", module.attn)
+        return _why_pattern(module.attn) if is_known else "its attention is not known"
+
+    @classmethod
     def prepare(cls, module: Any) -> str | None:
         """Lay queries', keys' and values' weights side by side, and gate's and input's."""
         if installed() < SINCE:

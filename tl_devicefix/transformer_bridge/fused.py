@@ -66,6 +66,14 @@ class FusedWrapper(Fused):
         return bound.why or unsupported_mode() or ("it has hooks" if bound.is_listened() else None)
 
     @classmethod
+    def why_pattern(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        if hasattr(class_of(module), "is_remote"):
+            return None
+        whys = {why_no_sdpa(m.original_component) for m in module.modules() if _attends(m)}
+        return next(filter(None, whys), None)
+
+    @classmethod
     def prepare(cls, module: Any) -> str | None:
         """See `Fused`."""
         if installed() < SINCE:
@@ -234,6 +242,10 @@ def _runs_its_layer(kind: type) -> bool:
         if run is not None and "__class__" not in run.__code__.co_freevars:  # no `super`
             return False
     return False
+
+
+def _attends(module: Any) -> bool:
+    return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
 
 
 def _nothing(*_: Any) -> None:

@@ -54,7 +54,8 @@ def boot_transformers(original: Any, *args: Any, fuse_blocks: bool = False, **kw
     """Boot a model from transformers, over one or several devices.
 
     The arguments are those of `TransformerBridge.boot_transformers`, and `fuse_blocks`,
-    which has blocks run as one function each, see `tl_devicefix.fuse_blocks`. `dtype` may also be a name ("bfloat16").
+    which has blocks run as one function each, see `tl_devicefix.fuse_blocks`. `dtype` may also be
+    a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
     blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
