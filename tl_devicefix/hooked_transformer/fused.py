@@ -110,7 +110,7 @@ class FusedBlock(Fused):
         if not is_enabled() or unsupported_mode() or _why_flags(self.cfg):
             return super().forward(*inputs)  # type: ignore[no-any-return]
         bound: Bound | None = self.__dict__.get(BOUND)
-        if bound is None or not bound.listeners.is_current():
+        if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
         return _run(bound, *inputs)
 
@@ -130,11 +130,13 @@ class Bound:
 
     def __init__(self, block: Any) -> None:
         self.cfg, self.modules = block.cfg, block._modules
-        named = [(_part(name), module) for name, module in block.named_modules() if name]
-        self.listeners = Listeners(named)
-        self.always = frozenset(name for name, module in named if _is_foreign(name, module))
+        named = [(name, module) for name, module in block.named_modules() if name]
+        self.listeners = Listeners((_part(name), module) for name, module in named)
+        self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
         """Modules that are always called, because they may do anything."""
         parts = block._modules.items()
+        self._all_parameters = [part._parameters for _, part in parts if part._parameters]
+        self._n_parameters = list(map(len, self._all_parameters))
         self.as_modules = self.always.union(n for n, part in parts if not _is_known(n, part))
         # The weights of an offloaded block are elsewhere next time.
         self._keeps = "forward" not in block.__dict__
@@ -142,6 +144,21 @@ class Bound:
         self._parameters = [part._parameters for part in parts]
         self._as_of: list[torch.Tensor] = []
         self._weights: _Weights | None = None
+        self._ignored_state: Any = None
+
+    def is_current(self) -> bool:
+        """Return True if no module was exchanged, and no parameter deleted, since this was made."""
+        n_parameters = list(map(len, self._all_parameters))
+        return self.listeners.is_current() and n_parameters == self._n_parameters
+
+    def ignores_wholly(self, attn: Any) -> bool:
+        """Return True if scores that do not count are minus infinity, which users can change."""
+        ignored = attn._buffers["IGNORE"]
+        state = ignored.data_ptr(), None if ignored.is_inference() else ignored._version
+        if state != self._ignored_state:
+            self._ignored, self._ignored_state = ignored.detach(), state  # keeps the address
+            self._ignores_wholly = not has_values(ignored) or bool(ignored.isneginf())
+        return self._ignores_wholly
 
     def weights(self) -> _Weights:
         """Return views of the weights, as matmuls take them."""
@@ -325,7 +342,12 @@ def _run(
     if shortformer_pos_embed is not None:
         q_in, k_in = q_in + shortformer_pos_embed, k_in + shortformer_pos_embed
     attn = modules["attn"]
-    if "attn" in called or not _OF_PATTERN.isdisjoint(hooked) or _why_pattern(attn):
+    if (
+        "attn" in called
+        or not _OF_PATTERN.isdisjoint(hooked)
+        or _why_pattern(attn) is not None
+        or not bound.ignores_wholly(attn)
+    ):
         if k_in is q_in and not is_post_norm:
             # As the installed forward has them: a hook before it may edit one in place.
             q_in, k_in = q_in + 0.0, k_in + 0.0
