@@ -5,8 +5,9 @@
                                  [--repeats 5] [--threads 2] [--limit 600] [--bridge] [--json FILE]
 
 A Llama with random weights is loaded by transformers (eager, and with SDPA), by TransformerLens
-without this package, and by this package as installed and with `set_attn_implementation(model,
-"sdpa")`, each in a process of its own. Each prefills `--tokens`, and generates `--new` tokens
+without this package, and by this package, as TransformerLens runs it ("here") and with
+`fuse_blocks(model)`, each in a process of its own. What "here" saves over "TransformerLens" is due
+to the layout of the weights in memory, and what "here fused" saves over that, to fusing. Each prefills `--tokens`, and generates `--new` tokens
 behind `--context` tokens in a KV cache, for `--batches`: they take turns, one forward or token
 each, as machines are not equally fast all the time.
 
@@ -54,7 +55,7 @@ SIZES = {
     "launch": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 10,
                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000},
 }  # fmt: skip
-WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here sdpa")
+WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here fused")
 FLOORS = ("transformers sdpa", "TransformerLens")
 BYTES_OF_A_SCORE = 17
 """At the peak, where scores are built: scores, pattern, where it is NaN, zeros, and the result."""
@@ -123,8 +124,8 @@ def load(way: str, dtype: torch.dtype, device: str, bridge: bool) -> Any:
         loaded = HookedTransformer.from_pretrained_no_processing(
             HUB_NAME, dtype=dtype, device=device
         )
-    if way == "here sdpa":
-        tl_devicefix.set_attn_implementation(loaded, "sdpa")
+    if way == "here fused":
+        tl_devicefix.fuse_blocks(loaded)
     return loaded
 
 
@@ -276,7 +277,7 @@ def why_too_large(cell: Cell, size: str, device: str) -> str | None:
     """Why a cell would not fit in the memory that is free now; None if it would."""
     shape, itemsize = SIZES[size], getattr(torch, cell.dtype).itemsize
     logits = itemsize * cell.batch * cell.tokens * shape["vocab_size"]
-    builds = cell.way not in ("transformers sdpa", "here sdpa")
+    builds = cell.way not in ("transformers sdpa", "here fused")
     scores = cell.batch * shape["num_attention_heads"] * cell.tokens**2 * BYTES_OF_A_SCORE
     needed = logits + builds * scores
     free = free_memory(device)

@@ -1,10 +1,11 @@
-"""Python's own time, where kernels cost next to nothing: with this package, and without.
+"""Python's own time, where kernels cost next to nothing: fused by this package, and not.
 
     python benchmarks/launch.py [--rounds 60] [--only WORD ...] [--json FILE]
 
 A Llama of ten tiny blocks is loaded in each way, all in this process, and the ways take turns: CPU
-seconds of one thread, over those of transformers with SDPA and of TransformerLens alone in the same
-round; the median of all rounds. TransformerLens alone is this very process with the patches off.
+seconds of one thread, over those of transformers with SDPA and of TransformerLens in the same
+round; the median of all rounds. "TransformerLens" is this very process with the patches off, "here"
+is loaded by this package and run by TransformerLens's own blocks.
 "Forward" is one of 8 tokens; "token" is one behind 16 in a KV cache.
 """
 
@@ -32,7 +33,7 @@ from forward import continuing, forward_of, load, make_checkpoint
 from packaging.version import Version
 
 FLOOR = "transformers sdpa"
-ALONE = "TransformerLens alone"
+ALONE = "TransformerLens"
 N_FORWARD, N_CONTEXT = 8, 16
 BRIDGE = Version(version("transformer_lens")) >= Version("4.dev0")
 
@@ -61,17 +62,18 @@ class Way:
 
 def ways() -> dict[str, Way]:
     """All ways that there are here, by name; over those that a class is used in most, all tasks."""
-    made = {FLOOR: of(FLOOR)}
+    made = {way: of(way) for way in (FLOOR, "transformers eager")}
     modes = ("", ", compatibility mode") if BRIDGE else ("",)
     for mode in modes:
         alone = ALONE + mode
         made[alone] = of("TransformerLens", alone=True, mode=mode)
-        made[f"with tl_devicefix{mode}"] = of("here", over=alone, mode=mode)
-        made[f"with SDPA{mode}"] = of("here sdpa", over=alone, mode=mode)
+        made[f"here{mode}"] = of("here", over=alone, mode=mode)
+        made[f"here fused{mode}"] = of("here fused", over=alone, mode=mode)
     for task, make in TASKS.items():
         over = f"{ALONE}{modes[-1]}, {task}"
         made[over] = make(of("TransformerLens", alone=True, mode=modes[-1]))
-        made[f"with tl_devicefix{modes[-1]}, {task}"] = make(of("here", over=over, mode=modes[-1]))
+        for way in ("here", "here fused"):
+            made[f"{way}{modes[-1]}, {task}"] = make(of(way, over=over, mode=modes[-1]))
     made.update(of_nnsight())
     return made
 

@@ -24,7 +24,7 @@ if has_hooked_transformer():
 
 # A Bridge's tests of a package are in its folder `transformer_bridge`.
 HERE = Path(__file__).parent
-SHARED_ROOMS = ("attention", "planning", "checking", "pipelining")
+SHARED_ROOMS = ("fusing", "planning", "checking", "pipelining")
 SHARED_ROOMS += ("offload", "gathering", "dispatch", "racing")
 # What is written once for both classes, beside "..._of_either_class".
 OF_EITHER = ("test_within_simulate", "test_put_in_by_hand")

@@ -14,7 +14,7 @@ from comparison import assert_agrees
 from offloads import OFFLOADED
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.hooked_transformer.known_blocks import IS_2
+from tl_devicefix.hooked_transformer.components import IS_2
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from tl_devicefix.patches import enable as _enable
 if TYPE_CHECKING:
     from tl_devicefix.activation_store.reader import load_activations
     from tl_devicefix.activation_store.save import save_activations
-    from tl_devicefix.attention.implementation import set_attn_implementation
     from tl_devicefix.checking import check
     from tl_devicefix.dispatch.mixing import mix_devices
+    from tl_devicefix.fusing.fused import fuse_blocks, unfuse_blocks
     from tl_devicefix.multihost.init_hosts import init_hosts
     from tl_devicefix.patches import disable, disabled, enable, enabled, report
     from tl_devicefix.pipelining.pipeline_map import pipeline_map
@@ -43,6 +43,7 @@ __all__ = [
     "enable",
     "enabled",
     "estimate",
+    "fuse_blocks",
     "gather_on",
     "init_hosts",
     "load_activations",
@@ -51,9 +52,9 @@ __all__ = [
     "plan",
     "report",
     "save_activations",
-    "set_attn_implementation",
     "simulate",
     "sweep",
+    "unfuse_blocks",
 ]
 
 _LAZY = {
@@ -71,7 +72,7 @@ _LAZY = {
     "plan": "tl_devicefix.planning.plan",
     "DryRun": "tl_devicefix.planning.dry_run",
     "dry_run": "tl_devicefix.planning.dry_run",
-    "set_attn_implementation": "tl_devicefix.attention.implementation",
+    **dict.fromkeys(("fuse_blocks", "unfuse_blocks"), "tl_devicefix.fusing.fused"),
     "simulate": "tl_devicefix.simulation",
     "sweep": "tl_devicefix.pipelining.sweep",
 }

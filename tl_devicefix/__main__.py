@@ -150,9 +150,9 @@ def _add_estimate(commands: Any) -> None:
     )
     estimate.add_argument("--gradients", action="store_true", help="take a backward from the loss")
     estimate.add_argument(
-        "--attn-implementation",
-        choices=("sdpa", "eager"),
-        help="sdpa: no pattern is built where none is kept",
+        "--fuse-blocks",
+        action="store_true",
+        help="run blocks as one function each: no pattern is built where none is kept",
     )
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 

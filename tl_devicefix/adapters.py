@@ -32,9 +32,6 @@ class Adapter(Protocol):
     def realign(self, model: Any, placement: Placement | None) -> None:
         """Have the config and the hooks follow what was moved or put in."""
 
-    def forward_of_each(self, model: Any) -> dict[str, str]:
-        """Name of each block -> which forward it would run, and why."""
-
     def passes_stream_alone(self, model: Any) -> bool:
         """Whether blocks hand on the residual stream and nothing else."""
 

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from packaging.version import Version
 
@@ -19,7 +19,6 @@ from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import check_version, installed
 
 __all__ = [
-    "BlockReport",
     "ModelReport",
     "PatchReport",
     "disable",
@@ -98,18 +97,11 @@ class PatchReport(tuple[Patch, ...]):
         return f"PatchReport({len(self)} patches of transformer_lens {self.version})"
 
 
-class BlockReport(NamedTuple):
-    """The forward and the attention that one block would run now."""
+class ModelReport(dict[str, str]):
+    """A dict from each block's name to "fused", "not fused", or why not.
 
-    forward: str
-    """"one function" of a HookedTransformer, "transformers' own layer" of a Bridge, or
-    "as installed: ..." with the reason."""
-    attention: str
-    """"sdpa", "eager", or "eager: ..." with the reason; "none" if nothing in the block attends."""
-
-
-class ModelReport(dict[str, BlockReport]):
-    """A dict from each block's name to its forward; `report(model)` has printed the table."""
+    `report(model)` has printed the table.
+    """
 
     def __repr__(self) -> str:
         # One line, so that a notebook does not show the table twice.
@@ -121,13 +113,10 @@ def report() -> PatchReport: ...
 @overload
 def report(model: Any) -> ModelReport: ...
 def report(model: Any = None) -> PatchReport | ModelReport:
-    """Print the patches of TransformerLens, or which forward each block of a model runs.
+    """Print the patches of TransformerLens, or which blocks of a model are fused.
 
         tl_devicefix.report()       # what is replaced, for which versions, and why
-        tl_devicefix.report(model)  # each block of this model: its fast way, or why not
-
-    Hooks of `run_with_hooks` are gone when it returns. To see their effect, call `report` from
-    within a hook.
+        tl_devicefix.report(model)  # each block of this model: fused, or why not
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
@@ -135,7 +124,7 @@ def report(model: Any = None) -> PatchReport | ModelReport:
     Returns:
         The same for programs. Without a model: the patches, each with `target`, `since`, `until`
         and `why`, and for all together `version` and `is_enabled`. Of a model: a dict from
-        each block's name to its `forward` and `attention`.
+        each block's name to "fused", "not fused", or "not fused: ..." with the reason.
 
     Raises:
         UnsupportedTransformerLens: if this TransformerLens is not one that is known.
@@ -160,23 +149,17 @@ def _state() -> str:
 def _report_of_model(model: Any) -> ModelReport:
     # Imported here for the same reason as in `table`.
     from tl_devicefix.adapters import adapter_of
-    from tl_devicefix.attention.implementation import attention_of_each
+    from tl_devicefix.dispatch.naming import by_shortest_name
+    from tl_devicefix.fusing.fused import is_block, report_of
     from tl_devicefix.placement.memory import format_table
     from tl_devicefix.placement.placement import in_short
 
-    adapter = adapter_of(model)
-    attends = attention_of_each(model)
-    model_report = ModelReport()
-    for name, forward in adapter.forward_of_each(model).items():
-        own = [
-            implementation
-            for attention, implementation in attends.items()
-            if attention.startswith(f"{name}.")
-        ]
-        model_report[name] = BlockReport(forward, "; ".join(dict.fromkeys(own)) or "none")
+    adapter_of(model)  # which refuses a model of another class
+    blocks = by_shortest_name(model, is_block)
+    model_report = ModelReport({name: report_of(block) for name, block in blocks.items()})
     kind = type(model).__name__
     print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {_state()}")
     groups = itertools.groupby(model_report, model_report.__getitem__)
-    rows = [(in_short(list(names)), *block) for block, names in groups]
-    print(format_table([("block", "forward", "attention"), *rows], "<<<"))
+    rows = [(in_short(list(names)), block) for block, names in groups]
+    print(format_table([("block", "runs"), *rows], "<<"))
     return model_report

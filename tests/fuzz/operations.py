@@ -4,9 +4,8 @@ An operation is a function of a trial and of a few arguments. The type of an arg
 may be: a `Literal`, or a name of `pools.py`. `("hook", "blocks.0.hook_resid_pre", "scale", "fwd")`
 in a list of operations calls `hook(trial, "blocks.0.hook_resid_pre", "scale", "fwd")`.
 
-A hook's change to the attention, MLP or norm inside which it runs may act from the next component
-on, as docs/how_it_works.md says. `within` never makes one: it changes other blocks, or all of them
-from between two blocks.
+A change that a hook makes acts from the next block on. So `within` changes other blocks, or all of
+them from between two blocks. Code that users exchange is left out: it acts once they fuse again.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, Literal
-from unittest import mock
 
 import pools
 import torch
@@ -132,13 +129,13 @@ def forward(
     trial: Trial,
     n: N,
     grad: Grad,
-    pads: Literal[0, 0, 0, 1, -1],
+    pads: Literal[0, 0, 0, -1],
     stop_at_layer: Literal[None, None, None, 1, -1],
 ) -> None:
     options: dict[str, Any] = {}
-    if pads:
+    if pads and n > 1:
         options["attention_mask"] = mask = torch.ones(2, n, dtype=torch.long)
-        mask[0, slice(1) if pads > 0 else slice(-1, None)] = 0
+        mask[0, -1:] = 0  # not on the left: a row that sees no token may differ
     if stop_at_layer is not None:
         options["stop_at_layer"] = stop_at_layer
     with grad_mode(grad):
@@ -330,18 +327,6 @@ def set_attribute(trial: Trial, block: pools.Block, attribute: pools.Attribute) 
 
 
 @change
-def own_method(
-    trial: Trial, block: pools.Block, method: pools.OwnMethod, deleted: Literal["layer_id", None]
-) -> None:
-    """An instance's method in place of its class's, and perhaps an attribute fewer."""
-    component, _, name = f"{block}.{method}".rpartition(".")
-    module = trial.at(component)
-    original = getattr(module, name)
-    vars(module).pop(deleted, None)
-    setattr(module, name, lambda *args, **kwargs: scaled(original(*args, **kwargs)))
-
-
-@change
 def set_mode(trial: Trial, mode: Literal["train", "eval", "frozen", "float64", "bfloat16"]) -> None:
     if mode == "frozen":
         trial.model.requires_grad_(False)
@@ -389,7 +374,7 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Literal[
     with grad_mode(grad):
         for length in (n, more, 1):
             mask = torch.ones(2, length, dtype=torch.long)
-            mask[0, : pads if length == n else 0] = 0
+            mask[0, length - (pads if length == n > 1 else 0) :] = 0
             options = {"past_kv_cache": cache, "attention_mask": mask}
             logits.append(trial.model(tokens(length), **options))
         for entry in cache.entries:
@@ -458,111 +443,6 @@ def exchange(
 def graft(trial: Trial, block: pools.Block, of: pools.Block) -> None:
     """A block of another model in the place of one."""
     trial.put(block, operator.attrgetter(of)(trial.other()))
-
-
-@change
-def sub_class(trial: Trial, module: pools.Module, does: Literal["scale", "nothing"]) -> None:
-    instance = trial.at(module)
-    cls: Any = type(instance)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = cls.forward(self, *args, **kwargs)
-        return scaled(output) if does == "scale" else output
-
-    instance.__class__ = type("Sub", (cls,), {"forward": forward})
-
-
-@change
-def instance_forward(
-    trial: Trial, module: pools.Module, how: Literal["put in", "taken out"]
-) -> None:
-    instance = trial.at(module)
-    if how == "taken out":
-        vars(instance).pop("forward", None)
-        return
-    original = instance.forward
-    instance.forward = lambda *args, **kwargs: scaled(original(*args, **kwargs))
-
-
-# Classes and functions.
-
-
-class Descriptor:
-    """Stands for a function as wrapt's does: whatever is asked of it, it passes on."""
-
-    def __init__(self, wrapped: Any, bound: Any = None) -> None:
-        self.__wrapped__, self._bound = wrapped, bound
-        self.__code__, self.__name__ = getattr(wrapped, "__code__", None), wrapped.__name__
-        self.__module__ = wrapped.__module__
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        return self if instance is None else Descriptor(self.__wrapped__, instance)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = () if self._bound is None else (self._bound,)
-        return scaled(self.__wrapped__(*bound, *args, **kwargs))
-
-
-@change
-def method(
-    trial: Trial,
-    name: pools.Method,
-    how: Literal[
-        "function",
-        "wraps",
-        "descriptor",
-        "partialmethod",
-        "partial",
-        "mock",
-        "autospec",
-        "torch's decorator",
-    ],
-) -> None:
-    owner, _, name = name.rpartition(".")  # type: ignore[assignment]
-    cls = find_class(owner)
-    original = getattr(cls, name)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return scaled(original(*args, **kwargs))
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        return [*args, *kwargs.values()][0]
-
-    make: dict[str, Callable[[], Any]] = {
-        "function": lambda: function,
-        "wraps": lambda: functools.wraps(original)(function),
-        "descriptor": lambda: Descriptor(original),
-        "partialmethod": lambda: functools.partialmethod(function),
-        # Not bound: `self` is not among what it is given.
-        "partial": lambda: functools.partial(
-            lambda *args, **kwargs: scaled(first(*args, **kwargs))
-        ),
-        "mock": lambda: mock.Mock(side_effect=first),
-        "autospec": lambda: mock.create_autospec(original, side_effect=function),
-        "torch's decorator": lambda: torch.no_grad()(original),
-    }
-    trial.undo.enter_context(mock.patch.object(cls, name, make[how]()))
-
-
-@change
-def code(trial: Trial, name: pools.Instead) -> None:
-    """As IPython's autoreload does: a function of which only the code is another."""
-    owner, _, name = name.rpartition(".")  # type: ignore[assignment]
-    function = getattr(find_class(owner), name)
-    trial.undo.callback(setattr, function, "__code__", function.__code__)
-    function.__code__ = (lambda self, x: x * 1.5).__code__
-
-
-@change
-def module_function(trial: Trial, name: pools.Function) -> None:
-    module, _, name = name.partition(":")  # type: ignore[assignment]
-    owner = importlib.import_module(module)
-    original = getattr(owner, name)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return scaled(original(*args, **kwargs))
-
-    trial.undo.enter_context(mock.patch.object(owner, name, function))
 
 
 # Within a forward.

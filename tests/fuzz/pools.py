@@ -17,10 +17,6 @@ Point = NewType("Point", str)
 Weight = NewType("Weight", str)
 Setting = NewType("Setting", tuple[str, Any])
 Attribute = NewType("Attribute", tuple[str, Any])
-Method = NewType("Method", str)
-OwnMethod = NewType("OwnMethod", str)
-Instead = NewType("Instead", str)
-Function = NewType("Function", str)
 
 BLOCKS = ("blocks.0", "blocks.1")
 """Those that operations name; a model may have a third."""
@@ -77,44 +73,8 @@ _HOOKED: dict[Any, Any] = {
         ("attn.attn_type", "global"),
         ("attn.attn_scale", 0.5),
         ("attn.alibi", None),
-        ("attn.repeat_kv_heads", 1),
         ("ln1.eps", 0.1),
         ("mlp.act_fn", "tanh"),
-    ],
-    Method: [
-        *("TransformerBlock.forward", "TransformerBlock.apply_mlp", "AbstractAttention.forward"),
-        *("AbstractAttention.calculate_qkv_matrices", "Attention.calculate_z_scores"),
-        *("AbstractAttention.calculate_attention_scores", "AbstractAttention.apply_rotary"),
-        *("AbstractAttention.apply_causal_mask", "AbstractAttention.rotate_every_two"),
-        *("AbstractAttention._make_causal_mask", "AbstractAttention.calculate_z_scores"),
-        *("GroupedQueryAttention.calculate_qkv_matrices", "GroupedQueryAttention._apply_qk_norm"),
-        *("GroupedQueryAttention.calculate_attention_scores", "Attention.forward"),
-        *("MLP.forward", "GatedMLP.forward", "MoE.forward", "LayerNorm.forward", "MLP.__call__"),
-        *("LayerNormPre.forward", "RMSNorm.forward", "RMSNormPre.forward", "HookPoint.forward"),
-        *("HookPoint.__call__", "TransformerBlock.__call__", "Attention.__call__"),
-        *("RMSNorm.__call__", "Embed.forward", "Unembed.forward", "Module.__call__"),
-    ],
-    OwnMethod: [
-        *("apply_mlp", "attn.calculate_z_scores", "attn.calculate_attention_scores"),
-        *("attn._make_causal_mask", "attn.apply_rotary", "attn.calculate_qkv_matrices"),
-        *("attn.apply_causal_mask", "attn.rotate_every_two", "mlp.act_fn"),
-    ],
-    Instead: [
-        *("MLP.forward", "GatedMLP.forward", "LayerNorm.forward", "LayerNormPre.forward"),
-        *("RMSNorm.forward", "RMSNormPre.forward", "HookPoint.forward"),
-        "AbstractAttention.rotate_every_two",
-    ],
-    Function: [
-        "transformer_lens.components.abstract_attention:simple_attn_linear",
-        "transformer_lens.components.abstract_attention:complex_attn_linear",
-        "transformer_lens.components.abstract_attention:apply_softcap",
-        "transformer_lens.components.abstract_attention:get_offset_position_ids",
-        "transformer_lens.components.grouped_query_attention:simple_attn_linear",
-        "transformer_lens.components.mlps.mlp:batch_addmm",
-        "transformer_lens.utilities.addmm:batch_addmm",
-        "transformer_lens.utilities.addmm:vanilla_addmm",
-        "transformer_lens.components.transformer_block:repeat_along_head_dimension",
-        "torch.nn.functional:softmax",
     ],
 }
 _BRIDGE: dict[Any, Any] = {
@@ -147,23 +107,6 @@ _BRIDGE: dict[Any, Any] = {
         ("mlp._original_component.act_fn", "tanh"),
         ("ln1._original_component.variance_epsilon", 0.1),
         ("ln1._original_component.eps", 0.1),
-    ],
-    Method: [
-        *("BlockBridge.forward", "AttentionBridge.forward", "JointQKVAttentionBridge.forward"),
-        *("PositionEmbeddingsAttentionBridge.forward", "MLPBridge.forward", "LinearBridge.forward"),
-        *("GatedMLPBridge.forward", "NormalizationBridge.forward", "HookPoint.forward"),
-        *("RMSNormalizationBridge.forward", "EmbeddingBridge.forward", "LinearBridge.__call__"),
-        *("HookPoint.__call__", "LlamaAttention.forward", "LlamaDecoderLayer.forward"),
-        *("LlamaMLP.forward", "LlamaRMSNorm.forward", "GPT2Attention.forward", "GPT2MLP.forward"),
-        *("GPT2Block.forward", "Conv1D.forward", "Linear.forward"),
-    ],
-    OwnMethod: ["hook_out.forward", "attn.forward", "mlp.out.forward", "attn.q.forward"],
-    Instead: ["HookPoint.forward", "Linear.forward", "Conv1D.forward", "LlamaRMSNorm.forward"],
-    Function: [
-        "transformers.models.llama.modeling_llama:eager_attention_forward",
-        "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
-        "transformers.models.gpt2.modeling_gpt2:eager_attention_forward",
-        "torch.nn.functional:softmax",
     ],
 }
 BETWEEN = (

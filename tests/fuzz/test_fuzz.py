@@ -4,7 +4,7 @@ A case that fails is printed. To run it again with fewer operations, paste it:
 
     import tl_devicefix
     from cases import Case, Installed, difference
-    case = Case(("llama", 2, None), 1, [("code", "RMSNorm.forward"), ("generate", 2, True, False)])
+    case = Case(("llama", 2, None), 1, [("generate", 2, True, False)], is_fused=True)
     with Installed() as installed:
         print(difference(case, installed.run(case)))
 """

@@ -14,11 +14,9 @@ if has_bridge():
 if has_hooked_transformer():
     from architectures import build_toy, solu_config
 
-    from tl_devicefix.hooked_transformer.known_blocks import KNOWN, digest
-
 hooked = pytest.mark.skipif(
-    not has_hooked_transformer() or digest() not in KNOWN,
-    reason="a HookedTransformer whose blocks are known",
+    not has_hooked_transformer() or installed() < Version("3.8"),
+    reason="a HookedTransformer whose blocks can be fused",
 )
 in_4 = pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge of TransformerLens 4")
 
@@ -49,50 +47,52 @@ def test_it_returns_what_it_prints(capsys):
 
 
 @hooked
-def test_blocks_that_go_the_same_way_are_one_row_and_others_say_why(capsys):
+def test_a_model_s_report_says_which_blocks_are_fused_or_why_not(capsys):
     model = build_toy(solu_config(n_layers=3))
+    assert set(tl_devicefix.report(model).values()) == {"not fused"}
+    tl_devicefix.fuse_blocks(model)
+    capsys.readouterr()
     report = tl_devicefix.report(model)
-    assert printed(capsys) == [["blocks.0-2", "one function", "eager"]]
-    assert report == dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), ("one function", "eager"))
+    assert printed(capsys) == [["blocks.0-2", "fused"]]
+    assert report == dict.fromkeys(("blocks.0", "blocks.1", "blocks.2"), "fused")
     assert repr(report) == "ModelReport(3 blocks)"
+    with tl_devicefix.disabled():
+        assert set(tl_devicefix.report(model).values()) == {
+            "not fused: TransformerLens is unpatched"
+        }
 
     model.blocks[1].apply_mlp = model.blocks[1].apply_mlp
-    model.blocks[2].forward = model.blocks[2].forward
-    report = tl_devicefix.report(model)
-    assert [report[f"blocks.{i}"].forward for i in range(3)] == [
-        "one function",
-        "as installed: its apply_mlp is not TransformerLens's",
-        "as installed: its forward was replaced",
-    ]
-    assert [row[0] for row in printed(capsys)] == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-@hooked
-def test_attention_by_sdpa_is_said_and_who_listens_to_a_pattern():
-    model = build_toy(solu_config(n_layers=3))
-    model.blocks[2].attn.hook_pattern.add_hook(lambda pattern, hook: None)
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: x)
+        tl_devicefix.fuse_blocks(model)
         report = tl_devicefix.report(model)
-    ways = [block.attention for block in report.values()]
-    assert ways == ["sdpa", "sdpa", "eager: hook_pattern has hooks"]
-    assert {block.forward for block in report.values()} == {"one function"}
+    assert report["blocks.0"] == "not fused: MLP.forward was replaced"
+    assert report["blocks.1"] == "not fused: its apply_mlp is not TransformerLens's"
+    model.set_use_split_qkv_input(True)
+    tl_devicefix.fuse_blocks(model)
+    assert "use_split_qkv_input" in tl_devicefix.report(model)["blocks.0"]
 
 
 @in_4
-def test_a_block_of_a_bridge_runs_transformers_layer_unless_somebody_listens(capsys, request):
-    model = request.getfixturevalue("boot")("llama", device="cpu")
+def test_a_bridge_s_report_says_which_blocks_are_fused_or_why_not(capsys, request):
+    model = tl_devicefix.fuse_blocks(request.getfixturevalue("boot")("llama", device="cpu"))
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
     report = tl_devicefix.report(model)
     assert list(report) == names
-    layer = "transformers' own layer"
-    assert printed(capsys) == [[f"blocks.0-{len(names) - 1}", layer, "eager"]]
+    assert printed(capsys) == [[f"blocks.0-{len(names) - 1}", "fused"]]
 
     model.blocks[1].attn.hook_z.add_hook(lambda z, hook: None)
-    report = tl_devicefix.report(model)
-    assert [report[name].forward for name in names[:2]] == [
-        layer,
-        "as installed: attn.o.hook_in has hooks",
-    ]
+    assert tl_devicefix.report(model)["blocks.1"] == "not fused: it has hooks"
+
+
+@pytest.mark.skipif(not has_hooked_transformer(), reason="a HookedTransformer")
+@pytest.mark.skipif(installed() >= Version("3.8"), reason="one that is older")
+def test_an_older_model_stays_as_it_is_and_the_report_says_so():
+    model = build_toy(solu_config(n_layers=2))
+    kind = type(model.blocks[0])
+    tl_devicefix.fuse_blocks(model)
+    assert type(model.blocks[0]) is kind
+    assert "is older than 3.8" in tl_devicefix.report(model)["blocks.0"]
 
 
 def test_what_is_no_model_is_refused_in_a_sentence():

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from transformers import StaticCache
-from transformers.models.llama import modeling_llama as llama
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
@@ -62,28 +61,6 @@ def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
     assert not torch.equal(own[0], before[0])
 
 
-def _replaced(patch, owner, name):
-    """Put a function in another's place that calls it."""
-    function = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **kwargs: function(*args, **kwargs))
-
-
-def at_the_attention(block, patch):
-    """A method of its class, exchanged."""
-    method = "apply_causal_mask" if has_hooked_transformer() else METHOD_OF_BRIDGE
-    _replaced(patch, next(c for c in type(block.attn).__mro__ if method in vars(c)), method)
-
-
-def at_the_library(block, patch):
-    """A function that the attention calls, exchanged."""
-    module, name = llama, "apply_rotary_pos_emb"
-    if has_hooked_transformer():
-        from transformer_lens.components import grouped_query_attention as module
-
-        name = "simple_attn_linear"
-    _replaced(patch, module, name)
-
-
 PUT_IN = {
     "a module": lambda block, patch: patch.setitem(block._modules, "mlp", nn.Identity()),
     "a module within one": lambda block, patch: patch.setitem(
@@ -105,14 +82,6 @@ PUT_IN = {
     "a hook of torch's": lambda block, patch: patch.setitem(
         block.mlp._forward_hooks, 1 << 40, lambda module, args, output: output * 0
     ),
-    "a forward of its class": lambda block, patch: patch.setattr(
-        type(block.mlp), "forward", lambda self, x, *args, **kwargs: x
-    ),
-    "a method of its class": at_the_attention,
-    "a function of the library": at_the_library,
-    "torch.relu": lambda block, patch: _replaced(patch, torch, "relu"),
-    "torch.nn.functional.silu": lambda block, patch: _replaced(patch, nn.functional, "silu"),
-    "torch.Tensor.relu": lambda block, patch: _replaced(patch, torch.Tensor, "relu"),
 }
 
 

@@ -44,10 +44,13 @@ def swept(model, tokens):
     return list(tl_devicefix.sweep(model, tokens, points))
 
 
-def with_sdpa(model, tokens):
-    with tl_devicefix.set_attn_implementation(model, "sdpa"), torch.no_grad():
+def fused(model, tokens):
+    tl_devicefix.fuse_blocks(model)
+    with torch.no_grad():
         cached = dict(model.run_with_cache(tokens)[1])
-        return model(tokens), model.generate(tokens, **GREEDY), cached
+        result = model(tokens), model.generate(tokens, **GREEDY), cached
+    tl_devicefix.unfuse_blocks(model)
+    return result
 
 
 def gathered(model, tokens):
@@ -81,7 +84,7 @@ def hooked_when_nobody_reads_logits(model, tokens):
     return seen
 
 
-RUNS = [mapped, swept, with_sdpa, gathered, parts_of_a_block]
+RUNS = [mapped, swept, fused, gathered, parts_of_a_block]
 RUNS += [with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits]
 
 

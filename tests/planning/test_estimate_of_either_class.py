@@ -88,14 +88,14 @@ def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_with_sdpa_it_is_what_a_model_takes_without_patterns(gradients, long_llama):
+def test_fused_it_is_what_a_model_takes_without_patterns(gradients, long_llama):
     sizes: dict[str, Any] = {"seq_len": 2048, "gradients": gradients}
     with simulate(2) as machine:
-        model = load(long_llama, n_devices=2, attn_implementation="sdpa")
+        model = load(long_llama, n_devices=2, fuse_blocks=True)
         run(model, Job(seq_len=8))  # TransformerLens 2 keeps a mask, which is looked at once
         peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
 
-    result = estimate(long_llama, 2, **sizes, attn_implementation="sdpa")
+    result = estimate(long_llama, 2, **sizes, fuse_blocks=True)
     installed = estimate(long_llama, 2, **sizes)
 
     assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
@@ -128,7 +128,9 @@ def test_attention_in_a_window_caches_the_window():
 
 
 def test_gradients_take_those_of_the_weights_and_more():
-    plain, with_gradients = estimate("gpt2").devices[0], estimate("gpt2", gradients=True).devices[0]
+    plain, with_gradients = (
+        estimate("gpt2", seq_len=8, gradients=g).devices[0] for g in (False, True)
+    )
     assert plain.peak < 2 * plain.weights < with_gradients.peak
     generating = estimate("gpt2", gradients=True, max_new_tokens=2, seq_len=1000).devices[0]
     assert generating.peak > 2 * plain.weights
@@ -140,8 +142,8 @@ def test_the_command_prints_the_table_and_whether_it_fits(capsys):
     assert capsys.readouterr().out.rstrip().endswith("It fits into 80.00 GiB a device.")
 
 
-def test_the_command_takes_a_longer_context_and_sdpa(capsys, checkpoints):
+def test_the_command_takes_a_longer_context_and_fused_blocks(capsys, checkpoints):
     longer = ["estimate", str(checkpoints("llama")), "--seq-len", "1100"]
     assert main(longer) == 2
-    assert main([*longer, "--n-ctx", "2048", "--attn-implementation", "sdpa"]) == 0
-    assert "1100 tokens, attn_implementation sdpa" in capsys.readouterr().out
+    assert main([*longer, "--n-ctx", "2048", "--fuse-blocks"]) == 0
+    assert "1100 tokens, fused blocks" in capsys.readouterr().out

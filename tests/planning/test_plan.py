@@ -105,7 +105,7 @@ def test_printing_shows_a_table_and_the_verdict():
     assert lines[0] == "gpt2, float32: batch 1, 1024 tokens, caching resid_post"
     assert lines[1].split() == ["device", "components", "weights", "peak", "headroom", "peak", "in"]
     assert lines[2].startswith("0 (home)  embed, pos_embed, blocks.0, ln_final, unembed")
-    assert lines[2].endswith(" unembed")
+    assert lines[2].endswith(" blocks.0")
     assert lines[-1] == "It fits into 24.00 GiB a device."
 
 
@@ -157,7 +157,7 @@ def test_the_command_fails_if_it_does_not_fit_and_gives_json(capsys):
     assert main([*command, "--max-memory", "0=430MiB,1=430MiB"]) == 1
     printed = capsys.readouterr().out
     assert "It does not fit: device 0 (home) needs" in printed
-    assert printed.rstrip().endswith("SDPA or offloaded blocks.")
+    assert printed.rstrip().endswith("fuse_blocks or offloaded blocks.")
 
     main([*command, "--n-devices", "2", "--json", "--device-map", '{"": 0, "blocks.3": 1}'])
     result = json.loads(capsys.readouterr().out)

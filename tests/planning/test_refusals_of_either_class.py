@@ -56,7 +56,6 @@ if has_hooked_transformer():
         (lambda: estimated(cache=["z"]), "cache must be 'all' or names"),
         (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
         (lambda: estimated(max_memory={0: "9" * 400 + "GiB"}), r"y\[0\] must be .* '999\S*GiB'"),
-        (lambda: estimated(attn_implementation="spda"), "must be 'sdpa' or 'eager', but is 'spda'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
         (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is neither a model's name"),
     ]

@@ -14,7 +14,6 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.transformer_bridge.block import why_installed
 
 pytestmark = [
     pytest.mark.full("a hundred and fifty models; by default, tests of plain layers run six"),

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
+from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.placement.devices import HOST, is_elsewhere, printed, resolve, with_index
 from tl_devicefix.placement.fitting import move_parameter

@@ -46,6 +46,11 @@ def align(
         allow_mixing_in_hooks(model, placement.here)
 
 
+def add_hooks(model: Any, handles: list[Any]) -> None:
+    """Have hooks go when the model is unaligned."""
+    model.__dict__[_HANDLES] += handles
+
+
 def unalign(model: Any) -> None:
     """Undo `align`."""
     for handle in model.__dict__.pop(_HANDLES, ()):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
 from torch import nn
-
-from tl_devicefix.attention.implementation import by_shortest_name
 
 WRAPPED = "_original_component"
 """A Bridge's component holds the Hugging Face module that it wraps by this name."""
@@ -39,6 +37,15 @@ def listed(names: Sequence[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def by_shortest_name(model: Any, is_one: Callable[[Any], bool]) -> dict[str, Any]:
+    """Modules of a kind by their shortest name: a Bridge's have transformers' names too."""
+    names: dict[Any, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_one(module):
+            names[module] = min(names.get(module, name), name, key=len)
+    return {name: module for module, name in names.items()}
 
 
 def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:

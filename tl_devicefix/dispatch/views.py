@@ -25,12 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.mixing import HookAcrossDevices
-from tl_devicefix.dispatch.stand_ins import hook_points_changed
+from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 _AS_MADE = "_tl_devicefix_as_made"
-LOOK = "_tl_devicefix_look"
-"""Where facts about a block are noted, which tell by themselves whether they still hold."""
 
 
 def view_of(model: Any, builder: ViewBuilder | None = None) -> Any:
@@ -78,9 +76,8 @@ class _AsMade:
         for attributes, as_made in [(vars(view), self._of_view), *self._others]:
             attributes.update(as_made)
             if len(attributes) > len(as_made):
-                for name in attributes.keys() - as_made.keys() - {_AS_MADE, LOOK}:
+                for name in attributes.keys() - as_made.keys() - {_AS_MADE}:
                     del attributes[name]
-        hook_points_changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a view, and a view of one, has nothing to be restored to."""
@@ -166,7 +163,7 @@ class ViewBuilder:
         kind = type(value)
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
-        attributes.pop(LOOK, None)  # the view's modules are looked at for themselves
+        attributes.pop(BOUND, None)  # the view's block binds its own modules
         object.__setattr__(counterpart, "__dict__", attributes)
         self._to_fill.append((kind, attributes))
         self.holders.append(counterpart)
@@ -213,7 +210,8 @@ class ViewBuilder:
 
     def _in_function(self, value: Any) -> Any:
         """What a function of a view has in place of a value of its closure or arguments."""
-        is_of_user = isinstance(value, nn.Module) and id(value) not in self._of_model
+        # Not `isinstance`, because a proxy of a module says that it is one.
+        is_of_user = issubclass(type(value), nn.Module) and id(value) not in self._of_model
         if is_of_user or isinstance(value, (dict, list, tuple, set)):
             return value
         return self(value)

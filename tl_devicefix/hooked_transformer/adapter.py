@@ -13,17 +13,13 @@ from tl_devicefix.dispatch.views import view_of
 from tl_devicefix.hooked_transformer import (  # noqa: F401  # which have patches
     config,
     forward,
+    fused,
     loading,
     mended,
     moving,
     processing,
 )
 from tl_devicefix.hooked_transformer.blueprint import HookedBlueprint, option_names
-from tl_devicefix.hooked_transformer.known_blocks import (
-    why_as_installed,
-    why_attention_as_installed,
-)
-from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.placement.placement import Placement
 
 __all__ = ["model_class", "option_names", "view_of"]
@@ -46,18 +42,3 @@ def realign(model: Any, placement: Placement | None) -> None:
     if placement is not None:
         moving.settle(model, placement)
     model.setup()
-
-
-def forward_of_each(model: Any) -> dict[str, str]:
-    """See `Adapter.forward_of_each`."""
-    return {f"blocks.{index}": _forward_of(module) for index, module in enumerate(model.blocks)}
-
-
-def _forward_of(module: Any) -> str:
-    why = why_as_installed(module) if is_enabled() else "TransformerLens is unpatched"
-    if "forward" in vars(module):
-        why = "its forward was replaced"
-    if why is not None:
-        return f"as installed: {why}"
-    why = why_attention_as_installed(module.attn)
-    return "one function" if why is None else f"one function; attention as installed: {why}"

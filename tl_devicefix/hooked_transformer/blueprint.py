@@ -14,8 +14,8 @@ import transformer_lens
 from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
-from tl_devicefix.attention.kv_cache import let_go
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, known_config, read_config, torch_dtype
+from tl_devicefix.fusing.kv_cache import let_go
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model

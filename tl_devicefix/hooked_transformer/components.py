@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from transformer_lens.components import (
     Embed,
@@ -18,7 +19,13 @@ from transformer_lens.components import (
     Unembed,
 )
 
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.placement import ComponentSize, component_of
+
+IS_2 = installed() < Version("3.dev0")
+"""Whether it is TransformerLens 2, which differs in places."""
+POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
@@ -28,10 +27,10 @@ from tl_devicefix.checkpoints.hub import (
 )
 from tl_devicefix.checkpoints.live_weights import out_of_wrappers
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
-from tl_devicefix.hooked_transformer.components import component_sizes
+from tl_devicefix.fusing import fused
+from tl_devicefix.hooked_transformer.components import POST_NORM, component_sizes
 from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import constructing, empty_model
-from tl_devicefix.hooked_transformer.known_blocks import POST_NORM
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
@@ -61,7 +60,7 @@ def from_pretrained(
     *args: Any,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
-    attn_implementation: str | None = None,
+    fuse_blocks: bool = False,
     numbers: Numbers | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -74,8 +73,7 @@ def from_pretrained(
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
             devices that it names are used, unless `n_devices` says how many.
-        attn_implementation: "sdpa" builds no scores and no pattern unless you hook them, see
-            `tl_devicefix.set_attn_implementation`.
+        fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
         numbers: what to do if a HookedTransformer with this config would not give transformers'
             numbers, as a tiny twin of it shows before weights are read: "warn", which is the
             default, "refuse", or "ignore". The environment variable TL_DEVICEFIX_NUMBERS sets
@@ -105,7 +103,6 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
-    check_attn_implementation(attn_implementation)
     handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
     try:
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory, numbers)
@@ -113,9 +110,7 @@ def from_pretrained(
         # Or its frames would hold what was loaded for as long as the error is kept.
         let_go(error, but_not=[handled])
         raise
-    if attn_implementation is not None:
-        set_attn_implementation(model, attn_implementation)
-    return model
+    return fused.fuse_blocks(model) if fuse_blocks else model
 
 
 def _load(
@@ -127,7 +122,7 @@ def _load(
 ) -> Any:
     """Load a model, by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
-    parameters = [*arguments, "device_map", "max_memory", "attn_implementation", "numbers"]
+    parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "numbers"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
     check_model(arguments["model_name"], arguments["hf_model"])

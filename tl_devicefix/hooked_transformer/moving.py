@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import first_block
@@ -47,7 +48,7 @@ def settle(model: Any, placement: Placement) -> None:
 def _record(model: Any, placement: Placement) -> None:
     model.placement = placement
     use(placement)
-    placements[model.cfg] = placement
+    remember(model.cfg, placement)
 
 
 def _tell_accelerate(model: Any, placement: Placement) -> None:
@@ -189,6 +190,42 @@ def share_buffers(model: nn.Module) -> None:
 def align(model: Any, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
+    if model.cfg.positional_embedding_type != "alibi":
+        return
+    for block in model.blocks:
+        block.attn.alibi = None  # it does not move with the weights
+    if is_aligned(model):
+        here = (c for c in placement.here.components if c.name.startswith("blocks."))
+        hooks = ((model.get_submodule(c.name), AlibiAt(c.device)) for c in here)
+        running.add_hooks(
+            model, [b.register_forward_pre_hook(hook, with_kwargs=True) for b, hook in hooks]
+        )
+
+
+@dataclass(frozen=True)
+class AlibiAt:
+    """Forward pre-hook of a block: make its ALiBi table on its device.
+
+    The installed attention would make it on home, because it asks the config for a device.
+    """
+
+    device: torch.device
+
+    def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the table if there is none that is long enough."""
+        entry = kwargs.get("past_kv_cache_entry")
+        past = 0 if entry is None else entry.past_keys.shape[1]
+        n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]
+        alibi_table(block.attn, n_keys, self.device)
+
+
+def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:
+    """Return an attention's ALiBi table on a device, [head_index, query_pos, key_pos]."""
+    table = attn.alibi
+    if table is None or table.shape[-1] < n_keys:
+        table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
+    attn.alibi = table.to(device)
+    return attn.alibi  # type: ignore[no-any-return]
 
 
 @patches(
@@ -204,8 +241,23 @@ def setup(original: Any, self: Any) -> Any:
     return result
 
 
-placements: Any = WeakIdKeyDictionary()
-"""A model's config -> its placement: TransformerLens asks for a block's device by config alone."""
+_placements: dict[int, tuple[weakref.ref[Any], Placement]] = {}
+"""By the id of a model's config, because TransformerLens asks for a block's device by config alone.
+
+torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
+"""
+
+
+def placement_of(cfg: Any) -> Placement | None:
+    """Return the placement of the model with this very config."""
+    of_config, placement = _placements.get(id(cfg), (None, None))
+    return placement if of_config is not None and of_config() is cfg else None
+
+
+def remember(cfg: Any, placement: Placement) -> None:
+    """Have `placement_of` find a placement by a config, as long as there is the config."""
+    key = id(cfg)
+    _placements[key] = weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement
 
 
 @patches(
@@ -220,7 +272,7 @@ def get_device_for_block_index(
     TransformerLens also asks for index 0 when it means the device of the tokens, which is home;
     block 0 fetches its own input if it lies elsewhere.
     """
-    placement: Placement | None = placements.get(cfg)
+    placement = placement_of(cfg)
     if placement is None:
         return original(index, cfg, device)  # type: ignore[no-any-return]
     if index == 0 or len(placement.devices) == 1:

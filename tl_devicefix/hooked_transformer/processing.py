@@ -25,8 +25,7 @@ from tl_devicefix.checkpoints.sources import (
     processing_unit,
 )
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
-from tl_devicefix.hooked_transformer.components import component_names, final_norm_class
-from tl_devicefix.hooked_transformer.known_blocks import IS_2
+from tl_devicefix.hooked_transformer.components import IS_2, component_names, final_norm_class
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches

@@ -7,17 +7,9 @@ when the block was loaded, but for hooks on its hook points and modules in their
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
-from itertools import chain, compress
-from operator import is_, is_not
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodType,
-    WrapperDescriptorType,
-)
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,15 +19,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
-from tl_devicefix.dispatch.stand_ins import (
-    RECORDING,
-    definitions_of,
-    hooks_of,
-    records,
-    why_not_now,
-)
+from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
+from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward
 from tl_devicefix.multihost.worker import HAS_MLP_IN
 
 
@@ -147,45 +133,13 @@ def _is_recorded() -> bool:
     return not is_of_bridge and bool(recording and recording._active_collector.get())
 
 
-class _FunctionsOf:
-    """Functions of torch by which blocks compute, as they were when this was imported."""
-
-    def __init__(self, owner: Any, kinds: tuple[type, ...], *names: str) -> None:
-        self._owner = owner
-        names_of_kinds = (name for name in dir(owner) if isinstance(getattr(owner, name), kinds))
-        self._names = [name for name in names_of_kinds if not name.startswith(_NOT_IN_BLOCKS)]
-        self._names += names
-        self._values = list(self._now())
-
-    def _now(self) -> Iterator[Any]:
-        return map(vars(self._owner).get, self._names)
-
-    def are_same(self) -> bool:
-        return all(map(is_, self._now(), self._values))
-
-    def first_foreign(self) -> str | None:
-        changed = map(is_not, self._now(), self._values)
-        name = next(compress(self._names, changed), None)
-        return name and f"{self._owner.__name__}.{name}"
-
-
-_NOT_IN_BLOCKS = "register_", "rand", "set_", "get_", "is_"
-_BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
-_torch: Any = [
-    _FunctionsOf(torch, _BUILT_IN, *torch.functional.__all__),
-    _FunctionsOf(torch.Tensor, (*_BUILT_IN, FunctionType)),
-    _FunctionsOf(nn.functional, (*_BUILT_IN, FunctionType)),
-]
-
-
-def refuse_what_is_on(classes: frozenset[type]) -> None:
-    """Refuse what changes blocks of these classes in this process alone.
+def refuse_what_is_on() -> None:
+    """Refuse what changes the blocks of this process alone.
 
     Raises:
         Unseen: if there is something.
     """
-    define = partial(chain, definitions_of(classes), _torch)
-    if (why := why_not_now(("remote", classes), define)) is not None:
+    if (why := unsupported_mode()) is not None:
         raise Unseen(why)
     if _is_recorded():
         raise Unseen("transformers was asked for hidden states or attentions")
@@ -195,5 +149,3 @@ def refuse_what_is_on(classes: frozenset[type]) -> None:
     for mode in modes:
         if not isinstance(mode, OutsideBlocks | DeviceContext):
             raise Unseen(f"a {type(mode).__name__} is active")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Unseen("torch.func transforms it")

@@ -29,12 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformer_lens.hook_points import HookPoint
 from transformers.cache_utils import Cache
 
-from tl_devicefix.attention.implementation import sdpa_in
-from tl_devicefix.attention.one_forward import FACTS, kept_in_forward
-from tl_devicefix.dispatch.stand_ins import look_again
+from tl_devicefix.fusing.fused import is_fused
+from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward
+from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.multihost.refusals import AsLoaded, Unseen, refuse_what_is_on
 from tl_devicefix.multihost.worker import (
     CACHE,
@@ -110,8 +109,6 @@ class _Layer:
     def look_at(self, block: Any) -> None:
         """Take the block as it is for what its host has."""
         self.as_loaded = AsLoaded(block)
-        modules = (module for module in block.modules() if not isinstance(module, HookPoint))
-        self.classes = frozenset(map(_class_of, modules))
         self._configs = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
 
     def changed_settings(self, block: Any) -> dict[str, dict[str, Any]]:
@@ -132,6 +129,8 @@ class _Layer:
 
 class RemoteBlock(nn.Module):
     """A block whose weights are on another host."""
+
+    is_remote = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it as a module, past the Bridge's own way to call a block."""
@@ -164,7 +163,6 @@ class RemoteBlock(nn.Module):
         output = chain.add(step)
         if step.taps or _FORWARD not in kept or form is None:
             output.read()
-            look_again()
             return chain.returned
         kept[_FORWARD] = chain
         return (output,) if form is tuple else output
@@ -222,10 +220,6 @@ def refuse_to_convert(model: nn.Module, convert: Any) -> None:
                 )
 
 
-def _class_of(module: Any) -> type:
-    return type(module).__mro__[2] if is_remote(module) else type(module)
-
-
 @cache
 def _remote_class(cls: Any) -> type:
     return type(f"Remote{cls.__name__}", (RemoteBlock, cls), {"__module__": __name__})
@@ -252,7 +246,7 @@ class _Step:
         self.block, self.layer, self.form = block, layer, (len(args), *kwargs)
         self.entry: Any = None
         with self._refusing():
-            refuse_what_is_on(layer.classes)
+            refuse_what_is_on()
             if block.training and not hasattr(block, "cfg"):  # of transformers', which drop out
                 raise Unseen("the model is in training mode")
             listened = layer.as_loaded.listened(block)
@@ -303,7 +297,7 @@ class _Step:
             "arguments": self.arguments,
             "taps": {name: _kinds(self.block.get_submodule(name)) for name in self.taps},
             "looks": {name: kept.number for name, kept in self.looks.items()},
-            "sdpa": sdpa_in(self.block),
+            "fused": is_fused(self.block) and is_enabled(),
             "has_mlp_in": vars(self.block).get(HAS_MLP_IN),
             "config": self.layer.changed_settings(self.block),
             "entry": None if self.entry is None else self._entry(),

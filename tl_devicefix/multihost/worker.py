@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
 from transformers import cache_utils
 
-from tl_devicefix.attention.implementation import set_sdpa
-from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch.views import restore, view_of
+from tl_devicefix.fusing.fused import is_fused, set_fused
+from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.placement.devices import elsewhere, free_memory
@@ -309,7 +309,8 @@ class _Run:
             block = self._model.borrow(layer)
         try:
             self._model.configure(layer, step["config"])
-            set_sdpa(block, step["sdpa"])
+            if is_fused(block) is not step["fused"]:
+                set_fused(block, step["fused"])
             if step["has_mlp_in"] is not None:
                 setattr(block, HAS_MLP_IN, step["has_mlp_in"])
             for name in (*step["taps"], *step["looks"]):

@@ -22,8 +22,8 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import Adapter, adapter_of, is_model
-from tl_devicefix.attention.implementation import HOOKS
 from tl_devicefix.dispatch.carrying import move, output_of, skipping
+from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of, patches
 from tl_devicefix.pipelining.pipeline_map import (

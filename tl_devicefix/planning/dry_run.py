@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.dispatch.naming import named_modules
+from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
@@ -116,7 +116,7 @@ def dry_run(
     memory: int | str | Sequence[int | str] = "80GiB",
     tokenizer: Any = None,
     cls: Any = None,
-    attn_implementation: str | None = None,
+    fuse_blocks: bool = False,
     numbers: Numbers | None = None,
     **options: Any,
 ) -> DryRun:
@@ -140,8 +140,8 @@ def dry_run(
         cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
             a transformers config, and with TransformerLens 4. `run` gets a Bridge as it is booted,
             and may call `enable_compatibility_mode()`, to see how much memory that needs.
-        attn_implementation: "sdpa" builds no pattern unless a hook sees it, see
-            `tl_devicefix.set_attn_implementation`. Assumes no padding.
+        fuse_blocks: have blocks run as one function each, which builds no pattern unless
+            a hook sees it, see `tl_devicefix.fuse_blocks`. Assumes no padding.
         numbers: what to do if a load would not give transformers' numbers: "warn", "refuse" or
             "ignore", as for `from_pretrained`.
         options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
@@ -157,7 +157,6 @@ def dry_run(
     if not callable(run):
         raise ValueError(f"run must be a function to call with the model, but is {shown(run)}")
     check_options(dry_run, config_or_model_name, options, cls)
-    check_attn_implementation(attn_implementation)
     with enabled():
         blueprint(config_or_model_name, dtype, options, cls).check_numbers(numbers)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
@@ -168,8 +167,8 @@ def dry_run(
         devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
         model = planned.make(placement, tokenizer)
-        if attn_implementation is not None:
-            set_attn_implementation(model, attn_implementation)
+        if fuse_blocks:
+            fused.fuse_blocks(model)
         return watch(machine, model, placement, run)
 
 

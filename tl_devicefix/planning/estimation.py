@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
+from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
@@ -48,7 +48,7 @@ class Job:
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
     """Whether gradients are on; then a backward from the loss is taken too."""
-    attn_implementation: str | None = None
+    fuse_blocks: bool = False
     """How blocks attend: "sdpa", which builds no pattern unless it is kept, or as installed."""
 
     def keeps(self, name: str) -> bool:
@@ -65,8 +65,7 @@ class Job:
         parts += [f"caching {self.cache}"] if self.cache else []
         parts += [f"generating {self.max_new_tokens}"] if self.max_new_tokens else []
         parts += ["with gradients"] if self.gradients else []
-        attends = self.attn_implementation
-        parts += [f"attn_implementation {attends}"] if attends else []
+        parts += ["fused blocks"] if self.fuse_blocks else []
         return ", ".join(parts)
 
 
@@ -144,7 +143,7 @@ def estimate(
     cache: str | None = None,
     max_new_tokens: int = 0,
     gradients: bool = False,
-    attn_implementation: str | None = None,
+    fuse_blocks: bool = False,
     **options: Any,
 ) -> Estimate:
     """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
@@ -167,8 +166,8 @@ def estimate(
             "resid_post,z"), or "all".
         max_new_tokens: how many tokens to generate, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
-        attn_implementation: "sdpa" builds no pattern unless `cache` keeps it, see
-            `tl_devicefix.set_attn_implementation`. Assumes no padding.
+        fuse_blocks: have blocks run as one function each, which builds no pattern unless
+            `cache` keeps it, see `tl_devicefix.fuse_blocks`. Assumes no padding.
         options: arguments of `from_pretrained` that change the config: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
@@ -181,10 +180,9 @@ def estimate(
     """
     with enabled():
         check_options(estimate, config_or_model_name, options)
-        check_attn_implementation(attn_implementation)
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
-        job = Job(batch_size, seq_len, cache, max_new_tokens, gradients, attn_implementation)
+        job = Job(batch_size, seq_len, cache, max_new_tokens, gradients, fuse_blocks)
         on = partial(_estimate, model, job, device_map, max_memory)
         result = on(n_devices)
         if result.fits:
@@ -194,8 +192,8 @@ def estimate(
         most = min(_MOST_DEVICES, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
         enough = bisect_left(counts, True, key=lambda count: on(count).fits)
-        sdpa = "" if attn_implementation else ", SDPA"
-        others = f"a smaller dtype, a smaller job{sdpa} or offloaded blocks"
+        fusing = "" if fuse_blocks else ", fuse_blocks"
+        others = f"a smaller dtype, a smaller job{fusing} or offloaded blocks"
         if enough < len(counts):
             advice = f"It would fit on {counts[enough]} devices. You can also try {others}."
         else:
@@ -224,8 +222,8 @@ def _estimate(
         capacities = by_device(of_each, placement.home) or {}
         live = model.make(placement)
         _check_cache(job, live)
-        if job.attn_implementation is not None:
-            set_attn_implementation(live, job.attn_implementation)
+        if job.fuse_blocks:
+            fused.fuse_blocks(live)
 
         dry = watch(machine, live, placement, partial(_run, job, model))
         if dry.error is not None:

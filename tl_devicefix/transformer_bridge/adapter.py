@@ -12,16 +12,15 @@ from transformer_lens.model_bridge import TransformerBridge as model_class
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge import (  # noqa: F401  # which have patches
     alignment,
-    block,
     forward,
+    fused,
     loading,
     processing,
 )
 from tl_devicefix.transformer_bridge.alignment import view_of
-from tl_devicefix.transformer_bridge.block import forward_of_each
 from tl_devicefix.transformer_bridge.blueprint import OPTIONS, BridgeBlueprint
 
-__all__ = ["forward_of_each", "model_class", "view_of"]
+__all__ = ["model_class", "view_of"]
 
 NAME = "TransformerBridge"
 RUNS = ("forward", "run_with_hooks")

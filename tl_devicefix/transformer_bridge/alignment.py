@@ -23,7 +23,6 @@ from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
-from tl_devicefix.transformer_bridge.block import prepare
 from tl_devicefix.transformer_bridge.components import bridge_components
 
 
@@ -157,7 +156,6 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
 
 def view_of(bridge: Any) -> Any:
     """A view of a Bridge: see `dispatch/views.py:view_of`."""
-    prepare(bridge)
     builder = ViewBuilder()
     view = views.view_of(bridge, builder)
     _register_attention(bridge, builder)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import masking_utils
 
-from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, made_once
+from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, made_once
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.devices import has_values
 
 
 class ThisForward(NamedTuple):
@@ -21,7 +18,6 @@ class ThisForward(NamedTuple):
 
     is_of_bridge: bool = False
     """What transformers records of it goes to nobody."""
-    may_pad: bool = False
     config_of_sdpa: Any = None
     """The config of blocks whose masks are made for SDPA, if these are."""
 
@@ -30,8 +26,8 @@ def this_forward() -> ThisForward:
     """What is known of the forward that this thread is in."""
     kept = kept_in_forward()
     if ThisForward not in kept:
-        is_of_bridge, may_pad, by_sdpa = kept.get(FACTS) or (False, False, False)
-        kept[ThisForward] = ThisForward(is_of_bridge, may_pad, by_sdpa or None)
+        is_of_bridge, by_sdpa = kept.get(FACTS) or (False, False)
+        kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None)
     return kept[ThisForward]  # type: ignore[no-any-return]
 
 
@@ -65,14 +61,6 @@ def why_no_sdpa(attention: Any) -> str | None:
 
 
 _SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
-
-
-def config_of_sdpa(block: Any) -> Any:
-    """The config by which transformers makes a block's masks, if the block may go by SDPA."""
-    for module in block.modules():
-        if why_no_sdpa(module) is None:
-            return module.config
-    return None
 
 
 def makes_masks() -> bool:
@@ -115,24 +103,16 @@ def place_of_mask(layer: Any) -> int:
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
-def _once(make: Callable[..., Any], mask: torch.Tensor, *args: Any) -> Any:
-    """Call `make` on a mask, once for all blocks of a forward."""
-    return made_once((mask,), (make, args), mask.device, lambda: make(mask, *args))
-
-
 def built(mask: Any, residual: torch.Tensor) -> Any:
     """A mask as transformers makes it for "eager", of one that it made for SDPA."""
     n_queries = residual.shape[1]
     if mask is None and n_queries > 1:  # all that SDPA needs is that it is causal
         mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=residual.device).tril_()
         return _added(mask[None, None], residual.dtype)
-    return _once(_added, mask, residual.dtype) if is_of_pairs(mask) else mask
-
-
-def is_causal_itself(attention: nn.Module) -> bool:
-    """Whether attention has a triangle of its own, beside the mask that it is given."""
-    triangle = attention._buffers.get("bias")
-    return triangle is not None and triangle.dim() == 4
+    if not is_of_pairs(mask):
+        return mask
+    what = "added", residual.dtype
+    return made_once((mask,), what, mask.device, lambda: _added(mask, residual.dtype))
 
 
 def is_of_pairs(mask: Any) -> bool:
@@ -143,19 +123,3 @@ def is_of_pairs(mask: Any) -> bool:
 def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return added.masked_fill_(~seen, torch.finfo(dtype).min)
-
-
-def blinds(mask: Any, n_queries: int) -> bool:
-    """Whether there are, or may be, queries that see no key."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
-        return mask is not None
-    return bool(_once(_any_blind, mask, n_queries))
-
-
-def _any_blind(mask: torch.Tensor, n_queries: int) -> bool:
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    if not has_values(seen):
-        return False
-    if mask.shape[-2] != n_queries:  # what is causal is added within the layer
-        return not bool(seen.all())
-    return not bool(seen.any(dim=-1).all())

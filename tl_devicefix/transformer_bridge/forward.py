@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from transformer_lens import ActivationCache
 
-from tl_devicefix.attention.implementation import is_sdpa
-from tl_devicefix.attention.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home, is_output_read
 from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
+from tl_devicefix.fusing.listening import unsupported_mode
+from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, one_forward
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device
+from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
-from tl_devicefix.placement.devices import has_values
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
-from tl_devicefix.transformer_bridge.block import prepare
+from tl_devicefix.transformer_bridge.fused import config_of_sdpa
 
 
 @patches("TransformerBridge", takes="self input return_type", why="what leaves it is at home")
@@ -36,18 +36,14 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if "past_key_values" in kwargs and _takes_cache(self):
         kwargs["cache"] = kwargs.pop("past_key_values")
-    now = ThisForward()
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
-    # Of masks of its own shape a Bridge reads what transformers would add to the scores.
-    if all(map(_is_of_tokens, masks)):
-        tokens = args[0] if args else kwargs.get("input")
-        may_pad = len(args) > 2 or isinstance(tokens, list) or any(map(_leaves_out, masks))
-        config = prepare(self)
-        by_sdpa = config is not None and is_sdpa(self) and makes_masks()
-        now = ThisForward(True, may_pad, config if by_sdpa else None)
-    with one_forward(now), together():
-        kept_in_forward()[FACTS] = [now.is_of_bridge, now.may_pad, now.config_of_sdpa is not None]
+    # A Bridge reads masks of pairs of tokens in another way than transformers' layers do.
+    is_usual = all(map(_is_of_tokens, masks))
+    is_plain = is_usual and is_enabled() and unsupported_mode() is None
+    config = config_of_sdpa(self) if is_plain and makes_masks() else None
+    with one_forward(ThisForward(is_plain, config)), together():
+        kept_in_forward()[FACTS] = [is_usual, config is not None]
         return running.forward(original, self, *args, **kwargs)
 
 
@@ -64,13 +60,6 @@ def _is_of_tokens(mask: Any) -> bool:
     if isinstance(mask, torch.Tensor):
         return mask.dim() <= 2
     return not isinstance(mask, Mapping)
-
-
-def _leaves_out(mask: Any) -> bool:
-    """Whether a mask may leave out any token; that of `generate` does not, for one prompt."""
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and has_values(mask):
-        return not bool(mask.all())
-    return mask is not None
 
 
 @patches(

@@ -17,7 +17,6 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
-from tl_devicefix.attention.implementation import check_attn_implementation, set_attn_implementation
 from tl_devicefix.checkpoints.files import check_report
 from tl_devicefix.checkpoints.hub import (
     check_model,
@@ -27,6 +26,7 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
     torch_dtype,
 )
+from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
@@ -57,18 +57,17 @@ from tl_devicefix.twin import Numbers, choice_of_numbers
 def boot_transformers(
     original: Any,
     *args: Any,
-    attn_implementation: str | None = None,
+    fuse_blocks: bool = False,
     numbers: Numbers | None = None,
     **kwargs: Any,
 ) -> Any:
     """Boot a model from transformers, over one or several devices.
 
-    The arguments are those of `TransformerBridge.boot_transformers`, and `attn_implementation`:
-    "sdpa" builds no scores and no pattern unless you hook them, see
-    `tl_devicefix.set_attn_implementation`. `numbers` is what to do if a Bridge with this config
-    would not give transformers' numbers, with hooks or without: "warn", which is the default,
-    "refuse", or "ignore"; the environment variable TL_DEVICEFIX_NUMBERS sets another default.
-    `dtype` may also be a name ("bfloat16").
+    The arguments are those of `TransformerBridge.boot_transformers`, and `fuse_blocks`,
+    which has blocks run as one function each, see `tl_devicefix.fuse_blocks`. `numbers` is what to
+    do if a Bridge with this config would not give transformers' numbers, with hooks or without:
+    "warn", which is the default, "refuse", or "ignore"; the environment variable
+    TL_DEVICEFIX_NUMBERS sets another default. `dtype` may also be a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
     blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
@@ -82,7 +81,6 @@ def boot_transformers(
         ValueError: if the arguments do not fit together, or the model does not fit.
         TypeError: if there is no such argument; it names what may be meant.
     """
-    check_attn_implementation(attn_implementation)
     choice_of_numbers(numbers)  # which may be misspelt
     takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
@@ -90,9 +88,7 @@ def boot_transformers(
         raise TypeError(
             f"boot_transformers has no argument {name!r}: give it to enable_compatibility_mode()"
         )
-    refuse_unknown(
-        "boot_transformers", kwargs, [*takes.parameters, "attn_implementation", "numbers"]
-    )
+    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "fuse_blocks", "numbers"])
     bound = takes.bind(*args, **kwargs)
     options = bound.arguments
     check_model(options["model_name"], options.get("hf_model"))
@@ -110,9 +106,7 @@ def boot_transformers(
         hf_config = getattr(bridge.original_model, "config", None)
         warning = check_bridge_numbers(hf_config, str(options["model_name"]), numbers)
         bridge.__dict__["numbers_warning"] = warning
-    if attn_implementation is not None:
-        set_attn_implementation(bridge, attn_implementation)
-    return bridge
+    return fused.fuse_blocks(bridge) if fuse_blocks else bridge
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]

@@ -36,8 +36,8 @@ from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.transformer_bridge.block import forget
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
+from tl_devicefix.transformer_bridge.fused import forget
 from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
 from tl_devicefix.twin import Numbers
 from tl_devicefix.weight_processing import (

@@ -8,6 +8,7 @@ that weights are never copied, and whatever becomes of them is seen.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections import OrderedDict
 from typing import Any
@@ -23,7 +24,9 @@ from transformer_lens.model_bridge.generalized_components import (
     NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 
 
@@ -64,8 +67,10 @@ class Unwrapped:
 
     def _of(self, module: Any) -> nn.Module:
         while is_wrapper(module):
-            if not self._by_sdpa and computes_itself(module):
+            if computes_itself(module):
                 return NormOfBridge(module, self._copy(module.original_component))
+            if _has_code_of_llama_s(module.original_component):
+                return RMSNorm(module.original_component)
             self._note_parts(module)
             if module.original_component is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
@@ -83,14 +88,12 @@ class Unwrapped:
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
-        copied = object.__new__(kind)
+        copied = object.__new__(_twin_class(kind))
         attributes = vars(copied)
-        attributes.update(vars(module))
+        attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE)
+        attributes["_twin_of"] = module
         if has_wrappers:  # whose forward calls no hooks of what they stand for
             attributes.update((name, OrderedDict()) for name in _HOOKS)
-        if is_accelerated:  # the block's inputs are brought to its device
-            for name in ("forward", "_hf_hook", "_old_forward"):
-                attributes.pop(name, None)
         attributes["_modules"] = {
             name: None if child is None else self._of(child)
             for name, child in module._modules.items()
@@ -123,7 +126,30 @@ class Unwrapped:
         self._split.add(id(joint))
 
 
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") and "state" not in name]
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
+_HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state" not in name]
+
+
+class _Twin:
+    """Mixin for the copy of a module that has other children and no hooks.
+
+    All other attributes are read from the module, so that the copy follows what is set of it. What
+    accelerate has put there is left out, because the block's inputs are brought to its device.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        attributes = self.__dict__
+        if name in attributes["_modules"]:
+            return attributes["_modules"][name]
+        of_module = vars(attributes["_twin_of"])
+        if name in of_module and name not in ("_hf_hook", "_old_forward"):
+            return of_module[name]
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+@functools.cache
+def _twin_class(kind: Any) -> Any:
+    return type(kind.__name__, (_Twin, kind), {"__module__": kind.__module__})
 
 
 def replaced_in(module: nn.Module) -> str | None:
@@ -148,7 +174,7 @@ def _is_carried_by_accelerate(module: nn.Module) -> bool:
 
 def _check_wrapper(wrapper: Any, is_block: bool) -> None:
     """Check that what a wrapper stands for computes the same; a block's own methods are run."""
-    kind = type(wrapper)
+    kind = class_of(wrapper)
     if not is_block and (name := replaced_in(wrapper)):
         raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
     if package_of(kind) != "transformer_lens":
@@ -177,14 +203,14 @@ def _check_dropout(module: nn.Module) -> None:
 
 def computes_itself(wrapper: Any) -> bool:
     """Whether a wrapper is of a norm and does not call transformers' own."""
-    if type(wrapper).forward is not NormalizationBridge.forward:
+    if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
     folds = getattr(wrapper.config, "layer_norm_folding", False)
     return not (wrapper.use_native_layernorm_autograd or folds)
 
 
 class NormOfBridge(nn.Module):
-    """A norm in the Bridge's own steps, which are others than transformers', but for its hooks."""
+    """A norm as the Bridge computes it, by the Bridge's config, without hook points."""
 
     def __init__(self, wrapper: Any, norm: Any) -> None:
         super().__init__()
@@ -193,12 +219,53 @@ class NormOfBridge(nn.Module):
             norm._buffers,
             wrapper.config,
         )
-        bare: Any = object.__new__(type(wrapper))
+        bare: Any = object.__new__(class_of(wrapper))
         settings = vars(wrapper).items()
         vars(bare).update((k, v) for k, v in settings if not isinstance(v, torch.Tensor))
         points = {name: nn.Identity() for name in ("hook_scale", "hook_normalized")}
         bare._modules = {"_original_component": norm, **points}
-        self.forward = bare._python_norm_forward
+        self._in_steps = bare._python_norm_forward
+        self._is_rms, self._has_offset = wrapper.uses_rms_norm, wrapper.uses_weight_offset
+        # Those without weights have a method of their own.
+        self._is_usual = class_of(wrapper)._apply_weight_and_bias is _WEIGH
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., d_model], normalised."""
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if not self._is_usual or self._has_offset or weight is None or weight.dtype != x.dtype:
+            return self._in_steps(x)  # type: ignore[no-any-return]
+        eps = getattr(self.config, "eps", 1e-5)
+        if self._is_rms:
+            return torch.rms_norm(x, x.shape[-1:], weight, eps)
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+_WEIGH = NormalizationBridge._apply_weight_and_bias
+
+
+class RMSNorm(nn.Module):
+    """A norm of transformers' as one function of torch's."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self._parameters = norm._parameters
+        vars(self)["_norm"] = norm  # not a submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., d_model], normalised."""
+        weight = self._parameters["weight"]
+        if weight is None or weight.dtype != x.dtype:
+            return self._norm(x)  # type: ignore[no-any-return, operator]
+        return torch.rms_norm(x, x.shape[-1:], weight, self._norm.variance_epsilon)
+
+
+def _has_code_of_llama_s(norm: Any) -> bool:
+    """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
+    code, of_llama = (
+        getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm)
+    )
+    names = "co_code", "co_names", "co_consts"
+    return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
 
 
 class _Joined(nn.Module):

@@ -1,4 +1,4 @@
-"""With "sdpa", a Bridge's blocks to which nobody listens build no pattern."""
+"""A fused Bridge's blocks to which nobody listens build no pattern."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attending import ShapesMade, installed, with_gradients
+from attending import ShapesMade, unfused, with_gradients
 from comparison import assert_agrees
 from hf_models import N_LAYERS
 from transformers import masking_utils
@@ -21,10 +21,20 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def fused_bridge(boot):
+    """`fused_bridge("llama", compatible=True)`: on the CPU."""
+
+    def get(name: str, compatible: bool = False) -> Any:
+        return tl_devicefix.fuse_blocks(boot(name, device="cpu", compatible=compatible))
+
+    return get
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_a_kv_cache_and_a_block_that_listens(name, sdpa, tokens, fused_blocks):
-    bridge = sdpa(name, compatible=False)
+def test_a_kv_cache_and_a_block_that_listens(name, fused_bridge, tokens, fused_blocks):
+    bridge = fused_bridge(name, compatible=False)
     options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
     def run(bridge):
@@ -34,8 +44,8 @@ def test_a_kv_cache_and_a_block_that_listens(name, sdpa, tokens, fused_blocks):
             second = bridge(tokens[:, :3], past_key_values=cache)
             return first, second, bridge(tokens[:, 3:4], past_key_values=cache)
 
-    assert_agrees(run(bridge), installed(bridge, run))
-    text = installed(bridge, lambda bridge: bridge.generate(tokens, **options))
+    assert_agrees(run(bridge), unfused(bridge, run))
+    text = unfused(bridge, lambda bridge: bridge.generate(tokens, **options))
     fused_blocks.clear()
     assert_agrees(bridge.generate(tokens, **options), text)
     assert len(fused_blocks) == 4 * N_LAYERS
@@ -46,7 +56,7 @@ LONG = torch.full((1, 29), 7)
 
 
 def test_booted_so_over_several_devices(machine, boot, bridge_references, fused_blocks):
-    bridge = boot("llama", n_devices=4, attn_implementation="sdpa")
+    bridge = boot("llama", n_devices=4, fuse_blocks=True)
     with ShapesMade() as made:
         actual = bridge(LONG.to("sim:0"))
     assert len(fused_blocks) == N_LAYERS
@@ -57,13 +67,13 @@ def test_booted_so_over_several_devices(machine, boot, bridge_references, fused_
 @pytest.mark.cover
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "pythia"])
-def test_nothing_of_every_query_and_key_is_made(name, compatible, sdpa):
-    bridge, run = sdpa(name, compatible=compatible), with_gradients(LONG)
+def test_nothing_of_every_query_and_key_is_made(name, compatible, fused_bridge):
+    bridge, run = fused_bridge(name, compatible=compatible), with_gradients(LONG)
 
     with ShapesMade() as made:
         run(bridge)
     with ShapesMade() as as_installed:
-        installed(bridge, run)
+        unfused(bridge, run)
 
     assert not made.of_pairs(29)
     assert {(1, 1, 29, 29), (1, 4, 29, 29)} <= set(as_installed.of_pairs(29))
@@ -73,8 +83,8 @@ def test_nothing_of_every_query_and_key_is_made(name, compatible, sdpa):
     assert not made.of_pairs(29)
 
 
-def test_a_function_for_masks_of_a_user_s_own(sdpa, tokens):
-    bridge = sdpa("llama", compatible=False)
+def test_a_function_for_masks_of_a_user_s_own(fused_bridge, tokens):
+    bridge = fused_bridge("llama", compatible=False)
     original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
     def everything(**options):
@@ -82,7 +92,7 @@ def test_a_function_for_masks_of_a_user_s_own(sdpa, tokens):
 
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = everything
     try:
-        actual, expected = bridge(tokens), installed(bridge, lambda bridge: bridge(tokens))
+        actual, expected = bridge(tokens), unfused(bridge, lambda bridge: bridge(tokens))
         assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is everything
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
@@ -91,8 +101,8 @@ def test_a_function_for_masks_of_a_user_s_own(sdpa, tokens):
     assert not torch.allclose(actual, bridge(tokens))
 
 
-def test_disabled_leaves_the_masks_of_transformers_as_they_were(sdpa, tokens):
-    sdpa("llama", compatible=False)(tokens)
+def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, tokens):
+    fused_bridge("llama", compatible=False)(tokens)
     with tl_devicefix.disabled():
         make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         assert make_mask is masking_utils.eager_mask

@@ -1,4 +1,4 @@
-"""Runs of models that attend by SDPA: what they give as installed, and what they compute."""
+"""Runs of fused models, and what they compute."""
 
 from __future__ import annotations
 
@@ -8,43 +8,37 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-import transformers
 from comparison import assert_agrees
+from either_class import CLASSES, HOOKED
 from hf_models import HF_CONFIGS
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.monkeypatch.versions import installed as version
 
 NAMES = list(takewhile(lambda name: name != "mamba", HF_CONFIGS))
 """The architectures that attend."""
-HOOKED = has_hooked_transformer()
-_OWN_WAY = ["bloom", "gpt-neo"]
-if Version(transformers.__version__).release < (5, 24):
-    _OWN_WAY.append("gpt-j")
-AS_INSTALLED = {
-    "gemma-2": "soft cap",
-    **({} if version().major == 2 else {"gpt-oss": "attention sinks"}),  # which it overlooks
-    **dict.fromkeys([] if HOOKED else _OWN_WAY, "in its own way"),
-}
-"""Architecture -> why its blocks take the installed path."""
+OLDEST = {HOOKED: "3.8", "TransformerBridge": "4.0"}
+FUSING = [cls for cls in CLASSES if version() >= Version(OLDEST[cls])]
+"""The classes whose blocks can be fused with this TransformerLens."""
 
 
-def installed(model: Any, run: Callable[[Any], Any]) -> Any:
-    """What a run of a model gives as it is installed."""
-    with tl_devicefix.set_attn_implementation(model, "eager"):
+def unfused(model: Any, run: Callable[[Any], Any]) -> Any:
+    """What a run of a model gives by TransformerLens's own forward; it is fused afterwards."""
+    tl_devicefix.unfuse_blocks(model)
+    try:
         return run(model)
+    finally:
+        tl_devicefix.fuse_blocks(model)
 
 
-def assert_either_way(model: Any, run: Callable[[Any], Any]) -> None:
-    """A run of a model gives the same with "sdpa" and as installed."""
-    expected = installed(model, run)
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
-        actual = run(model)
-    assert_agrees(actual, expected)
+def assert_either_way(model: Any, run: Callable[[Any], Any], tolerance: float = 1e-5) -> Any:
+    """A run of a fused model gives what it gives by TransformerLens's own forward."""
+    actual = run(model)  # before it is fused again, which would have it look at everything
+    assert_agrees(actual, unfused(model, run), tolerance=tolerance)
+    return actual
 
 
 def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:

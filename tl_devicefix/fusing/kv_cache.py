@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
-from tl_devicefix.attention.sdpa import why_not_here
+from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
 
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
@@ -24,19 +24,16 @@ GROWS_FROM = 192
 """Keys that an entry has before it grows in place: to make it anew takes less time up to there."""
 
 
-def append(entry: Any, new_keys: Heads, new_values: Heads, transposed: bool) -> tuple[Heads, Heads]:
-    """Append to a block's entry of a KV cache; returns all keys and all values.
-
-    With `transposed`, keys lie as [batch kv_head_index d_head pos], or by position as values do.
-    """
+def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
+    """Append to a block's entry of a KV cache, and return all keys and all values."""
     is_short = entry.past_keys.shape[1] < GROWS_FROM
     if is_short or entry.frozen or not _fits(entry, new_keys, new_values):
         appended: tuple[Heads, Heads] = entry.append(new_keys, new_values)
         return appended
     grown = vars(entry).get(_GROWN)
     length = entry.past_keys.shape[1] + new_keys.shape[1]
-    if grown is None or not grown.is_of(entry, transposed) or length > grown.room:
-        grown = vars(entry)[_GROWN] = _Grown(entry, length, transposed)
+    if grown is None or not grown.is_of(entry) or length > grown.room:
+        grown = vars(entry)[_GROWN] = _Grown(entry, length)
     entry.past_keys, entry.past_values = grown.append(new_keys, new_values)
     return entry.past_keys, entry.past_values
 
@@ -63,7 +60,7 @@ def rotated_keys(
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
     """Whether new keys can be written in place; a graph still needs the old tensors."""
-    if torch.is_grad_enabled() or why_not_here() is not None:
+    if torch.is_grad_enabled() or unsupported_mode() is not None:
         return False
     if package_of(type(entry).append) != "transformer_lens":
         return False
@@ -78,10 +75,9 @@ def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
 class _Grown:
     """Tensors with room, of which an entry's keys and values are the beginning."""
 
-    def __init__(self, entry: Any, length: int, transposed: bool) -> None:
+    def __init__(self, entry: Any, length: int) -> None:
         self.room = length + max(length // 4, _LEAST_ROOM)
-        self._transposed = transposed
-        self._all_keys = _with_room(entry.past_keys, self.room, transposed)
+        self._all_keys = _with_room(entry.past_keys, self.room)
         self._all_values = _with_room(entry.past_values, self.room)
         self._rotated: torch.Tensor | None = None
         self._tables: tuple[Any, ...] = ()
@@ -89,10 +85,9 @@ class _Grown:
         self.keys, self.values = entry.past_keys, entry.past_values
         self._versions = self._now()
 
-    def is_of(self, entry: Any, transposed: bool) -> bool:
-        """Whether an entry's tensors are the ones that were put there last, and lie so."""
-        is_same = entry.past_keys is self.keys and entry.past_values is self.values
-        return is_same and self._transposed is transposed
+    def is_of(self, entry: Any) -> bool:
+        """Return True if an entry's tensors are the ones that were put there last."""
+        return entry.past_keys is self.keys and entry.past_values is self.values
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append both; returns all of both."""
@@ -113,7 +108,7 @@ class _Grown:
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
         new = rotate(self.keys[:, start:], start)
         if self._rotated is None:
-            self._rotated = _room(new, self.room, self._transposed)
+            self._rotated = _room(new, self.room)
         self._rotated.data[:, start:end] = new
         self._tables, self._n_rotated = tables, end
         self._versions = self._now()
@@ -127,15 +122,13 @@ class _Grown:
         return type(None), ()  # a copy of an entry, or one that was saved, begins anew
 
 
-def _with_room(start: Heads, room: int, transposed: bool = False) -> Heads:
-    tensor = _room(start, room, transposed)
+def _with_room(start: Heads, room: int) -> Heads:
+    tensor = _room(start, room)
     tensor[:, : start.shape[1]] = start
     return tensor
 
 
-def _room(like: Heads, room: int, transposed: bool) -> Heads:
+def _room(like: Heads, room: int) -> Heads:
     batch, _, heads, d_head = like.shape
     with torch.inference_mode(False):  # or its changes would not be counted
-        if transposed:
-            return like.new_empty((batch, heads, d_head, room)).permute(0, 3, 1, 2)
         return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)

@@ -11,10 +11,13 @@ import torch
 from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
+from packaging.version import Version
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer import layers as block
+from tl_devicefix.hooked_transformer import fused
+from tl_devicefix.monkeypatch.versions import installed
 
+pytestmark = pytest.mark.skipif(installed() < Version("3.8"), reason="its blocks are not fused")
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
@@ -27,11 +30,11 @@ def text():
 @pytest.fixture(autouse=True)
 def grow_from_the_start(monkeypatch):
     """Short caches are made anew for each token, by default."""
-    monkeypatch.setattr("tl_devicefix.attention.kv_cache.GROWS_FROM", 0)
+    monkeypatch.setattr("tl_devicefix.fusing.kv_cache.GROWS_FROM", 0)
 
 
 MASKS = {"all": torch.ones(2, N_TOKENS, dtype=torch.long)}
-MASKS["padded"] = padded(MASKS["all"])  # with three pads on the left of one sequence
+MASKS["padded"] = padded(MASKS["all"], slice(2, 5))  # in one sequence, behind two tokens
 
 
 def read(model: Any, text: Any, mask: Any, step: Any = None) -> tuple[list[torch.Tensor], Any]:
@@ -49,13 +52,17 @@ def read(model: Any, text: Any, mask: Any, step: Any = None) -> tuple[list[torch
     return logits, cache
 
 
+@pytest.fixture
+def fused_copy(on_cpu):
+    """`fused_copy("llama")`: a model with fused blocks."""
+    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_cpu(name)))
+
+
 def assert_as_installed(model: Any, run: Callable[[Any], Any]) -> None:
-    """A run gives what the installed TransformerLens does, eager and with "sdpa"."""
+    """A run gives what the installed TransformerLens does."""
     with tl_devicefix.disabled():
         expected = run(model)
-    for implementation in ("eager", "sdpa"):
-        with tl_devicefix.set_attn_implementation(model, implementation):
-            assert_agrees(run(model), expected)
+    assert_agrees(run(model), expected)
 
 
 def assert_grows_as_installed(model: Any, text: Any, mask: Any, step: Any = None) -> None:
@@ -73,19 +80,18 @@ def assert_grows_as_installed(model: Any, text: Any, mask: Any, step: Any = None
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_and_what_is_in_the_cache(name, inference, mask, on_cpu, text):
-    model = on_cpu(name)
+def test_logits_and_what_is_in_the_cache(name, inference, mask, fused_copy, text):
+    model = fused_copy(name)
     with torch.inference_mode() if inference else torch.no_grad():
         assert_grows_as_installed(model, text, MASKS[mask])
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
-    implementation, on_cpu, text, monkeypatch
+    fused_copy, text, monkeypatch
 ):
-    model, places, rotated = on_cpu("llama"), set(), []
+    model, places, rotated = fused_copy("llama"), set(), []
     attention = model.blocks[0].attn
-    original = block._rotated
+    original = fused._rotated
 
     def rotate(attn, x, *args):
         if attn is attention and x.shape[2] == 2:  # keys, of which there are two heads
@@ -95,8 +101,8 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
     def look(cache, at):
         places.add(cache[0].past_keys.data_ptr())
 
-    monkeypatch.setattr(block, "_rotated", rotate)
-    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, implementation):
+    monkeypatch.setattr(fused, "_rotated", rotate)
+    with torch.no_grad():
         read(model, text, MASKS["all"], look)
 
     assert len(places) == 2  # empty, and with room for all
@@ -104,9 +110,9 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 
 
 @torch.no_grad()
-def test_it_grows_beyond_its_room(on_cpu, text, monkeypatch):
-    monkeypatch.setattr("tl_devicefix.attention.kv_cache._LEAST_ROOM", 2)
-    assert_grows_as_installed(on_cpu("gpt2"), text, MASKS["padded"])
+def test_it_grows_beyond_its_room(fused_copy, text, monkeypatch):
+    monkeypatch.setattr("tl_devicefix.fusing.kv_cache._LEAST_ROOM", 2)
+    assert_grows_as_installed(fused_copy("gpt2"), text, MASKS["padded"])
 
 
 def exchange_values(cache: Any) -> None:
@@ -140,8 +146,8 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("how", BY_HAND)
-def test_what_is_done_to_a_cache_by_hand(how, mask, mode, on_cpu, text):
-    model, (token, change) = on_cpu("llama"), BY_HAND[how]
+def test_what_is_done_to_a_cache_by_hand(how, mask, mode, fused_copy, text):
+    model, (token, change) = fused_copy("llama"), BY_HAND[how]
 
     def step(cache, at):
         if at == token:
@@ -152,7 +158,7 @@ def test_what_is_done_to_a_cache_by_hand(how, mask, mode, on_cpu, text):
 
 
 @torch.no_grad()
-def test_a_hook_that_edits_rotated_keys(on_cpu, text):
+def test_a_hook_that_edits_rotated_keys(fused_copy, text):
     def edit(value, hook):
         value[:, 1] += 1
 
@@ -160,20 +166,19 @@ def test_a_hook_that_edits_rotated_keys(on_cpu, text):
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
             return read(model, text, MASKS["all"])[0]
 
-    assert_as_installed(on_cpu("llama"), run)
+    assert_as_installed(fused_copy("llama"), run)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(implementation, on_cpu, text):
-    model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
-    with tl_devicefix.set_attn_implementation(model, implementation):
-        model(text[:, :6], past_kv_cache=cache)
-        options = {"names_filter": "blocks.0.attn.hook_rot_k", "past_kv_cache": cache}
-        _, kept = model.run_with_cache(text[:, 6:7], **options)
-        before = kept["rot_k", 0].clone()
-        cache[0].past_keys.mul_(2)
-        model(text[:, 7:8], past_kv_cache=cache)
+def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(fused_copy, text):
+    model = fused_copy("llama")
+    cache = new_kv_cache(model, 2)
+    model(text[:, :6], past_kv_cache=cache)
+    options = {"names_filter": "blocks.0.attn.hook_rot_k", "past_kv_cache": cache}
+    _, kept = model.run_with_cache(text[:, 6:7], **options)
+    before = kept["rot_k", 0].clone()
+    cache[0].past_keys.mul_(2)
+    model(text[:, 7:8], past_kv_cache=cache)
     assert torch.equal(kept["rot_k", 0], before)
 
 
@@ -186,28 +191,28 @@ def shallow(cache: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
-def test_two_texts_with_one_beginning(duplicate, on_cpu, text):
-    model, other = on_cpu("llama"), text.flip(1)
+def test_two_texts_with_one_beginning(duplicate, fused_copy, text):
+    model, other = fused_copy("llama"), text.flip(1)
     together = [torch.cat([text[:, :6], tokens[:, 6:9]], dim=1) for tokens in (text, other)]
     expected = [model(tokens)[:, 6:] for tokens in together]
 
-    with tl_devicefix.set_attn_implementation(model, "sdpa"):
-        first = new_kv_cache(model, 2)
-        everything = torch.ones_like(text[:, :1])
-        model(text[:, :6], past_kv_cache=first, attention_mask=everything.expand(-1, 6))
-        second = duplicate(first)
-        actual: list[list[torch.Tensor]] = [[], []]
-        for at in range(6, 9):
-            for logits, cache, tokens in zip(actual, (first, second), (text, other)):
-                options = {"past_kv_cache": cache, "attention_mask": everything}
-                logits.append(model(tokens[:, at : at + 1], **options))
+    first = new_kv_cache(model, 2)
+    everything = torch.ones_like(text[:, :1])
+    model(text[:, :6], past_kv_cache=first, attention_mask=everything.expand(-1, 6))
+    second = duplicate(first)
+    actual: list[list[torch.Tensor]] = [[], []]
+    for at in range(6, 9):
+        for logits, cache, tokens in zip(actual, (first, second), (text, other)):
+            options = {"past_kv_cache": cache, "attention_mask": everything}
+            logits.append(model(tokens[:, at : at + 1], **options))
 
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
 
 
-def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu, text):
-    model, cache = on_cpu("llama"), new_kv_cache(on_cpu("llama"), 2)
-    with torch.no_grad(), tl_devicefix.set_attn_implementation(model, "sdpa"):
+def test_a_graph_that_holds_keys_while_the_cache_grows(fused_copy, text):
+    model = fused_copy("llama")
+    cache = new_kv_cache(model, 2)
+    with torch.no_grad():
         model(text[:, :6], past_kv_cache=cache)
         keys = cache[0].past_keys
         weight = torch.ones(keys.shape[-1], requires_grad=True)
@@ -219,10 +224,10 @@ def test_a_graph_that_holds_keys_while_the_cache_grows(on_cpu, text):
     assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
-def test_with_gradients(on_cpu, text):
+def test_with_gradients(fused_copy, text):
     def run(model):
         logits = torch.cat(read(model, text, MASKS["all"])[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
-    assert_as_installed(on_cpu("llama"), run)
+    assert_as_installed(fused_copy("llama"), run)

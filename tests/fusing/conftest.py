@@ -1,0 +1,38 @@
+"""Models whose blocks are fused, on one CPU and over the devices of a machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+from attending import FUSING
+from spread_of_either_class import *  # noqa: F403
+
+import tl_devicefix
+
+
+@pytest.fixture(params=FUSING)
+def cls(request):
+    """The classes of models that can be fused."""
+    return request.param
+
+
+@pytest.fixture
+def fused(from_checkpoint):
+    """`fused("llama")`: a new model on the CPU, with fused blocks."""
+    return lambda kind="llama", **options: tl_devicefix.fuse_blocks(
+        from_checkpoint(kind, device="cpu", **options)
+    )
+
+
+@pytest.fixture
+def fused_blocks(monkeypatch):
+    """How many queries each call of SDPA had, of blocks that build no scores."""
+    calls: list[int] = []
+    original = F.scaled_dot_product_attention
+
+    def counting(q, *args, **kwargs):  # type: ignore[no-untyped-def]
+        calls.append(q.shape[2])
+        return original(q, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
+    return calls

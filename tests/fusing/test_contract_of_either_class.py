@@ -1,0 +1,365 @@
+"""What `fuse_blocks` promises: whatever a user does to a fused model acts as ever.
+
+Each test compares with the same model unfused, where TransformerLens's own forward runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attending import assert_either_way, unfused, with_gradients
+from comparison import assert_agrees
+from either_class import HOOKED
+from hf_models import D_MODEL, N_LAYERS, padded
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+import tl_devicefix
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Backward hooks on hook_scale:UserWarning"),
+]
+
+
+def double(activation: Any, hook: Any) -> Any:
+    return activation * 2
+
+
+def double_output(module: nn.Module, args: Any, output: Any) -> Any:
+    return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
+
+
+def double_input(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 2, *args[1:]) if args else None
+
+
+def double_gradient(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+    return tuple(gradient * 2 for gradient in of_inputs if gradient is not None) or None
+
+
+def assigned_whole(block: Any) -> None:
+    block.hook_resid_post._forward_hooks = OrderedDict()
+    block.hook_resid_post.add_hook(double)
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "on z": lambda block: block.attn.hook_z.add_hook(double),
+    "on queries": lambda block: block.attn.hook_q.add_hook(double),
+    "on the pattern": lambda block: block.attn.hook_pattern.add_hook(double),
+    "on scores": lambda block: block.attn.hook_attn_scores.add_hook(double),
+    "in a norm": lambda block: block.ln1.hook_normalized.add_hook(double),
+    "in the MLP": lambda block: block.mlp.hook_post.add_hook(double),
+    "before the block": lambda block: block.hook_resid_pre.add_hook(double),
+    "behind the block": lambda block: block.hook_resid_post.add_hook(double),
+    "permanent": lambda block: block.hook_resid_post.add_hook(double, is_permanent=True),
+    "backward": lambda block: block.attn.hook_z.add_hook(double, dir="bwd"),
+    "in a dict of its own": assigned_whole,
+    "torch's, on a hook point": lambda block: block.hook_resid_post.register_forward_hook(
+        double_output
+    ),
+    "torch's, on the block": lambda block: block.register_forward_hook(double_output),
+    "torch's, on attention": lambda block: block.attn.register_forward_hook(double_output),
+    "torch's, before the MLP": lambda block: block.mlp.register_forward_pre_hook(double_input),
+    "torch's, backward": lambda block: block.mlp.register_full_backward_hook(double_gradient),
+}
+
+
+def run_of(tokens: torch.Tensor, kind: str = "") -> Callable[[Any], Any]:
+    """A run that shows a hook of this kind."""
+    return with_gradients(tokens) if "backward" in kind else lambda model: model(tokens)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_acts_and_can_be_removed(kind, fused, tokens):
+    model, run = fused(), run_of(tokens, kind)
+    before = run(model)
+
+    handle = HOOKS[kind](model.blocks[1])
+    with_hook = assert_either_way(model, run)
+    if isinstance(handle, RemovableHandle):
+        handle.remove()
+    else:
+        model.reset_hooks(including_permanent=True)
+
+    with pytest.raises(AssertionError):
+        assert_agrees(with_hook, before)
+    assert_agrees(run(model), before)
+
+
+@pytest.mark.parametrize("remove", ["clear", "another dict"])
+def test_hooks_removed_without_a_handle_are_gone(remove, fused, tokens):
+    model = fused()
+    before, point = model(tokens), model.blocks[1].attn.hook_z
+    point.add_hook(double)
+    assert not torch.allclose(model(tokens), before)
+
+    if remove == "clear":
+        point._forward_hooks.clear()
+    else:
+        point._forward_hooks = OrderedDict()
+
+    assert_agrees(model(tokens), before)
+
+
+def test_a_hook_for_all_modules_of_torch_acts(fused, tokens):
+    model = fused()
+    point = model.blocks[1].hook_resid_post
+    handle = register_module_forward_hook(
+        lambda module, args, output: output * 2 if module is point else None
+    )
+    try:
+        assert_either_way(model, lambda model: model(tokens))
+    finally:
+        handle.remove()
+
+
+def test_a_hook_may_add_another_for_the_next_block(fused, tokens):
+    model = fused()
+    later = model.blocks[3].attn.hook_pattern
+
+    def add(activation: Any, hook: Any) -> None:
+        later.add_hook(lambda pattern, hook: torch.ones_like(pattern) / 7)
+
+    def run(model):
+        try:
+            return model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_post", add)])
+        finally:
+            model.reset_hooks()
+
+    steered = assert_either_way(model, run)
+    assert not torch.allclose(steered, model(tokens))
+
+
+def test_an_edit_in_place_has_its_gradient(fused, tokens):
+    def silence_a_head(z: torch.Tensor, hook: Any) -> torch.Tensor:
+        z[:, :, 1] = 0
+        return z
+
+    def run(model):
+        with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", silence_a_head)]):
+            return with_gradients(tokens)(model)
+
+    assert_either_way(fused(), run)
+
+
+def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
+    def run(model):
+        _, cache = model.run_with_cache(tokens, incl_bwd=True, return_type="loss")
+        model.zero_grad(set_to_none=True)
+        return dict(cache)
+
+    assert_either_way(fused(), run)
+
+
+def weight_of(model: Any) -> nn.Parameter:
+    """A weight of which a fused block keeps a view."""
+    attn = model.blocks[1].attn
+    return attn.W_O if type(attn).__module__.endswith("grouped_query_attention") else attn.o.weight
+
+
+def assign(model: Any) -> None:
+    weight, attn = weight_of(model), model.blocks[1].attn
+    owner = attn if hasattr(attn, "_W_K") else attn.o.original_component
+    name = "W_O" if owner is attn else "weight"
+    setattr(owner, name, nn.Parameter(weight.detach() * 2))
+
+
+def load(model: Any) -> None:
+    model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()})
+
+
+def drop_stream(model: Any) -> None:
+    block = model.blocks[1]
+    name = "hook_out" if "hook_out" in block._modules else "hook_resid_post"
+    setattr(block, name, nn.Dropout(1.0))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda model: weight_of(model).data.mul_(2),
+    "data": lambda model: setattr(weight_of(model), "data", weight_of(model).data * 2),
+    "assigned": assign,
+    "fewer heads": lambda model: setattr(weight_of(model), "data", weight_of(model).data.flip(0)),
+    "a state dict": load,
+    "a flag": lambda model: model.set_use_attn_result(True),
+    "another flag": lambda model: model.set_use_split_qkv_input(True),
+    "input of the MLP": lambda model: model.set_use_hook_mlp_in(True),
+    "a module": lambda model: setattr(model.blocks[1], "mlp", nn.Linear(D_MODEL, D_MODEL)),
+    "a hook point": drop_stream,
+    "dtype": lambda model: model.to(torch.float64),
+    "training": lambda model: model.train(),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_acts_in_the_next_forward(change, fused, tokens):
+    model = fused()
+    with torch.no_grad():
+        before = model(tokens)
+        CHANGES[change](model)
+        after = assert_either_way(model, lambda model: model(tokens))
+    if change not in ("a flag", "another flag", "input of the MLP", "dtype", "training"):
+        assert not torch.allclose(after, before)
+
+
+def test_dropout_in_training_acts(cls, fused, tokens):
+    model = fused("gpt2").train()
+
+    def run(model):
+        torch.manual_seed(0)
+        return model(tokens)
+
+    assert_either_way(model, run)
+    assert_either_way(model.eval(), run)
+
+
+@pytest.mark.parametrize("where", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_padding_changes_no_row_of_a_token(kind, where, fused, tokens):
+    mask = padded(tokens, where)
+
+    def run(model):
+        logits, gradients = with_gradients(tokens, attention_mask=mask)(model)
+        assert all(g is None or g.isfinite().all() for g in gradients)
+        assert logits.isfinite().all()
+        return logits[mask.bool()]
+
+    assert_either_way(fused(kind), run)
+
+
+def test_a_mask_edited_between_forwards_acts(fused, tokens):
+    def run(model):
+        mask = torch.ones_like(tokens)
+        results = [model(tokens, attention_mask=mask)]
+        mask[0, -3:] = 0
+        results.append(model(tokens, attention_mask=mask))
+        return [logits[:, :-3] for logits in results]
+
+    with torch.no_grad():
+        assert_either_way(fused(), run)
+
+
+def test_generated_text_is_the_same(fused, tokens):
+    options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    assert_either_way(fused(), lambda model: model.generate(tokens, **options))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_fused_and_has_its_own_hooks(how, cls, fused, tokens, fused_blocks):
+    model = fused()
+    expected = model(tokens)
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif cls != HOOKED:
+        pytest.skip("TransformerLens's Bridge holds functions that do not pickle")
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    fused_blocks.clear()
+    assert_agrees(copied(tokens), expected)
+    assert len(fused_blocks) == N_LAYERS
+    copied.blocks[1].hook_resid_post.add_hook(double)
+    assert not torch.allclose(copied(tokens), expected)
+    assert_agrees(model(tokens), expected)
+
+
+def test_runs_in_flight_are_fused_and_restored(fused, tokens, fused_blocks):
+    model = fused()
+    expected = model(tokens)
+
+    def run(view, doubles):
+        if doubles:
+            view.blocks[1].hook_resid_post.add_hook(double)
+        return view(tokens)
+
+    fused_blocks.clear()
+    plain, doubled, again = tl_devicefix.pipeline_map(model, run, [False, True, False])
+
+    assert len(fused_blocks) == 3 * N_LAYERS
+    assert_agrees([plain, again], [expected, expected])
+    assert not torch.allclose(doubled, expected)
+
+
+def test_unfused_and_disabled_it_runs_its_own_forward(fused, tokens, fused_blocks):
+    model = fused()
+    model(tokens)
+    assert len(fused_blocks) == N_LAYERS
+    with tl_devicefix.disabled():
+        model(tokens)
+    assert len(fused_blocks) == N_LAYERS
+    model(tokens)
+    assert len(fused_blocks) == 2 * N_LAYERS
+    tl_devicefix.unfuse_blocks(model)
+    model(tokens)
+    assert len(fused_blocks) == 2 * N_LAYERS
+    assert set(tl_devicefix.report(model).values()) == {"not fused"}
+
+
+def test_code_exchanged_acts_once_fused_again(cls, fused, tokens):
+    model = fused()
+    before, block = model(tokens), model.blocks[1]
+    attribute = "mlp" if cls == HOOKED else "original_component"
+    part = getattr(block, attribute)
+    part.forward = lambda *args, **kwargs: type(part).forward(part, *args, **kwargs) * 2
+    tl_devicefix.fuse_blocks(model)
+    after = assert_either_way(model, lambda model: model(tokens))
+    assert not torch.allclose(after, before)
+
+
+def test_a_fused_model_is_let_go(fused, tokens):
+    model = fused("gpt2")
+    model(tokens)
+    block = weakref.ref(model.blocks[1])
+    del model
+    gc.collect()
+    assert block() is None
+
+
+def errors(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Distances from float64, fused and unfused."""
+    exact = copy.deepcopy(model).double()
+    for config in (exact.cfg, *[block.cfg for block in exact.blocks if hasattr(block, "cfg")]):
+        config.dtype = torch.float64
+    exact = unfused(exact, lambda model: model(tokens))
+    model.cfg.dtype = dtype
+    model.to(dtype)
+    run = lambda model: float((model(tokens).double() - exact).abs().mean())  # noqa: E731
+    return run(model), unfused(model, run)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_it_is_as_close_to_float64_as_unfused(kind, dtype, fused):
+    prompts = torch.randint(0, 40, (64, 24), generator=torch.Generator().manual_seed(0))
+    ours, theirs = errors(fused(kind), prompts, dtype)
+    assert 0 < ours <= 1.1 * theirs
+
+
+def test_over_devices_and_offloaded_it_is_the_same(fused, from_checkpoint, machine, tokens):
+    expected = fused("gpt2")(tokens)
+    mask = padded(tokens, slice(-3, None))
+    expected_padded = fused("gpt2")(tokens, attention_mask=mask)[mask.bool()]
+    for where in ({"n_devices": 4}, {"device_map": {"": 0, "blocks.1": "cpu", "blocks.3": "cpu"}}):
+        model = from_checkpoint("gpt2", fuse_blocks=True, **where)
+        for _ in range(2):
+            assert_agrees(model(tokens), expected)
+        assert_agrees(model(tokens, attention_mask=mask).cpu()[mask.bool()], expected_padded)
+        assert set(tl_devicefix.report(model).values()) == {"fused"}

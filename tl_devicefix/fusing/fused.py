@@ -1,0 +1,212 @@
+"""`fuse_blocks(model)`: blocks as one function of their weights, and how it is undone.
+
+A fused module is an instance of a subclass of its class, which has another `forward`. So copies,
+pickles and views of it are fused too, and nothing is watched in models that are not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from tl_devicefix.monkeypatch.applying import is_enabled, original
+
+Model = TypeVar("Model", bound=nn.Module)
+BOUND = "_tl_devicefix_bound"
+"""Where a fused module keeps what it has found out about itself. Copies and views begin anew."""
+_ASKED = "_tl_devicefix_fused"
+_WHY_NOT = "_tl_devicefix_why_not_fused"
+
+KINDS: list[type[Fused]] = []
+"""Mixins for the modules that can be fused; each class of models adds its own."""
+
+
+class Fused(nn.Module):
+    """Mixin for the class of a fused module; it comes before TransformerLens's class.
+
+    Write `fits(module)`, and a `forward` that calls `super().forward` where it may not run; it may
+    run only if `is_enabled()`.
+    """
+
+    _unfused: type
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        """Return True if this is the mixin for a module."""
+        raise NotImplementedError
+
+    @classmethod
+    def is_block(cls, module: Any) -> bool:
+        """Return True if a module that fits is a block, which `report` has a line for."""
+        return cls.fits(module)
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Return why a module would run TransformerLens's forward now; None if it would not."""
+        raise NotImplementedError
+
+    @classmethod
+    def why_pattern(cls, module: Any) -> str | None:
+        """Return why a fused block builds a pattern though nobody hooks it; None if it does not."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare(cls, module: Any) -> str | None:
+        """Get a module ready to be fused; return why it cannot be, if so."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != BOUND}
+        kind: Any = type(self)
+        return _made, (kind.__mro__[1], kind._unfused), state
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        vars(self).pop(BOUND, None)  # it holds the weights that are about to be replaced
+        return super()._apply(fn, recurse)
+
+
+class Methods:
+    """The methods of TransformerLens's classes, as they were when this was made."""
+
+    def __init__(self, classes: Iterable[type]) -> None:
+        self._methods = [
+            (cls, name, value)
+            for cls in classes
+            for name, value in vars(cls).items()
+            if isinstance(value, FunctionType)
+        ]
+
+    def why_not(self) -> str | None:
+        """Return which one has been replaced, if any."""
+        for cls, name, value in self._methods:
+            if vars(cls).get(name) is not value and original(cls, name) is not value:
+                return f"{cls.__name__}.{name} was replaced"
+        return None
+
+
+def own_method(module: Any) -> str | None:
+    """Return the name of a method that a module has in place of its class's, but for `forward`."""
+    for name, value in vars(module).items():
+        is_method = isinstance(getattr(type(module), name, None), FunctionType)
+        if is_method and name != "forward" and callable(value):
+            return name
+    return None
+
+
+def _made(mixin: type[Fused], kind: type) -> Any:
+    return object.__new__(_fused_class(mixin, kind))
+
+
+@functools.cache
+def _fused_class(mixin: type[Fused], kind: Any) -> Any:
+    # By the module's name, others ask whether a class is TransformerLens's.
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_unfused": kind}
+    return type(kind.__name__, (mixin, kind), named)
+
+
+def class_of(module: Any) -> Any:
+    """Return a module's class as TransformerLens has it, also if the module is fused."""
+    return getattr(type(module), "_unfused", type(module))
+
+
+def fuse_blocks(model: Model) -> Model:
+    """Have a model's blocks run as one function of their weights each, which takes less time.
+
+    A fused block builds no attention scores and no pattern unless you hook them, so memory grows
+    with the tokens and not with their square. Hooks of every kind, weights, config flags, training
+    mode and modules that you assign act as ever, from the next block on. A method, function, class
+    or `forward` that you exchange acts once you fuse again. Numbers equal TransformerLens's to
+    float32 rounding, not to the bit; rows of padding that see no token may differ.
+
+        tl_devicefix.fuse_blocks(model)
+        tl_devicefix.report(model)  # each block: fused, or why not
+
+    TransformerLens 3.8 and later. Older ones, and blocks that are not TransformerLens's own, stay
+    as they are. Fused attention has no second derivatives: unfuse before you differentiate twice.
+
+    Args:
+        model: a HookedTransformer or a TransformerBridge, on any devices; or a view or a block.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse_blocks takes a model, but this is a {type(model).__name__}")
+    for module in fusable(model):
+        set_fused(module, True)
+    return model
+
+
+def unfuse_blocks(model: Model) -> Model:
+    """Have a model's blocks run TransformerLens's forward again.
+
+    Args:
+        model: as `fuse_blocks` takes it.
+
+    Returns:
+        The same model.
+    """
+    for module in fusable(model):
+        set_fused(module, False)
+    return model
+
+
+def fusable(model: Any) -> Iterator[Any]:
+    """The outermost modules that can be fused."""
+    if kind_of(model) is not None:
+        yield model
+    else:
+        for child in model.children():
+            yield from fusable(child)
+
+
+def kind_of(module: Any) -> type[Fused] | None:
+    """The mixin for a module; None if it cannot be fused."""
+    return next((kind for kind in KINDS if kind.fits(module)), None)
+
+
+def is_block(module: Any) -> bool:
+    """Return True for a block of a model."""
+    return any(kind.is_block(module) for kind in KINDS)
+
+
+def is_fused(module: Any) -> bool:
+    """Return True if a block is to run fused, here or on its host."""
+    return bool(vars(module).get(_ASKED))
+
+
+def set_fused(module: Any, asked: bool) -> None:
+    """Fuse a module, or undo that; of a block on another host, only a note is made."""
+    attributes, kind, unfused = vars(module), kind_of(module), class_of(module)
+    attributes.pop(BOUND, None)
+    attributes[_ASKED], attributes[_WHY_NOT] = asked, None
+    if kind is None or hasattr(unfused, "is_remote"):
+        return
+    if asked:
+        attributes[_WHY_NOT] = kind.prepare(module)
+    is_ready = asked and attributes[_WHY_NOT] is None
+    module.__class__ = _fused_class(kind, unfused) if is_ready else unfused
+
+
+def report_of(module: Any) -> str:
+    """Return "fused", "not fused" and why, or "fused, with a pattern" and why, of a block."""
+    if not is_fused(module):
+        return "not fused"
+    kind = kind_of(module)
+    if not is_enabled():
+        why: str | None = "TransformerLens is unpatched"
+    elif kind is None:
+        why = f"a {class_of(module).__name__} computes in its own way"
+    else:
+        why = vars(module)[_WHY_NOT] or kind.why_not(module)
+    if why is not None or kind is None:
+        return f"not fused: {why}"
+    pattern = kind.why_pattern(module)
+    return "fused" if pattern is None else f"fused, with a pattern: {pattern}"

@@ -1,0 +1,114 @@
+"""Detect hooks and exchanged modules in a block, mostly by comparing two integers.
+
+torch numbers the handles of all hooks, and calls a function wherever a module is assigned to
+another. While the next number and the count of calls stand still, no hook has come and no module
+was exchanged. Hooks that go leave the number as it is, so a block that had hooks looks again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import chain, count
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook, register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+hooks_of = itemgetter(*HOOKS)
+"""The dicts of hooks in a module's `__dict__`; they may be replaced whole by assignment."""
+
+RECORDING = "transformers.utils.output_capturing"
+"""The module of the hooks by which transformers records the outputs that it is asked for."""
+
+
+def has_hooks(module: Any) -> bool:
+    """Return True if calling a module does more than its class's forward."""
+    attributes = module.__dict__
+    return any(hooks_of(attributes)) or "forward" in attributes
+
+
+def records(hook: Any) -> bool:
+    """Return True for a hook by which transformers records outputs of layers."""
+    return getattr(hook, "__module__", None) == RECORDING
+
+
+_assignments = count(1)
+_n_assigned = 0
+
+
+def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    global _n_assigned
+    # transformers slices its list of layers in each forward, which makes a list of the same ones.
+    if type(module) is not nn.ModuleList or name in module._modules:
+        _n_assigned = next(_assignments)
+
+
+@cache
+def _count_assignments() -> None:
+    register_module_module_registration_hook(_count)
+
+
+class Listeners:
+    """The modules of a fused block on which somebody listens.
+
+    Args:
+        named: the modules, each with the name that `look` gives for it.
+        are_harmless: returns True for a dict of hooks that need not be called.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Module]],
+        are_harmless: Callable[[dict[int, Any]], bool] = operator.not_,
+    ) -> None:
+        _count_assignments()
+        self._n_assigned, self._as_of = _n_assigned, -1
+        self._named = [(name, vars(module)) for name, module in named]
+        self._attributes = [attributes for _, attributes in self._named]
+        self._are_harmless = are_harmless
+        self._hooked: frozenset[str] = frozenset()
+        self._listened: list[dict[str, Any]] = []
+
+    def is_current(self) -> bool:
+        """Return True if no module was assigned to another since this was made."""
+        return self._n_assigned == _n_assigned
+
+    def look(self) -> frozenset[str]:
+        """Return the names of the modules that have hooks now."""
+        as_of = RemovableHandle.next_id
+        if as_of != self._as_of:
+            self._as_of = as_of
+            self._hooked = self._now()
+        elif self._hooked and not all(map(any, map(hooks_of, self._listened))):  # hooks have gone
+            self._hooked = self._now()
+        return self._hooked
+
+    def _now(self) -> frozenset[str]:
+        self._listened = []
+        if not any(chain.from_iterable(map(hooks_of, self._attributes))):
+            return frozenset()
+        hooked = set()
+        for name, attributes in self._named:
+            if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):
+                self._listened.append(attributes)
+                hooked.add(name)
+        return frozenset(hooked)
+
+
+def unsupported_mode() -> str | None:
+    """Return what torch is doing that fused blocks have no rules for; None if nothing."""
+    if _has_any_global_hook():
+        return "torch has hooks for every module"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms it"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode autograd is on"
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    return None

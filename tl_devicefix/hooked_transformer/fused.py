@@ -1,0 +1,583 @@
+"""A block of a HookedTransformer as one function of its weights.
+
+Hook points of the block and of its attention are called if they have hooks. A norm, an MLP or an
+attention that computes in another way, or in which somebody listens to what the function has not,
+such as scores, is called as the module that it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from packaging.version import Version
+from torch import nn
+from transformer_lens.components import (
+    MLP,
+    AbstractAttention,
+    Attention,
+    GatedMLP,
+    GroupedQueryAttention,
+    LayerNorm,
+    LayerNormPre,
+    RMSNorm,
+    RMSNormPre,
+    TransformerBlock,
+)
+from transformer_lens.hook_points import HookPoint
+
+from tl_devicefix.fusing import kv_cache, sdpa
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of, own_method
+from tl_devicefix.fusing.listening import Listeners, unsupported_mode
+from tl_devicefix.fusing.one_forward import made_once, state_of
+from tl_devicefix.hooked_transformer.components import POST_NORM
+from tl_devicefix.hooked_transformer.moving import alibi_table
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.placement.devices import has_values
+
+Residual = Float[torch.Tensor, "batch pos d_model"]
+Heads = Float[torch.Tensor, "batch pos head_index d_head"]
+Padding = Int[torch.Tensor, "batch key_pos"]
+Weight = Float[torch.Tensor, "d_out d_in"]
+Bias = Float[torch.Tensor, " d_out"]
+
+SINCE = Version("3.8.dev0")
+"""The first TransformerLens whose blocks compute so."""
+_NORMS: dict[type, tuple[str, ...]] = {
+    LayerNorm: ("w", "b"),
+    LayerNormPre: (),
+    RMSNorm: ("w",),
+    RMSNormPre: (),
+}
+_MLPS = {MLP: ("W_in", "b_in", "W_out", "b_out")}
+_MLPS[GatedMLP] = ("W_gate", *_MLPS[MLP])
+_ATTENTIONS = {
+    Attention: ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "b_O"),
+    GroupedQueryAttention: ("W_Q", "_W_K", "_W_V", "b_Q", "_b_K", "_b_V", "W_O", "b_O"),
+}
+_OF_PATTERN = frozenset(("attn", "attn.hook_attn_scores", "attn.hook_pattern"))
+_OF_QKV = frozenset(("attn.hook_q", "attn.hook_k", "attn.hook_v"))
+_WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+"""Architectures that normalise queries and keys before these are split into heads."""
+
+
+class FusedBlock(Fused):
+    """A `TransformerBlock` that is fused."""
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        """See `Fused`."""
+        return isinstance(module, TransformerBlock)
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        return _why_flags(module.cfg) or unsupported_mode()
+
+    @classmethod
+    def why_pattern(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        is_known = _is_known("attn", module.attn)
+        return _why_pattern(module.attn) if is_known else "its attention is not known"
+
+    @classmethod
+    def prepare(cls, module: Any) -> str | None:
+        """Lay queries', keys' and values' weights side by side, and gate's and input's."""
+        if installed() < SINCE:
+            return f"transformer_lens {installed()} is older than 3.8"
+        if class_of(module) is not TransformerBlock:
+            return f"a {class_of(module).__name__} is not TransformerLens's"
+        if (name := own_method(module)) is not None:
+            return f"its {name} is not TransformerLens's"
+        why = _METHODS.why_not()
+        if why is None and "forward" not in vars(module):  # an offloaded one's are on the host
+            _lay_side_by_side(module)
+        return why
+
+    def forward(
+        self,
+        resid_pre: Residual,
+        shortformer_pos_embed: Residual | None = None,
+        past_kv_cache_entry: Any = None,
+        attention_mask: Padding | None = None,
+    ) -> Residual:
+        """`TransformerBlock.forward` as one function, or as installed where it has to be."""
+        inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+        if not is_enabled() or unsupported_mode() or _why_flags(self.cfg):
+            return super().forward(*inputs)  # type: ignore[no-any-return]
+        bound: Bound | None = self.__dict__.get(BOUND)
+        if bound is None or not bound.is_current():
+            bound = self.__dict__[BOUND] = Bound(self)
+        return _run(bound, *inputs)
+
+
+KINDS.append(FusedBlock)
+_METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint))
+
+
+def _why_flags(cfg: Any) -> str | None:
+    if cfg.use_attn_in or cfg.use_split_qkv_input:
+        return "use_split_qkv_input or use_attn_in is set"
+    return None
+
+
+class Bound:
+    """What a fused block has found out about itself, until a module in it is exchanged."""
+
+    def __init__(self, block: Any) -> None:
+        self.cfg, self.modules = block.cfg, block._modules
+        named = [(name, module) for name, module in block.named_modules() if name]
+        self.listeners = Listeners((_part(name), module) for name, module in named)
+        self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
+        """Modules that are always called, because they may do anything."""
+        parts = block._modules.items()
+        self._all_parameters = [part._parameters for _, part in parts if part._parameters]
+        self._n_parameters = list(map(len, self._all_parameters))
+        self.as_modules = self.always.union(n for n, part in parts if not _is_known(n, part))
+        # The weights of an offloaded block are elsewhere next time.
+        self._keeps = "forward" not in block.__dict__
+        parts = (block._modules[name] for name in ("attn", "mlp") if name in block._modules)
+        self._parameters = [part._parameters for part in parts]
+        self._as_of: list[torch.Tensor] = []
+        self._weights: _Weights | None = None
+        self._ignored_state: Any = None
+
+    def is_current(self) -> bool:
+        """Return True if no module was exchanged, and no parameter deleted, since this was made."""
+        n_parameters = list(map(len, self._all_parameters))
+        return self.listeners.is_current() and n_parameters == self._n_parameters
+
+    def ignores_wholly(self, attn: Any) -> bool:
+        """Return True if scores that do not count are minus infinity, which users can change."""
+        ignored = attn._buffers["IGNORE"]
+        state = ignored.data_ptr(), None if ignored.is_inference() else ignored._version
+        if state != self._ignored_state:
+            self._ignored, self._ignored_state = ignored.detach(), state  # keeps the address
+            self._ignores_wholly = not has_values(ignored) or bool(ignored.isneginf())
+        return self._ignores_wholly
+
+    def weights(self) -> _Weights:
+        """Return views of the weights, as matmuls take them."""
+        if torch.is_grad_enabled():
+            return _Weights(self.modules, self.as_modules)
+        if self._weights is None or not self._are_same():
+            self._weights = _Weights(self.modules, self.as_modules)
+            now = (weight for named in self._parameters for weight in named.values())
+            self._as_of = [weight.detach() for weight in now if weight is not None]
+            if not self._keeps or not self._weights.are_views:
+                made, self._weights, self._as_of = self._weights, None, []
+                return made
+        return self._weights
+
+    def _are_same(self) -> bool:
+        """Return True if each weight is the same memory, seen in the same way."""
+        attn, *mlp = self._parameters
+        now = (*attn.values(), *(mlp[0].values() if mlp else ()))
+        return len(now) == len(self._as_of) and all(map(torch.Tensor.is_set_to, now, self._as_of))
+
+
+def _is_foreign(name: str, module: Any) -> bool:
+    is_point = type(module) is HookPoint
+    has_own = "forward" in vars(module) or (not is_point and own_method(module) is not None)
+    return has_own or (".hook_" in f".{name}" and not is_point)
+
+
+def _part(name: str) -> str:
+    """Return the name under which hooks on a module count: a hook point's own, or its part's."""
+    first, _, rest = name.partition(".")
+    return f"attn.{rest.partition('.')[0]}" if first == "attn" and rest else first
+
+
+def _is_known(name: str, module: Any) -> bool:
+    """Return True if a child of a block computes as this module knows it."""
+    kinds = {"attn": _ATTENTIONS, "mlp": _MLPS}.get(name, _NORMS)
+    if name.startswith("hook_") or (type(module) is nn.Identity and kinds is _NORMS):
+        return True
+    weights = kinds.get(type(module))
+    if weights is None or set(weights) != set(module._parameters):  # such as of 4 bits
+        return False
+    if name == "mlp":
+        return "hook_mid" not in module._modules
+    norms = (module._modules.get(norm) for norm in ("q_norm", "k_norm"))
+    return all(norm is None or type(norm) is RMSNorm for norm in norms)
+
+
+def _why_pattern(attn: Any) -> str | None:
+    """Return why an attention builds a pattern, which it does as installed; None if by SDPA."""
+    cfg, scale = attn.cfg, attn.attn_scale
+    if cfg.attn_scores_soft_cap is not None and cfg.attn_scores_soft_cap > 0:
+        return "its scores have a soft cap"
+    if cfg.use_attention_sinks:
+        return "it has attention sinks"
+    if cfg.use_attn_result or cfg.ungroup_grouped_query_attention:
+        return "use_attn_result or ungroup_grouped_query_attention is set"
+    if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
+        return "its positions depend on the length"
+    if cfg.positional_embedding_type == "relative_positional_bias":
+        return "it has relative position biases"
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        return f"its attn_scale is {scale}"
+    return None
+
+
+# --------------------------------------------------------------------------------------------
+# Weights
+
+
+class _Weights:
+    """Views of a block's weights. A view that would be a copy is made at each use."""
+
+    def __init__(self, modules: dict[str, Any], as_modules: set[str]) -> None:
+        self.are_views = True
+        self.qkv: tuple[Weight, Bias] | None = None
+        self.gate_in: Weight | None = None
+        if "attn" not in as_modules:
+            self._of_attention(modules["attn"])
+        if "mlp" in modules and "mlp" not in as_modules:
+            self._of_mlp(modules["mlp"])
+
+    def _of_attention(self, attn: Any) -> None:
+        named = attn._parameters
+        W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = map(
+            named.__getitem__, _ATTENTIONS[type(attn)]
+        )
+        self.q, self.k, self.v = (
+            (self._flat(W), b.flatten()) for W, b in ((W_Q, b_Q), (W_K, b_K), (W_V, b_V))
+        )
+        self.n_heads, self.n_kv_heads, self.d_head = *b_Q.shape[:1], *b_K.shape
+        # [head_index d_head d_model] -> [d_model, (head_index d_head)]
+        self.o = W_O.flatten(0, 1).T
+        self.are_views &= self.o.data_ptr() == W_O.data_ptr()
+        if not torch.is_grad_enabled():
+            weights, biases = zip(self.q, self.k, self.v)
+            weight, bias = _joint(weights), _joint(biases)
+            if weight is not None and bias is not None:
+                self.qkv = weight, bias
+
+    def _flat(self, W: Float[torch.Tensor, "head_index d_model d_head"]) -> Weight:
+        flat = W.mT.flatten(0, 1)  # [(head_index d_head), d_model]
+        self.are_views &= flat.data_ptr() == W.data_ptr()
+        return flat
+
+    def _of_mlp(self, mlp: Any) -> None:
+        named = mlp._parameters
+        self.inp, self.out = named["W_in"].T, named["W_out"].T
+        self.b_in, self.b_out = named["b_in"], named["b_out"]
+        self.gate = named["W_gate"].T if "W_gate" in named else None
+        if self.gate is not None and not torch.is_grad_enabled():
+            self.gate_in = _joint((self.gate, self.inp))
+
+
+def _joint(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """Return tensors that lie side by side as one, along their first dimension; None otherwise."""
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != at or part.dtype != first.dtype:
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        at += part.nbytes
+    shape = sum(part.shape[0] for part in parts), *first.shape[1:]
+    return first.as_strided(shape, first.stride())
+
+
+@torch.no_grad()
+def _lay_side_by_side(block: Any) -> None:
+    modules = block._modules
+    if _is_known("attn", modules["attn"]):
+        named = modules["attn"]._parameters
+        of_kind = _ATTENTIONS[type(modules["attn"])]
+        for names, axes in ((of_kind[:3], (0, 2, 1)), (of_kind[3:6], (0, 1))):
+            _lay_out([named[name] for name in names], axes)
+    if "mlp" in modules and type(modules["mlp"]) is GatedMLP:
+        named = modules["mlp"]._parameters
+        _lay_out([named["W_gate"], named["W_in"]], (1, 0))
+
+
+def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
+    """Put parameters behind each other in one memory, their dimensions in this order."""
+    if any(not has_values(p) or p.device != parameters[0].device for p in parameters):
+        return
+    together = torch.cat([p.permute(axes).flatten() for p in parameters])
+    sizes = [p.numel() for p in parameters]
+    for parameter, part in zip(parameters, together.split(sizes)):
+        shape = [parameter.shape[axis] for axis in axes]
+        # Each order here is its own inverse.
+        parameter.data = part.view(shape).permute(axes)
+
+
+# --------------------------------------------------------------------------------------------
+# The block
+
+
+def _run(
+    bound: Bound,
+    resid_pre: Residual,
+    shortformer_pos_embed: Residual | None,
+    entry: Any,
+    padding: Padding | None,
+) -> Residual:
+    cfg, modules, hooked = bound.cfg, bound.modules, bound.listeners.look() | bound.always
+    called = bound.as_modules | hooked
+    weights = bound.weights()
+
+    def point(name: str, x: torch.Tensor) -> torch.Tensor:
+        return modules[name](x) if name in hooked else x  # type: ignore[no-any-return]
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return modules[name](x) if name in called else _norm(modules[name], x)  # type: ignore[no-any-return]
+
+    is_post_norm = cfg.original_architecture in POST_NORM
+    resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
+    if is_post_norm:
+        q_in = k_in = v_in = resid_pre
+    elif "ln1" in hooked:  # the installed forward normalises three times, which hooks see
+        q_in, k_in, v_in = (norm("ln1", resid_pre) for _ in range(3))
+    else:
+        q_in = k_in = v_in = norm("ln1", resid_pre)
+    if shortformer_pos_embed is not None:
+        q_in, k_in = q_in + shortformer_pos_embed, k_in + shortformer_pos_embed
+    attn = modules["attn"]
+    if (
+        "attn" in called
+        or not _OF_PATTERN.isdisjoint(hooked)
+        or _why_pattern(attn) is not None
+        or not bound.ignores_wholly(attn)
+    ):
+        if k_in is q_in and not is_post_norm:
+            # As the installed forward has them: a hook before it may edit one in place.
+            q_in, k_in = q_in + 0.0, k_in + 0.0
+        attn_out = attn(
+            query_input=q_in,
+            key_input=k_in,
+            value_input=v_in,
+            past_kv_cache_entry=entry,
+            attention_mask=padding,
+        )
+    else:
+        inputs = q_in, k_in, v_in
+        attn_out = _attention(attn, weights, called, hooked, inputs, entry, padding)
+    if cfg.use_normalization_before_and_after:
+        attn_out = norm("ln1_post", attn_out)
+    if is_post_norm:
+        attn_out = norm("ln1", attn_out)
+    attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
+    if attn_out.device != resid_pre.device:
+        resid_pre = resid_pre.to(attn_out.device)
+    is_parallel, mlp_out = cfg.parallel_attn_mlp, None
+    if cfg.attn_only or is_parallel:
+        resid_mid = resid_pre
+    else:
+        resid_mid = point("hook_resid_mid", resid_pre + attn_out)  # [batch, pos, d_model]
+    if not cfg.attn_only or is_parallel:
+        mlp_in = resid_mid
+        if cfg.use_hook_mlp_in:
+            mlp_in = point("hook_mlp_in", resid_mid.clone())
+        if not is_post_norm or is_parallel:
+            mlp_in = norm("ln2", mlp_in)
+        mlp = modules["mlp"]
+        mlp_out = mlp(mlp_in) if "mlp" in called else _mlp(mlp, weights, mlp_in)
+        if cfg.use_normalization_before_and_after:
+            mlp_out = norm("ln2_post", mlp_out)
+        if is_post_norm:
+            mlp_out = norm("ln2", mlp_out)
+        mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
+    if cfg.attn_only or is_parallel:
+        resid_mid = resid_pre + attn_out
+    resid_post = resid_mid if mlp_out is None else resid_mid + mlp_out
+    return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
+
+
+def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Normalise [..., d_model] by a LayerNorm or RMSNorm, folded or not."""
+    kind, weights = type(norm), norm._parameters
+    if kind is nn.Identity:
+        return x
+    dtype, w = norm.cfg.dtype, weights.get("w")
+    if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
+        return norm(x)  # type: ignore[no-any-return]
+    if kind is RMSNorm or kind is RMSNormPre:
+        return torch.rms_norm(x, x.shape[-1:], w, norm.eps)
+    return torch.layer_norm(x, x.shape[-1:], w, weights.get("b"), norm.eps)
+
+
+def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
+    if x.device != weights.out.device or x.dtype != weights.out.dtype:
+        return mlp(x)  # type: ignore[no-any-return]
+    if weights.gate is None:
+        post = mlp.act_fn(F.linear(x, weights.inp, weights.b_in))  # [batch, pos, d_mlp]
+    else:
+        if weights.gate_in is not None:
+            pre, linear = F.linear(x, weights.gate_in).chunk(2, -1)  # [batch, pos, d_mlp]
+        else:
+            pre, linear = F.linear(x, weights.gate), F.linear(x, weights.inp)
+        post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)
+    return F.linear(post, weights.out, weights.b_out)
+
+
+# --------------------------------------------------------------------------------------------
+# Attention
+
+
+def _attention(
+    attn: Any,
+    weights: _Weights,
+    called: Any,
+    hooked: frozenset[str],
+    inputs: tuple[Residual, Residual, Residual],
+    entry: Any,
+    padding: Padding | None,
+) -> Residual:
+    """Attention by SDPA, from the normalised inputs of queries, keys and values."""
+    cfg, modules = attn.cfg, attn._modules
+
+    def point(name: str, x: torch.Tensor) -> torch.Tensor:
+        return modules[name](x) if f"attn.{name}" in hooked else x  # type: ignore[no-any-return]
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        is_called = f"attn.{name}" in called
+        return modules[name](x) if is_called else _norm(modules[name], x)  # type: ignore[no-any-return]
+
+    n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
+    batch, n = inputs[0].shape[:2]
+    is_one = weights.qkv is not None and inputs[0] is inputs[1] is inputs[2]
+    # Not with hooks on them, because one that is kept would keep the memory of all three.
+    if is_one and hooked.isdisjoint(_OF_QKV):
+        qkv = F.linear(inputs[0], *weights.qkv).view(batch, n, -1, d_head)
+        parts = n_heads, n_kv_heads, n_kv_heads
+        q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
+    else:
+        q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
+        k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, -1, n_kv_heads, d_head))
+        v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, -1, n_kv_heads, d_head))
+    if cfg.use_qk_norm:
+        q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)
+        k = norm("k_norm", k.reshape(-1, d_head)).view(k.shape)
+    elif cfg.original_architecture in _WHOLE_VECTOR_NORMS:
+        q = norm("q_norm", q.flatten(2)).view(q.shape)
+        k = norm("k_norm", k.flatten(2)).view(k.shape)
+    if cfg.clip_qkv is not None:
+        q, k, v = (x.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for x in (q, k, v))
+    offset = 0
+    if entry is not None:
+        offset = entry.past_keys.size(1)
+        k, v = kv_cache.append(entry, k, v)
+    tables = _tables(attn, q, offset, padding)
+    if cfg.positional_embedding_type == "rotary":
+
+        def rotate(keys: Heads, start: int = 0) -> Heads:
+            of_keys = tables.of_keys
+            return _rotated(attn, keys, *(table[:, start:] for table in of_keys))
+
+        q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))
+        k = rotate(k) if entry is None else kv_cache.rotated_keys(entry, k, tables.names, rotate)
+        k = point("hook_rot_k", k)  # [batch, key_pos, kv_head, d_head]
+    bias = None
+    if cfg.positional_embedding_type == "alibi":
+        bias = alibi_table(attn, k.shape[1], q.device)[:, -q.shape[1] :, : k.shape[1]]
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    z = sdpa.attend(*by_head, 1 / attn.attn_scale, tables.mask, tables.is_causal, bias)
+    z = z.transpose(1, 2)  # [batch, pos, head, d_head]
+    if "attn.hook_z" in hooked:
+        # A hook may edit it in place, and SDPA's backward needs its result.
+        z = modules["hook_z"](z.clone() if z.requires_grad else z)
+    return F.linear(z.to(weights.o.dtype).flatten(2), weights.o, weights.b_O)
+
+
+class _Tables(NamedTuple):
+    """What a block's attention reads besides activations and weights."""
+
+    of_queries: tuple[torch.Tensor, ...] = ()
+    """Cosines and sines of the queries' positions; `of_keys`, of the keys'."""
+    of_keys: tuple[torch.Tensor, ...] = ()
+    mask: sdpa.Mask | None = None
+    is_causal: bool = False
+    names: tuple[Any, ...] | None = None
+    """Equal for two forwards if the same keys are known to have the same positions in both."""
+
+
+def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Tables:
+    """Return the tables of a block's attention, made once in a forward for all like it."""
+    cfg, n = attn.cfg, q.shape[1]
+    cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)
+    direction = attn._attention_dir_override or cfg.attention_dir
+    window = cfg.window_size if attn.attn_type == "local" else None
+    what = n, offset, direction, window, cfg.rotary_adjacent_pairs, id(cos)
+
+    def make() -> _Tables:
+        pads = None if padding is None or _leaves_nothing_out(padding) else padding
+        of_queries: tuple[torch.Tensor, ...] = ()
+        of_keys, names = of_queries, None
+        if cos is not None and sin is not None:
+            of_keys = _positions(cos, sin, offset + n, pads, cfg.rotary_adjacent_pairs)
+            of_queries = tuple(table[:, offset:] for table in of_keys)
+            names = None if pads is not None else (state_of(cos), state_of(sin))
+        if direction != "causal":
+            return _Tables(of_queries, of_keys, names=names)
+        sees_all = window is None or n + offset <= window
+        if pads is None and sees_all and (n == 1 or offset == 0):
+            return _Tables(of_queries, of_keys, None, n > 1, names)
+        mask = attn._make_causal_mask(n, n + offset, offset, q.device)
+        if pads is not None:
+            mask = sdpa.without_blind_rows(mask & pads[:, None, None, :].bool())
+        return _Tables(of_queries, of_keys, mask, False, names)
+
+    return made_once((padding,), what, q.device, make)
+
+
+def _leaves_nothing_out(padding: Padding) -> bool:
+    """Return True if a mask is of ones. Asked of the device once in a forward."""
+    return not has_values(padding) or bool((padding == 1).all())
+
+
+def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines; extended first if they are short, as TransformerLens does."""
+    buffers = attn._buffers
+    cos = buffers["rotary_cos"]
+    if cos.shape[0] < n_keys <= attn.cfg.n_ctx:
+        n_positions = min(attn.cfg.n_ctx, max(n_keys, 2 * len(cos)))
+
+        def extended() -> tuple[torch.Tensor, torch.Tensor]:
+            attn._extend_rotary_embeddings(n_positions)
+            return attn.rotary_sin, attn.rotary_cos
+
+        # Once for all blocks that share them.
+        attn.rotary_sin, attn.rotary_cos = made_once((cos,), n_positions, cos.device, extended)
+    return buffers["rotary_cos"], buffers["rotary_sin"]
+
+
+def _positions(
+    cos: torch.Tensor, sin: torch.Tensor, n_keys: int, padding: Padding | None, in_pairs: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of all keys, [batch or 1, key_pos, 1, rotary_dim].
+
+    Sines have the minus that TransformerLens gives to half of what it rotates.
+    """
+    if padding is None:
+        cos, sin = cos[None, :n_keys, None], sin[None, :n_keys, None]
+    else:
+        # As `get_offset_position_ids`: padding before the first token is at 0.
+        positions = (padding.cumsum(dim=1) - 1).clamp(min=0).to(cos.device)
+        cos, sin = cos[positions, None, :], sin[positions, None, :]
+    if in_pairs:
+        signed = torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    else:
+        first, second = sin.chunk(2, dim=-1)
+        signed = torch.cat((-first, second), dim=-1)
+    return cos, signed
+
+
+def _rotated(attn: Any, x: Heads, cos: torch.Tensor, sin: torch.Tensor) -> Heads:
+    """Return queries or keys with their positions: TransformerLens's `apply_rotary`."""
+    dim = attn.cfg.rotary_dim
+    turned = x if dim == x.shape[-1] else x[..., :dim]
+    if attn.cfg.rotary_adjacent_pairs:
+        flipped = torch.stack((turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        flipped = turned.roll(dim // 2, -1)
+    turned = torch.addcmul(turned * cos, flipped, sin)
+    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)

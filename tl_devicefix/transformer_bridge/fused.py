@@ -1,0 +1,268 @@
+"""A block of a Bridge as transformers' own layer, without the Bridge's wrappers within it.
+
+The embeddings, the final norm and the unembedding are fused likewise. Where somebody listens around
+a block only, to the residual stream, the block's own code runs around the layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge.generalized_components import (
+    EmbeddingBridge,
+    NormalizationBridge,
+    RMSNormalizationBridge,
+    RotaryEmbeddingBridge,
+    UnembeddingBridge,
+)
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
+from tl_devicefix.fusing.listening import Listeners, records, unsupported_mode
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.transformer_bridge.attention import (
+    built,
+    place_of_mask,
+    this_forward,
+    why_no_sdpa,
+    why_not_eager,
+)
+from tl_devicefix.transformer_bridge.unwrapping import NotPlain, Unwrapped, is_wrapper, replaced_in
+
+SINCE = Version("4.dev0")
+_PARTS = (
+    *(EmbeddingBridge, RotaryEmbeddingBridge, UnembeddingBridge),
+    *(NormalizationBridge, RMSNormalizationBridge),
+)
+_BLOCKS = ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge")
+"""Classes whose `forward` hooks the residual stream and calls the layer, and does nothing else."""
+
+
+class FusedWrapper(Fused):
+    """A wrapper of a Bridge that is fused."""
+
+    @classmethod
+    def fits(cls, module: Any) -> bool:
+        """See `Fused`."""
+        return is_wrapper(module) and (cls.is_block(module) or class_of(module) in _PARTS)
+
+    @classmethod
+    def is_block(cls, module: Any) -> bool:
+        """See `Fused`."""
+        return is_wrapper(module) and module.is_list_item
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        if hasattr(class_of(module), "is_remote"):
+            return None
+        bound = bound_of(module)
+        return bound.why or unsupported_mode() or ("it has hooks" if bound.is_listened() else None)
+
+    @classmethod
+    def why_pattern(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        if hasattr(class_of(module), "is_remote"):
+            return None
+        whys = {why_no_sdpa(m.original_component) for m in module.modules() if _attends(m)}
+        return next(filter(None, whys), None)
+
+    @classmethod
+    def prepare(cls, module: Any) -> str | None:
+        """See `Fused`."""
+        if installed() < SINCE:
+            return f"a Bridge of transformer_lens {installed()}, which is older than 4.0"
+        if cls.is_block(module) and not _runs_its_layer(class_of(module)):
+            return f"a {class_of(module).__name__} computes in its own way"
+        return _METHODS.why_not()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what the wrapper stands for and nothing else, if nobody listens to it."""
+        if this_forward().is_of_bridge and is_enabled():
+            bound = bound_of(self)
+            if bound.may_stand_for(self):
+                return bound.layer(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A block's forward, around transformers' own layer where nobody listens in that."""
+        now = this_forward()
+        # By itself, a block makes by its wrappers what its layer would have to be given.
+        if not now.is_of_bridge or not self.is_list_item or not is_enabled():
+            return super().forward(*args, **kwargs)
+        bound = bound_of(self)
+        is_plain = bound.why is None and not bound.is_listened()
+        if now.config_of_sdpa is not None and not (is_plain and bound.by_sdpa):
+            args, kwargs = bound.with_built_mask(args, kwargs)
+        if not is_plain:
+            return super().forward(*args, **kwargs)
+        return class_of(self).forward(bound.around(self), *args, **kwargs)
+
+
+KINDS.append(FusedWrapper)
+
+
+def _classes(of: type) -> Iterator[type]:
+    yield of
+    for kind in of.__subclasses__():
+        yield from _classes(kind)
+
+
+_METHODS = Methods((*_classes(GeneralizedComponent), HookPoint))
+
+
+def bound_of(wrapper: Any) -> Bound:
+    """Return what a fused wrapper knows of itself, made anew if something was exchanged."""
+    attributes = wrapper.__dict__
+    bound: Bound | None = attributes.get(BOUND)
+    if bound is None or not bound.is_current(attributes):
+        bound = attributes[BOUND] = Bound(wrapper)
+    return bound
+
+
+def config_of_sdpa(bridge: Any) -> Any:
+    """Return the config by which transformers makes masks of a Bridge that is fused, if by SDPA."""
+    first = next(iter(getattr(bridge, "blocks", ())), None)
+    return bound_of(first).config if isinstance(first, FusedWrapper) else None
+
+
+def forget(bridge: Any) -> None:
+    """Let go of plain layers, which hold weights that are about to be exchanged."""
+    for module in bridge.modules():
+        vars(module).pop(BOUND, None)
+
+
+class Bound:
+    """transformers' own layer of a block, or module of another wrapper, and who listens in it.
+
+    Attributes:
+        layer: without wrappers; None if it may not run.
+        why: why it may not run; None if it may.
+        by_sdpa: whether the layer attends by SDPA.
+        config: the config by which transformers makes masks for it, if it may.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.layer: Any = None
+        self.why: str | None = None
+        self.by_sdpa, self.config = False, None
+        self._training = wrapper.training
+        self._is_all = False  # whether the layer may be called instead of the wrapper
+        self._mask_at = -1
+        children = wrapper._modules
+        around = {wrapper: "around", children.get("hook_in"): "around"}
+        around[children.get("hook_out")] = "around"
+        modules = list(wrapper.modules())
+        self._harmless = {key for module in modules for key in _relays(module)}
+        # A list that grows when the block's own forward runs first.
+        self._wired = vars(wrapper).get("_capture_hook_handles", ())
+        named = ((around.get(module, "within"), module) for module in modules)
+        self._listeners = Listeners(named, self._only_wires)
+        try:
+            (self._make_layer if wrapper.is_list_item else self._make_part)(wrapper)
+        except NotPlain as reason:
+            self.why = str(reason)
+
+    def is_current(self, attributes: dict[str, Any]) -> bool:
+        """Return True if nothing was exchanged since this was made."""
+        return self._training is attributes["training"] and self._listeners.is_current()
+
+    def is_listened(self) -> bool:
+        """Return True if somebody listens within the wrapper, and not only around it."""
+        return "within" in self._listeners.look()
+
+    def may_stand_for(self, wrapper: Any) -> bool:
+        """Return True if the layer may be called instead of the wrapper, in this very forward."""
+        attributes = wrapper.__dict__
+        return (
+            self._is_all
+            and not self._listeners.look()
+            and "forward" not in attributes
+            and attributes.get("_start_at_layer_idx") is None
+            and attributes.get("_stop_at_layer_idx") is None
+            and (self.by_sdpa or not wrapper.is_list_item or not this_forward().config_of_sdpa)
+        )
+
+    def _only_wires(self, hooks: dict[int, Any]) -> bool:
+        """Return True if hooks are TransformerLens's or transformers' own, and pass things on."""
+        if not hooks.keys() <= self._harmless:
+            # TransformerLens asks for attentions in each forward, and gives them to nobody.
+            self._harmless |= {key for key, hook in hooks.items() if records(hook)}
+            self._harmless |= {handle.id for handle in self._wired}
+        return hooks.keys() <= self._harmless
+
+    def _make_part(self, wrapper: Any) -> None:
+        self.layer = Unwrapped(wrapper, set()).layer
+        self._is_all = True
+
+    def _make_layer(self, block: Any) -> None:
+        self._mask_at = place_of_mask(block.original_component)
+        wrapped = [m.original_component for m in block.modules() if is_wrapper(m)]
+        by_sdpa = [attention for attention in wrapped if why_no_sdpa(attention) is None]
+        if by_sdpa:
+            self.by_sdpa, self.config = True, by_sdpa[0].config
+        for attention in wrapped:
+            if (why := why_not_eager(attention)) is not None:
+                raise NotPlain(why)
+        self.layer = Unwrapped(block, set(map(id, by_sdpa))).layer
+        self._is_all = replaced_in(block) is None
+
+    def around(self, block: Any) -> Any:
+        """Return the block as it is now, unfused, around the plain layer."""
+        copied: Any = object.__new__(class_of(block))
+        copied.__dict__.update(block.__dict__, **_NOT_NEEDED)
+        copied.__dict__["_modules"] = {**block._modules, "_original_component": self.layer}
+        return copied
+
+    def with_built_mask(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with the mask for "eager" in the place of that for SDPA."""
+        residual = args[0] if args else kwargs["hidden_states"]
+        if "attention_mask" in kwargs:
+            return args, {**kwargs, "attention_mask": built(kwargs["attention_mask"], residual)}
+        at = self._mask_at
+        if len(args) > at > 0:
+            args = (*args[:at], built(args[at], residual), *args[at + 1 :])
+        return args, kwargs
+
+
+def _runs_its_layer(kind: type) -> bool:
+    """Return True if a class of blocks comes to the `forward` of one of `_BLOCKS`."""
+    for base in kind.__mro__:
+        run = vars(base).get("forward")
+        if run is not None and base.__name__ in _BLOCKS:
+            return True
+        if run is not None and "__class__" not in run.__code__.co_freevars:  # no `super`
+            return False
+    return False
+
+
+def _attends(module: Any) -> bool:
+    return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
+
+
+def _nothing(*_: Any) -> None:
+    """Stands in for calls that the plain layer does not need."""
+
+
+_NOT_NEEDED = {
+    "_maybe_wire_capture_hooks": _nothing,
+    "_clear_attention_capture": _nothing,
+    "_filter_kwargs_for_forward": lambda kwargs, n_positional=0: kwargs,
+}
+"""Methods that a block does not need around the plain layer."""
+
+
+def _relays(point: nn.Module) -> Iterator[int]:
+    """Hooks of a hook point that hand on to another, in a module that only stands for a part."""
+    for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
+        hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None
+        if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":
+            yield handle.hook.id
