@@ -21,6 +21,7 @@ import copy
 import logging
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,13 @@ from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
 
-from tl_devicefix.checkpoints.live_weights import LiveWeights
+from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
 
 _log = logging.getLogger(__name__)
+
+constructing = threading.RLock()
+"""transformers, accelerate and what makes empty models here change classes while they construct a
+model: one thread at a time."""
 
 Numbers = Literal["warn", "refuse", "ignore"]
 """What a load does if its twin differs from transformers."""
@@ -268,13 +273,14 @@ def choice_of_numbers(numbers: str | None) -> str:
     return chosen
 
 
-def _measured(run: Run, hf_config: Any, called: str = "a trial") -> float | None:
-    """The difference; None if the twin cannot be made, so that nothing is known."""
+def _measured(run: Run, hf_config: Any, called: str | None = None) -> float | None:
+    """The difference; None if the twin cannot be made, so that nothing is known: it is logged."""
     try:
         with undisturbed():
             return run(hf_config)
     except Exception as error:  # noqa: BLE001  # transformers refuses some sizes in its own ways
-        _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
+        if called is not None:
+            _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
 
@@ -308,27 +314,32 @@ _NO_CAUSE = (
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it, nothing that the caller has set for torch or transformers reaches a twin."""
-    precision = torch.get_float32_matmul_precision()
-    verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    torch.set_float32_matmul_precision("highest")
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        with (
-            warnings.catch_warnings(),
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-            torch.autocast("cpu", enabled=False),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        hf_logging.set_verbosity(verbosity)
-        if bar:
-            hf_logging.enable_progress_bar()
+    """Within it, nothing that the caller has set for torch or transformers reaches a twin.
+
+    One thread at a time, because torch's and transformers' settings are those of the process.
+    """
+    with constructing:
+        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
+        bar = hf_logging.is_progress_bar_enabled()
+        matmul.fp32_precision = "ieee"
+        hf_logging.set_verbosity_error()
+        hf_logging.disable_progress_bar()
+        try:
+            with (
+                warnings.catch_warnings(),
+                torch.random.fork_rng(devices=[]),
+                torch.device("cpu"),
+                torch.autocast("cpu", enabled=False),
+                torch.no_grad(),
+            ):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            matmul.fp32_precision = precision
+            hf_logging.set_verbosity(verbosity)
+            if bar:
+                hf_logging.enable_progress_bar()
 
 
 # --------------------------------------------------------------------------------------------
@@ -348,7 +359,7 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
     try:
         with undisturbed(), init_empty_weights(include_buffers=False):
             config = copy.deepcopy(live.model.config)
-            made = type(live.model)._from_config(config)  # type: ignore[attr-defined]
+            made = class_in_transformers(live.model)._from_config(config)
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return
@@ -356,8 +367,8 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
     if beyond := sorted({path for path, *_ in found ^ expected}):
         more = f" and {len(beyond) - 3} more" if beyond[3:] else ""
         raise ValueError(
-            f"hf_model's {', '.join(beyond[:3])}{more} are not as its config makes them (another "
-            "class, other parameters, or a hook), and a HookedTransformer would leave that out; "
+            "hf_model has parts that its config does not make (another class, other parameters, or "
+            f"a hook), which a HookedTransformer would leave out: {', '.join(beyond[:3])}{more}; "
             "undo the change, use TransformerBridge, or pass numbers='ignore'"
         )
 
@@ -368,7 +379,8 @@ def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ours = [h for h in hooks if not (h.__module__ or "").startswith(("transformers", "accelerate"))]
-    yield re.sub(r"\.\d+(?=\.|$)", ".*", path), type(module).__name__, own, bool(ours)
+    kind = type(module) if path else class_in_transformers(module)
+    yield re.sub(r"\.\d+(?=\.|$)", ".*", path), kind.__name__, own, bool(ours)
     for name, child in module._modules.items():
         if child is not None:
             yield from _parts(live, child, f"{path}.{name}" if path else name)

@@ -128,7 +128,7 @@ def test_help_shows_what_is_new_after_what_was_there():
         documentation = MODEL_CLASS.from_pretrained.__doc__
 
     new = {name: parameters[name] for name in parameters if name not in original}
-    assert list(new) == ["device_map", "max_memory", "fuse_blocks"]
+    assert list(new) == ["device_map", "max_memory", "fuse_blocks", "numbers"]
     assert all(p.kind is p.KEYWORD_ONLY and not p.default for p in new.values())
     assert [p for name, p in parameters.items() if name not in new] == list(original.values())
     rendered = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))

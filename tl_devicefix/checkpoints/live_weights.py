@@ -41,6 +41,12 @@ def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     return model
 
 
+def class_in_transformers(hf_model: nn.Module) -> Any:
+    """Return transformers' class of a model, which a user's own may be derived from."""
+    classes = type(hf_model).__mro__
+    return next((c for c in classes if c.__module__.startswith("transformers.models")), classes[0])
+
+
 def refuse_unmergeable(module: nn.Module) -> None:
     """Refuse adapters whose layers cannot be merged."""
     module = in_use(module)

@@ -33,7 +33,7 @@ from tl_devicefix.checkpoints.hub import (
     refuse_directory,
     snapshot,
 )
-from tl_devicefix.checkpoints.live_weights import out_of_wrappers
+from tl_devicefix.checkpoints.live_weights import class_in_transformers, out_of_wrappers
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
@@ -92,9 +92,9 @@ def _config_of_live(hf_model: Any) -> Any:
     config: Any = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised
-    # The class of a base model, or of a user's own subclass, is none that TransformerLens knows.
-    if not config.architectures or re.search(r"For[A-Z]|LMHead", type(model).__name__):
-        config.architectures = [type(model).__name__]
+    name = class_in_transformers(model).__name__
+    if not config.architectures or re.search(r"For[A-Z]|LMHead", name):  # not of a base model
+        config.architectures = [name]
     return config
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,7 @@ from transformers import AutoTokenizer
 from tl_devicefix.checkpoints.hub import has_tokenizer, is_checkpoint_directory
 from tl_devicefix.hooked_transformer.components import attention_kind
 from tl_devicefix.hooked_transformer.rotary import scale_rotary
-
-constructing = threading.RLock()
-"""transformers, accelerate and `empty_model` change classes while they construct a model: one
-thread at a time."""
+from tl_devicefix.twin import constructing
 
 
 def empty_model(

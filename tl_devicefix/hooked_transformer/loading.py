@@ -25,12 +25,12 @@ from tl_devicefix.checkpoints.hub import (
     tokenizers_fetched_with,
     torch_dtype,
 )
-from tl_devicefix.checkpoints.live_weights import out_of_wrappers
+from tl_devicefix.checkpoints.live_weights import class_in_transformers, out_of_wrappers
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.fusing import fused
 from tl_devicefix.hooked_transformer.components import POST_NORM, component_sizes
 from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
-from tl_devicefix.hooked_transformer.empty_model import constructing, empty_model
+from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
@@ -43,7 +43,12 @@ from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import let_go
-from tl_devicefix.twin import Numbers, choice_of_numbers, refuse_parts_beyond_config
+from tl_devicefix.twin import (
+    Numbers,
+    choice_of_numbers,
+    constructing,
+    refuse_parts_beyond_config,
+)
 from tl_devicefix.weight_processing import Steps
 
 _log = logging.getLogger(__name__)
@@ -76,8 +81,8 @@ def from_pretrained(
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
         numbers: what to do if a HookedTransformer with this config would not give transformers'
             numbers, as a tiny twin of it shows before weights are read: "warn", which is the
-            default, "refuse", or "ignore". The environment variable TL_DEVICEFIX_NUMBERS sets
-            another default.
+            default, "refuse", or "ignore", which does not look at the parts of `hf_model` either.
+            The environment variable TL_DEVICEFIX_NUMBERS sets another default.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
@@ -268,7 +273,8 @@ def _check_numbers(
             f"directory, or first_n_layers={cfg.n_layers}"
         )
     refuse_parts_beyond_config(model)
-    return check_hooked_numbers(model.config, cfg, steps, numbers, type(model))
+    hf_class = class_in_transformers(model)
+    return check_hooked_numbers(model.config, cfg, steps, numbers, hf_class)
 
 
 def _has_own_format(model_name: str) -> bool:

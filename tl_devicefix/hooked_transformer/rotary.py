@@ -42,12 +42,18 @@ def scale_rotary(model: Any, hf_model: nn.Module) -> None:
             tables = [block.attn._buffers[name] for name in _TABLES]
             n_ctx = min(len(tables[0]), rotary.longest or len(tables[0]))
             scaled = rotary(model.cfg.rotary_dim, n_ctx, dtype=tables[0].dtype)
-            # TransformerLens's own stay where it has this scaling, to the last bit.
-            agree = (torch.allclose(a[:n_ctx], b, atol=1e-3) for a, b in zip(tables, scaled))
-            made[kind] = () if all(agree) else (rotary, *scaled)
+            agree = all(_agree(own[:n_ctx], table) for own, table in zip(tables, scaled))
+            made[kind] = () if agree and rotary.longest is None else (rotary, *scaled)
         if made[kind]:
             block.attn.calculate_sin_cos_rotary, *tables = made[kind]
             block.attn._buffers.update(zip(_TABLES, tables))
+
+
+def _agree(own: torch.Tensor, scaled: torch.Tensor) -> bool:
+    """Return True if TransformerLens has this scaling: then its own tables stay, to the bit."""
+    rounding = max(1e-3, 2 * torch.finfo(own.dtype).eps)
+    # Of the first rows, because angles of later ones are rounded more.
+    return torch.allclose(own[:2048], scaled[:2048], rtol=0, atol=rounding)
 
 
 def _scaling(module: Any, kind: str | None) -> str | None:

@@ -12,7 +12,7 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.empty_model import constructing, empty_model
+from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import (
     complete_unit,
@@ -54,8 +54,7 @@ def check_hooked_numbers(
         return "load it as a TransformerBridge, which runs transformers' own code"
 
     called = f"{cfg.model_name} as a HookedTransformer"
-    with constructing:
-        return check_numbers(run, hf_config, called, numbers, advice)
+    return check_numbers(run, hf_config, called, numbers, advice)
 
 
 def difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:

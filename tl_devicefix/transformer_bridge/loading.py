@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -46,7 +46,7 @@ from tl_devicefix.transformer_bridge.components import (
     layout_of,
 )
 from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers
+from tl_devicefix.twin import Numbers, choice_of_numbers, constructing
 
 
 @patches(
@@ -81,7 +81,6 @@ def boot_transformers(
         ValueError: if the arguments do not fit together, or the model does not fit.
         TypeError: if there is no such argument; it names what may be meant.
     """
-    choice_of_numbers(numbers)  # which may be misspelt
     takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
     for name in kwargs.keys() & later.keys() - takes.parameters.keys():
@@ -96,17 +95,34 @@ def boot_transformers(
         refuse_directory(str(options["model_name"]))
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
         options["dtype"] = torch_dtype(options["dtype"])
+    warning = _check_numbers(options, numbers)
     try:
         bridge = _boot(original, bound)
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
         raise
-    if options.get("load_weights", True):
-        hf_config = getattr(bridge.original_model, "config", None)
-        warning = check_bridge_numbers(hf_config, str(options["model_name"]), numbers)
-        bridge.__dict__["numbers_warning"] = warning
+    bridge.__dict__["numbers_warning"] = warning
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
+
+
+def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
+    """The warning that the Bridge is not transformers', by its tiny twin; None if there is none."""
+    if choice_of_numbers(numbers) == "ignore" or not options.get("load_weights", True):
+        return None
+    name, hf_model = str(options["model_name"]), options.get("hf_model")
+    if hf_model is not None:
+        hf_config = copy.deepcopy(getattr(hf_model, "config", None))
+    else:
+        read_by = ("trust_remote_code", "revision")
+        try:
+            hf_config = read_config(name, **{k: options[k] for k in read_by if k in options})
+        except ValueError:  # which the boot itself will say in its own words
+            return None
+    if hf_config is None:  # a module that is not of transformers
+        return None
+    vars(hf_config).update(options.get("hf_config_overrides") or {})
+    return check_bridge_numbers(hf_config, name, numbers)
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
@@ -116,7 +132,7 @@ def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     options = bound.arguments
     if options.get("hf_model") is None and options.get("load_weights", True):
-        with contextlib.ExitStack() as elsewhere, _booting:
+        with contextlib.ExitStack() as elsewhere, constructing:
             return _boot_checkpoint(boot, options, elsewhere)
     if options.get("hf_model") is None and options.get("device") is None:
         options["device"] = simulated_device()
@@ -130,10 +146,6 @@ def _spreads(options: Mapping[str, Any]) -> bool:
     n_devices = options.get("n_devices")
     limited = options.get("device_map") is not None or options.get("max_memory") is not None
     return limited or (n_devices is not None and n_devices != 1)
-
-
-# TransformerLens's own functions are wrapped for the time of a boot: one thread at a time.
-_booting = threading.RLock()
 
 
 def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
