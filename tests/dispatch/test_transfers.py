@@ -6,8 +6,8 @@ import pytest
 import torch
 from kinds import GREEDY, home_of
 
-from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.dispatch.carrying import CarryTo
+from tl_devicefix.fusing.one_forward import one_forward
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ def test_attention_in_a_window_caches_the_window():
 
 
 def test_gradients_take_those_of_the_weights_and_more():
-    plain, with_gradients = (estimate("gpt2", seq_len=8, gradients=g).devices[0] for g in (False, True))
+    plain, with_gradients = (
+        estimate("gpt2", seq_len=8, gradients=g).devices[0] for g in (False, True)
+    )
     assert plain.peak < 2 * plain.weights < with_gradients.peak
     generating = estimate("gpt2", gradients=True, max_new_tokens=2, seq_len=1000).devices[0]
     assert generating.peak > 2 * plain.weights
