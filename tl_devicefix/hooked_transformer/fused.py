@@ -116,7 +116,7 @@ class FusedBlock(Fused):
         bound: Bound | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
-        return _run(bound, *inputs)
+        return _run(self.cfg, bound, *inputs)
 
 
 KINDS.append(FusedBlock)
@@ -133,7 +133,7 @@ class Bound:
     """What a fused block has found out about itself, until a module in it is exchanged."""
 
     def __init__(self, block: Any) -> None:
-        self.cfg, self.modules = block.cfg, block._modules
+        self.modules = block._modules
         named = [(name, module) for name, module in block.named_modules() if name]
         self.listeners = Listeners((_part(name), module) for name, module in named)
         self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
@@ -316,13 +316,14 @@ def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
 
 
 def _run(
+    cfg: Any,
     bound: Bound,
     resid_pre: Residual,
     shortformer_pos_embed: Residual | None,
     entry: Any,
     padding: Padding | None,
 ) -> Residual:
-    cfg, modules, hooked = bound.cfg, bound.modules, bound.listeners.look() | bound.always
+    modules, hooked = bound.modules, bound.listeners.look() | bound.always
     called = bound.as_modules | hooked
     weights = bound.weights()
 
