@@ -46,7 +46,7 @@ def why_not_eager(attention: Any) -> str | None:
 
 
 def why_own_mask(attention: Any) -> str | None:
-    """Return why attention of transformers' masks in another way than a Bridge; None if it does not.
+    """Return why attention masks in another way than a Bridge; None if it does not.
 
     It has a triangle beside a mask of tokens. A Bridge takes that mask for all that is masked.
     """
