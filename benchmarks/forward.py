@@ -7,9 +7,10 @@
 A Llama with random weights is loaded by transformers (eager, and with SDPA), by TransformerLens
 without this package, and by this package, as TransformerLens runs it ("here") and with
 `fuse_blocks(model)`, each in a process of its own. What "here" saves over "TransformerLens" is due
-to the layout of the weights in memory, and what "here fused" saves over that, to fusing. Each prefills `--tokens`, and generates `--new` tokens
-behind `--context` tokens in a KV cache, for `--batches`: they take turns, one forward or token
-each, as machines are not equally fast all the time.
+to the layout of the weights in memory, and what "here fused" saves over that, to fusing. Each
+prefills `--tokens`, and generates `--new` tokens behind `--context` tokens in a KV cache, for
+`--batches`: they take turns, one forward or token each, as machines are not equally fast all the
+time.
 
 Wall and CPU seconds are medians; for generation those of one token for all of the batch. Ratios are
 medians of the ratios of forwards that were side by side. Memory is what the process's anonymous

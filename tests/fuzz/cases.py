@@ -66,16 +66,18 @@ def draw(seed: int) -> Case:
         extras = list(EXTRAS)[: -1 if n_devices > 1 else None]  # float32 there, for its rounding
         extra = random_.choice(extras) if random_.random() < 0.25 else None
         model = random_.choice(list(VARIANTS)), random_.choice((2, 3)), extra
-    draw = Draw(random_, model, is_spread=n_devices > 1)
-    operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
     is_fused = random_.random() < FUSED
+    draw = Draw(random_, model, is_spread=n_devices > 1, is_fused=is_fused)
+    operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
     return Case(model, n_devices, [*operations, draw.one_of(RUNS)], is_fused)
 
 
 class Draw:
     """Draws operations for a model, mostly such as it has the modules for."""
 
-    def __init__(self, random_: random.Random, model: tuple[Any, ...], is_spread: bool) -> None:
+    def __init__(
+        self, random_: random.Random, model: tuple[Any, ...], is_spread: bool, is_fused: bool
+    ) -> None:
         self._random = random_
         self._paths = paths(model)
         self._is_spread = is_spread
@@ -84,7 +86,7 @@ class Draw:
         # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
         # backward that a hook ends, the engine has run other nodes before.
         left_out: set[Any] = {"graft", "_forward_pre_hooks", "buffer", "raise"}
-        self._left_out = left_out if is_spread else set()
+        self._left_out = left_out if is_spread else {"raise"} if is_fused else set()
         if "compatible" in model:
             # TransformerLens computes by the config's alone there, and in processed weights' dtype.
             self._left_out |= {("mlp._original_component.act_fn", "tanh"), "half"}

@@ -97,7 +97,7 @@ def own_method(module: Any) -> str | None:
     return None
 
 
-def _made(mixin: type[Fused], kind: type) -> Any:
+def _made(mixin: Any, kind: type) -> Any:
     return object.__new__(_fused_class(mixin, kind))
 
 
@@ -184,7 +184,8 @@ def is_fused(module: Any) -> bool:
 
 def set_fused(module: Any, asked: bool) -> None:
     """Fuse a module, or undo that; of a block on another host, only a note is made."""
-    attributes, kind, unfused = vars(module), kind_of(module), class_of(module)
+    kind: Any = kind_of(module)
+    attributes, unfused = vars(module), class_of(module)
     attributes.pop(BOUND, None)
     attributes[_ASKED], attributes[_WHY_NOT] = asked, None
     if kind is None or hasattr(unfused, "is_remote"):

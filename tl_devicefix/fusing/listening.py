@@ -70,6 +70,7 @@ class Listeners:
         _count_assignments()
         self._n_assigned, self._as_of = _n_assigned, -1
         self._named = [(name, vars(module)) for name, module in named]
+        self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless
         self._hooked: frozenset[str] = frozenset()
@@ -85,12 +86,15 @@ class Listeners:
         if as_of != self._as_of:
             self._as_of = as_of
             self._hooked = self._now()
-        elif self._hooked and not all(map(any, map(hooks_of, self._listened))):  # hooks have gone
+        elif self._hooked and not all(map(any, map(hooks_of, self._listened))):  # some have gone
             self._hooked = self._now()
         return self._hooked
 
     def _now(self) -> frozenset[str]:
         self._listened = []
+        if _has_any_global_hook():
+            self._as_of = -1  # to look again, because such a hook may go
+            return self._names
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return frozenset()
         hooked = set()

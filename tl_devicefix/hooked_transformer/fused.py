@@ -47,15 +47,19 @@ Bias = Float[torch.Tensor, " d_out"]
 
 SINCE = Version("3.8.dev0")
 """The first TransformerLens whose blocks compute so."""
-_NORMS: dict[type, tuple[str, ...]] = {
+_Names = dict[type, tuple[str, ...]]
+"""Class -> the parameters that it has as TransformerLens makes it."""
+_NORMS: _Names = {
     LayerNorm: ("w", "b"),
     LayerNormPre: (),
     RMSNorm: ("w",),
     RMSNormPre: (),
 }
-_MLPS = {MLP: ("W_in", "b_in", "W_out", "b_out")}
-_MLPS[GatedMLP] = ("W_gate", *_MLPS[MLP])
-_ATTENTIONS = {
+_MLPS: _Names = {
+    MLP: ("W_in", "b_in", "W_out", "b_out"),
+    GatedMLP: ("W_gate", "W_in", "b_in", "W_out", "b_out"),
+}
+_ATTENTIONS: _Names = {
     Attention: ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "b_O"),
     GroupedQueryAttention: ("W_Q", "_W_K", "_W_V", "b_Q", "_b_K", "_b_V", "W_O", "b_O"),
 }
@@ -112,7 +116,7 @@ class FusedBlock(Fused):
         bound: Bound | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
-        return _run(bound, *inputs)
+        return _run(self.cfg, bound, *inputs)
 
 
 KINDS.append(FusedBlock)
@@ -129,7 +133,7 @@ class Bound:
     """What a fused block has found out about itself, until a module in it is exchanged."""
 
     def __init__(self, block: Any) -> None:
-        self.cfg, self.modules = block.cfg, block._modules
+        self.modules = block._modules
         named = [(name, module) for name, module in block.named_modules() if name]
         self.listeners = Listeners((_part(name), module) for name, module in named)
         self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
@@ -194,7 +198,8 @@ def _part(name: str) -> str:
 
 def _is_known(name: str, module: Any) -> bool:
     """Return True if a child of a block computes as this module knows it."""
-    kinds = {"attn": _ATTENTIONS, "mlp": _MLPS}.get(name, _NORMS)
+    of_name: dict[str, _Names] = {"attn": _ATTENTIONS, "mlp": _MLPS}
+    kinds = of_name.get(name, _NORMS)
     if name.startswith("hook_") or (type(module) is nn.Identity and kinds is _NORMS):
         return True
     weights = kinds.get(type(module))
@@ -231,7 +236,7 @@ def _why_pattern(attn: Any) -> str | None:
 class _Weights:
     """Views of a block's weights. A view that would be a copy is made at each use."""
 
-    def __init__(self, modules: dict[str, Any], as_modules: set[str]) -> None:
+    def __init__(self, modules: dict[str, Any], as_modules: frozenset[str]) -> None:
         self.are_views = True
         self.qkv: tuple[Weight, Bias] | None = None
         self.gate_in: Weight | None = None
@@ -242,26 +247,22 @@ class _Weights:
 
     def _of_attention(self, attn: Any) -> None:
         named = attn._parameters
-        W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = map(
-            named.__getitem__, _ATTENTIONS[type(attn)]
-        )
-        self.q, self.k, self.v = (
-            (self._flat(W), b.flatten()) for W, b in ((W_Q, b_Q), (W_K, b_K), (W_V, b_V))
-        )
-        self.n_heads, self.n_kv_heads, self.d_head = *b_Q.shape[:1], *b_K.shape
+        W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = (named[n] for n in _ATTENTIONS[type(attn)])
+        # [head_index d_model d_head] -> [(head_index d_head), d_model]
+        self.q = self._view(W_Q, W_Q.mT.flatten(0, 1)), self._view(b_Q, b_Q.flatten())
+        self.k = self._view(W_K, W_K.mT.flatten(0, 1)), self._view(b_K, b_K.flatten())
+        self.v = self._view(W_V, W_V.mT.flatten(0, 1)), self._view(b_V, b_V.flatten())
         # [head_index d_head d_model] -> [d_model, (head_index d_head)]
-        self.o = W_O.flatten(0, 1).T
-        self.are_views &= self.o.data_ptr() == W_O.data_ptr()
+        self.o = self._view(W_O, W_O.flatten(0, 1)).T
+        self.n_heads, self.n_kv_heads, self.d_head = b_Q.shape[0], b_K.shape[0], b_K.shape[1]
         if not torch.is_grad_enabled():
-            weights, biases = zip(self.q, self.k, self.v)
-            weight, bias = _joint(weights), _joint(biases)
+            weight, bias = map(_joint, zip(self.q, self.k, self.v))
             if weight is not None and bias is not None:
                 self.qkv = weight, bias
 
-    def _flat(self, W: Float[torch.Tensor, "head_index d_model d_head"]) -> Weight:
-        flat = W.mT.flatten(0, 1)  # [(head_index d_head), d_model]
-        self.are_views &= flat.data_ptr() == W.data_ptr()
-        return flat
+    def _view(self, of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        self.are_views &= view.data_ptr() == of.data_ptr()
+        return view
 
     def _of_mlp(self, mlp: Any) -> None:
         named = mlp._parameters
@@ -315,13 +316,14 @@ def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
 
 
 def _run(
+    cfg: Any,
     bound: Bound,
     resid_pre: Residual,
     shortformer_pos_embed: Residual | None,
     entry: Any,
     padding: Padding | None,
 ) -> Residual:
-    cfg, modules, hooked = bound.cfg, bound.modules, bound.listeners.look() | bound.always
+    modules, hooked = bound.modules, bound.listeners.look() | bound.always
     called = bound.as_modules | hooked
     weights = bound.weights()
 
@@ -444,10 +446,10 @@ def _attention(
 
     n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
     batch, n = inputs[0].shape[:2]
-    is_one = weights.qkv is not None and inputs[0] is inputs[1] is inputs[2]
+    joint = weights.qkv if inputs[0] is inputs[1] is inputs[2] else None
     # Not with hooks on them, because one that is kept would keep the memory of all three.
-    if is_one and hooked.isdisjoint(_OF_QKV):
-        qkv = F.linear(inputs[0], *weights.qkv).view(batch, n, -1, d_head)
+    if joint is not None and hooked.isdisjoint(_OF_QKV):
+        qkv = F.linear(inputs[0], *joint).view(batch, n, -1, d_head)
         parts = n_heads, n_kv_heads, n_kv_heads
         q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
     else:

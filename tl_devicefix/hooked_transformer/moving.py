@@ -216,7 +216,8 @@ class AlibiAt:
         entry = kwargs.get("past_kv_cache_entry")
         past = 0 if entry is None else entry.past_keys.shape[1]
         n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]
-        alibi_table(block.attn, n_keys, self.device)
+        if hasattr(block.attn, "alibi"):  # and is no other module
+            alibi_table(block.attn, n_keys, self.device)
 
 
 def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:

@@ -45,6 +45,17 @@ def why_not_eager(attention: Any) -> str | None:
     return f"its transformers config asks for {how!r}, but the Bridge's attention is eager"
 
 
+def why_own_mask(attention: Any) -> str | None:
+    """Return why attention masks in another way than a Bridge; None if it does not.
+
+    It has a triangle beside a mask of tokens. A Bridge takes that mask for all that is masked.
+    """
+    triangle = getattr(attention, "_buffers", {}).get("bias")
+    if _looks_up(attention) or triangle is None or triangle.dim() != 4:
+        return None
+    return f"a {type(attention).__name__} has a mask of its own"
+
+
 def why_no_sdpa(attention: Any) -> str | None:
     """Why attention of transformers' cannot go by SDPA; None if it can."""
     if not _looks_up(attention):

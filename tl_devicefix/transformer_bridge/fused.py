@@ -32,6 +32,7 @@ from tl_devicefix.transformer_bridge.attention import (
     this_forward,
     why_no_sdpa,
     why_not_eager,
+    why_own_mask,
 )
 from tl_devicefix.transformer_bridge.unwrapping import NotPlain, Unwrapped, is_wrapper, replaced_in
 
@@ -108,9 +109,9 @@ class FusedWrapper(Fused):
 KINDS.append(FusedWrapper)
 
 
-def _classes(of: type) -> Iterator[type]:
+def _classes(of: type[nn.Module]) -> Iterator[type]:
     yield of
-    for kind in of.__subclasses__():
+    for kind in of.__subclasses__():  # type: type[nn.Module]
         yield from _classes(kind)
 
 
@@ -208,7 +209,7 @@ class Bound:
         if by_sdpa:
             self.by_sdpa, self.config = True, by_sdpa[0].config
         for attention in wrapped:
-            if (why := why_not_eager(attention)) is not None:
+            if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
                 raise NotPlain(why)
         self.layer = Unwrapped(block, set(map(id, by_sdpa))).layer
         self._is_all = replaced_in(block) is None

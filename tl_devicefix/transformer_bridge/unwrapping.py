@@ -80,7 +80,8 @@ class Unwrapped:
         return self._made[id(module)]
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        kind, is_accelerated = type(module), _is_carried_by_accelerate(module)
+        kind: Any = type(module)
+        is_accelerated = _is_carried_by_accelerate(module)
         has_wrappers = any(map(is_wrapper, module.modules()))
         if not (is_accelerated or has_wrappers):
             return module
@@ -253,10 +254,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., d_model], normalised."""
-        weight = self._parameters["weight"]
+        weight, norm = self._parameters["weight"], vars(self)["_norm"]
         if weight is None or weight.dtype != x.dtype:
-            return self._norm(x)  # type: ignore[no-any-return, operator]
-        return torch.rms_norm(x, x.shape[-1:], weight, self._norm.variance_epsilon)
+            return norm(x)  # type: ignore[no-any-return]
+        return torch.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
 
 
 def _has_code_of_llama_s(norm: Any) -> bool:
