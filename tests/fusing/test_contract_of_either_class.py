@@ -187,6 +187,15 @@ def drop_stream(model: Any) -> None:
     setattr(block, name, nn.Dropout(1.0))
 
 
+def exchange_sines(model: Any) -> None:
+    """Give one block other rotary tables than those that all blocks share."""
+    attn = model.blocks[1].attn
+    if hasattr(attn, "rotary_sin"):
+        attn.rotary_sin = attn.rotary_sin * 0.5
+    else:  # a Bridge's tables come anew in each forward
+        assign(model)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda model: weight_of(model).data.mul_(2),
     "data": lambda model: setattr(weight_of(model), "data", weight_of(model).data * 2),
@@ -196,6 +205,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a flag": lambda model: model.set_use_attn_result(True),
     "another flag": lambda model: model.set_use_split_qkv_input(True),
     "input of the MLP": lambda model: model.set_use_hook_mlp_in(True),
+    "rotary sines of one block": exchange_sines,
     "a module": lambda model: setattr(model.blocks[1], "mlp", nn.Linear(D_MODEL, D_MODEL)),
     "a hook point": drop_stream,
     "dtype": lambda model: model.to(torch.float64),

@@ -508,7 +508,7 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Table
     cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)
     direction = attn._attention_dir_override or cfg.attention_dir
     window = cfg.window_size if attn.attn_type == "local" else None
-    what = n, offset, direction, window, cfg.rotary_adjacent_pairs, id(cos)
+    what = n, offset, direction, window, cfg.rotary_adjacent_pairs
 
     def make() -> _Tables:
         pads = None if padding is None or _leaves_nothing_out(padding) else padding
@@ -528,7 +528,7 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Table
             mask = sdpa.without_blind_rows(mask & pads[:, None, None, :].bool())
         return _Tables(of_queries, of_keys, mask, False, names)
 
-    return made_once((padding,), what, q.device, make)
+    return made_once((padding, cos, sin), what, q.device, make)
 
 
 def _leaves_nothing_out(padding: Padding) -> bool:

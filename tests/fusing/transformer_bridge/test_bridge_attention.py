@@ -8,8 +8,9 @@ import pytest
 import torch
 from attending import ShapesMade, unfused, with_gradients
 from comparison import assert_agrees
-from hf_models import N_LAYERS
-from transformers import masking_utils
+from hf_models import HF_CONFIGS, N_LAYERS, save_checkpoint
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
@@ -107,3 +108,15 @@ def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, to
         make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         assert make_mask is masking_utils.eager_mask
         assert make_mask.__code__.co_filename == masking_utils.__file__
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["pythia", "bloom"])
+def test_two_bridges_as_wide_with_other_heads(name, tokens, tokenizer, tmp_path):
+    """How a fused projection was split depends on heads, which its weight's sizes do not tell."""
+    for n_heads in (4, 2):
+        config = HF_CONFIGS[name]()
+        config.num_attention_heads = n_heads
+        save_checkpoint(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
+        bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", fuse_blocks=True)
+        assert_agrees(bridge(tokens), unfused(bridge, lambda model: model(tokens)))
