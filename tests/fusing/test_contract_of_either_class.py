@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from attending import assert_either_way, unfused, with_gradients
+from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
 from either_class import HOOKED
 from hf_models import D_MODEL, N_LAYERS, padded
@@ -361,6 +361,23 @@ def test_it_is_as_close_to_float64_as_unfused(kind, dtype, fused):
     prompts = torch.randint(0, 40, (64, 24), generator=torch.Generator().manual_seed(0))
     ours, theirs = errors(fused(kind), prompts, dtype)
     assert 0 < ours <= 1.1 * theirs
+
+
+@torch.no_grad()
+def test_no_pattern_is_built_unless_it_is_hooked(fused):
+    model, tokens = fused(), torch.full((1, 29), 7)  # as many tokens as no other size is
+
+    def of_pairs(*names: str) -> bool:
+        hooks = [(f"blocks.1.{name}", lambda value, hook: None) for name in names]
+        with ShapesMade() as made:
+            model.run_with_hooks(tokens, fwd_hooks=hooks)
+        return bool(made.of_pairs(29))
+
+    assert not of_pairs()
+    assert not of_pairs("hook_resid_post")
+    assert of_pairs("attn.hook_pattern")
+    assert not of_pairs()
+    assert unfused(model, lambda model: of_pairs())
 
 
 def test_over_devices_and_offloaded_it_is_the_same(fused, from_checkpoint, machine, tokens):

@@ -226,14 +226,16 @@ class NormOfBridge(nn.Module):
         points = {name: nn.Identity() for name in ("hook_scale", "hook_normalized")}
         bare._modules = {"_original_component": norm, **points}
         self._in_steps = bare._python_norm_forward
-        self._is_rms, self._has_offset = wrapper.uses_rms_norm, wrapper.uses_weight_offset
-        # Those without weights have a method of their own.
-        self._is_usual = class_of(wrapper)._apply_weight_and_bias is _WEIGH
+        self._is_rms = wrapper.uses_rms_norm
+        # Of TransformerLens 4.0, the Bridge's steps; norms without weights have their own method.
+        weigh = getattr(class_of(wrapper), "_apply_weight_and_bias", None)
+        has_offset = getattr(wrapper, "uses_weight_offset", True)
+        self._is_usual = weigh is _WEIGH and not has_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., d_model], normalised."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if not self._is_usual or self._has_offset or weight is None or weight.dtype != x.dtype:
+        if not self._is_usual or weight is None or weight.dtype != x.dtype:
             return self._in_steps(x)  # type: ignore[no-any-return]
         eps = getattr(self.config, "eps", 1e-5)
         if self._is_rms:
@@ -241,7 +243,7 @@ class NormOfBridge(nn.Module):
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-_WEIGH = NormalizationBridge._apply_weight_and_bias
+_WEIGH = getattr(NormalizationBridge, "_apply_weight_and_bias", ())
 
 
 class RMSNorm(nn.Module):
