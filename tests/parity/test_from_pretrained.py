@@ -62,8 +62,9 @@ def test_it_is_what_transformer_lens_loads(
 ) :  # fmt: skip
     options = PROCESSING[processing]
     # TransformerLens folds value biases of attention with sinks, where patterns do not sum to 1.
-    has_sinks = name == "gpt-oss" and hasattr(HookedTransformerConfig, "use_attention_sinks")
-    as_right = {"fold_value_biases": False} if has_sinks else {}
+    as_right = {"fold_value_biases": False} if name == "gpt-oss" else {}
+    if name == "gpt-oss" and not hasattr(HookedTransformerConfig, "use_attention_sinks"):
+        pytest.skip("this TransformerLens's gpt-oss is wrong: it has neither sinks nor YaRN")
     reference = references(name, **options, **as_right)
 
     model = load(name, n_devices=n_devices, **options)
