@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import re
@@ -129,10 +130,14 @@ class Twin:
         seeded = torch.Generator().manual_seed(0)
         return torch.randint(min(3, d_vocab - 1), d_vocab, (1, self.n_ctx), generator=seeded)
 
+    @functools.cached_property
+    def _expected(self) -> Float[torch.Tensor, "1 pos d_vocab"]:
+        """transformers' log probabilities."""
+        return self.hf_model(self.tokens).logits.double().log_softmax(-1)  # type: ignore[no-any-return]
+
     def difference(self, logits: Float[torch.Tensor, "1 pos d_vocab"]) -> float:
         """Return how far log probabilities are from transformers', relative to their spread."""
-        logp = logits.double().log_softmax(-1)  # [1, pos, d_vocab]
-        expected = self.hf_model(self.tokens).logits.double().log_softmax(-1)
+        logp, expected = logits.double().log_softmax(-1), self._expected  # [1, pos, d_vocab]
         spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
         return ((logp - expected).abs().max() / spread).nan_to_num(float("inf")).item()
 
@@ -178,9 +183,9 @@ def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str,
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
     active = getattr(config, "num_experts_per_tok", None) or 0
-    sizes: dict[str, Any] = {}
+    per_layer, sizes = _per_layer(config), dict[str, Any]()
     for name, value in vars(config).items():
-        if name in _per_layer(config):
+        if name in per_layer:
             sizes[name] = [value[layer] for layer in layers]
         elif value is None:
             continue

@@ -16,7 +16,6 @@ from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
-METHOD_OF_BRIDGE = "_apply_reconstruct_attention_mask"
 ONE, WEIGHTS = torch.zeros(1), "model.safetensors"
 
 

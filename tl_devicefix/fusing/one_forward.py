@@ -8,10 +8,8 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tl_devicefix.offload.copying import module_with_streams
-from tl_devicefix.placement.devices import has_values
 from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")
@@ -65,25 +63,3 @@ def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
     if tensor is None:
         return None
     return id(tensor), None if tensor.is_inference() else tensor._version
-
-
-def cached_fact(
-    tensor: torch.Tensor, what: Hashable, find_out: Callable[[torch.Tensor], bool]
-) -> bool:
-    """A fact about a tensor's values, read from its device again only after it has changed.
-
-    Without values, as in a dry run, it is taken for true.
-    """
-    if not has_values(tensor):
-        return True
-    if tensor.is_inference():  # whose changes are not counted
-        return find_out(tensor)
-    facts = _facts.setdefault(tensor, {})
-    if facts.get(what, (None,))[0] != tensor._version:
-        facts[what] = tensor._version, find_out(tensor)
-    fact: bool = facts[what][1]
-    return fact
-
-
-# Not on the tensors: copies of them, and what is saved of them, would take it along.
-_facts: Any = WeakIdKeyDictionary()

@@ -42,7 +42,7 @@ def scale_rotary(model: Any, hf_model: nn.Module) -> None:
             tables = [block.attn._buffers[name] for name in _TABLES]
             n_ctx = min(len(tables[0]), rotary.longest or len(tables[0]))
             scaled = rotary(model.cfg.rotary_dim, n_ctx, dtype=tables[0].dtype)
-            agree = all(_agree(own[:n_ctx], table) for own, table in zip(tables, scaled))
+            agree = all(_agree(table[:n_ctx], new) for table, new in zip(tables, scaled))
             made[kind] = () if agree and rotary.longest is None else (rotary, *scaled)
         if made[kind]:
             block.attn.calculate_sin_cos_rotary, *tables = made[kind]

@@ -158,12 +158,12 @@ def dry_run(
         raise ValueError(f"run must be a function to call with the model, but is {shown(run)}")
     check_options(dry_run, config_or_model_name, options, cls)
     with enabled():
-        blueprint(config_or_model_name, dtype, options, cls).check_numbers(numbers)
+        planned = blueprint(config_or_model_name, dtype, options, cls)
+        planned.check_numbers(numbers)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
     at_least = len(memory) if isinstance(memory, list | tuple) else 1
     request = described(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
-        planned = blueprint(config_or_model_name, dtype, options, cls)
         devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
         model = planned.make(placement, tokenizer)
