@@ -158,9 +158,10 @@ def test_what_is_done_to_a_cache_by_hand(how, mask, mode, fused_copy, text):
 
 
 @torch.no_grad()
-def test_a_hook_that_edits_rotated_keys(fused_copy, text):
+@pytest.mark.parametrize("of", [lambda value: value, lambda value: value.data], ids=["it", "data"])
+def test_a_hook_that_edits_rotated_keys(of, fused_copy, text):
     def edit(value, hook):
-        value[:, 1] += 1
+        of(value)[:, 1] += 1
 
     def run(model):
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):

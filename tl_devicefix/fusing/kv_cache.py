@@ -83,7 +83,7 @@ class _Grown:
         self._tables: tuple[Any, ...] = ()
         self._n_rotated = 0
         self.keys, self.values = entry.past_keys, entry.past_values
-        self._versions = self._now()
+        self._version = self._all_keys._version
 
     def is_of(self, entry: Any) -> bool:
         """Return True if an entry's tensors are the ones that were put there last."""
@@ -91,18 +91,18 @@ class _Grown:
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append both; returns all of both."""
-        if self._versions != self._now():  # somebody else has written to keys
+        if self._version != self._all_keys._version:  # somebody else has written to keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
         # Not a change of what graphs hold of it.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
-        self._versions = self._now()
+        self._version = self._all_keys._version
         return self.keys, self.values
 
     def rotated(self, tables: tuple[Any, ...], rotate: Callable[[Heads, int], Heads]) -> Heads:
-        """All keys, rotated; whoever keeps them has them as they are, also when they begin anew."""
+        """Return all keys, rotated; they are kept, so nobody else may write to them."""
         if self._tables != tables:
             self._rotated = None
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
@@ -111,12 +111,7 @@ class _Grown:
             self._rotated = _room(new, self.room)
         self._rotated.data[:, start:end] = new
         self._tables, self._n_rotated = tables, end
-        self._versions = self._now()
         return self._rotated[:, :end]
-
-    def _now(self) -> tuple[int, int]:
-        rotated = self._rotated
-        return self._all_keys._version, 0 if rotated is None else rotated._version
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of an entry, or one that was saved, begins anew

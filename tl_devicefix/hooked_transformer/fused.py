@@ -477,6 +477,8 @@ def _attention(
 
         q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))
         k = rotate(k) if entry is None else kv_cache.rotated_keys(entry, k, tables.names, rotate)
+        if entry is not None and "attn.hook_rot_k" in hooked:
+            k = k.clone()  # because a hook may write to it, and the cache keeps rotated keys
         k = point("hook_rot_k", k)  # [batch, key_pos, kv_head, d_head]
     bias = None
     if cfg.positional_embedding_type == "alibi":
