@@ -7,10 +7,12 @@ from typing import Any
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
+from tl_devicefix.fusing.kv_cache import is_generating
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_of, remember
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
+from tl_devicefix.placement.in_use import setting
 
 
 @patches(
@@ -26,6 +28,19 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     with one_forward(), together():
         return running.forward(original, self, *args, **kwargs)
+
+
+@patches(
+    "HookedTransformer",
+    "generate",
+    takes="self input",
+    why="fused blocks look for padding once",
+    since="3.8",
+)
+def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.generate`, whose new tokens are never padding."""
+    with setting(is_generating, True):
+        return original(self, *args, **kwargs)
 
 
 @patches(

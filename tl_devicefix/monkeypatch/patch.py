@@ -56,7 +56,7 @@ class Patch:
 
 _VERSIONS = {"HookedTransformer": ("2.16.1", "3"), "TransformerBridge": ("3.9", "4")}
 """Class of models -> the first and the last TransformerLens version that has it."""
-_patches: dict[str, Patch] = {}
+_patches: dict[tuple[str, str], Patch] = {}
 
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 
@@ -89,7 +89,7 @@ def patches(
             parameters = tuple(takes.split())
             versions = since or first, until or last
             patch = Patch(name, replacement, parameters, why, owner, *versions)
-            _patches[patch.target] = patch
+            _patches[patch.target, patch.since] = patch
         return replacement
 
     return register
