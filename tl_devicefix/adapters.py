@@ -33,10 +33,10 @@ class Adapter(Protocol):
         """Have the config and the hooks follow what was moved or put in."""
 
     def passes_stream_alone(self, model: Any) -> bool:
-        """Whether blocks hand on the residual stream and nothing else."""
+        """Return True if blocks hand on the residual stream and nothing else."""
 
     def option_names(self, config_or_model_name: Any) -> Sequence[str]:
-        """What the config depends on, as loading takes it."""
+        """Return the names of the loader's options on which the config depends."""
 
     def read_blueprint(
         self, config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
@@ -61,7 +61,7 @@ def adapters() -> dict[str, Adapter]:
 
 
 def is_model(model: Any) -> bool:
-    """Whether this is a model of one of the two classes."""
+    """Return True if this is a model of one of the two classes."""
     return isinstance(model, tuple(adapter.model_class for adapter in adapters().values()))
 
 

@@ -1,4 +1,4 @@
-"""What tracebacks hold and tell: their frames are let go of; errors get notes."""
+"""Free the memory held by tracebacks, and add hints to errors."""
 
 from __future__ import annotations
 

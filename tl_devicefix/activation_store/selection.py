@@ -91,7 +91,7 @@ class Selection:
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
-        """Whether this very name is: a Bridge caches some activations under a second one too."""
+        """Return True if this name is meant, because a Bridge caches some under a second one."""
         if callable(self.names_filter):
             return bool(self.names_filter(name))
         return self.names_filter is None or name in self.names_filter

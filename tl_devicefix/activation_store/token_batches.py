@@ -205,7 +205,7 @@ class _Rows:
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
     def mapped(self, shard: int) -> np.ndarray:
-        """Those of a shard, `[rows, bytes]`: numpy copies bytes fastest."""
+        """Return a shard's tokens as `[rows, bytes]`, because numpy copies bytes fastest."""
         rows = self._stored.of_shard(shard)
         rows = rows.flatten(0, 1) if self._is_flat else rows
         return rows.reshape(len(rows), -1).view(torch.uint8).numpy()

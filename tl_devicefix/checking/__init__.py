@@ -87,7 +87,7 @@ class Report:
 
     @property
     def well(self) -> bool:
-        """Whether nothing is wrong (any more)."""
+        """True if nothing is wrong, or everything is repaired."""
         return not self.findings
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, and what transformers' loading report says of them.
+"""The contents of a checkpoint's files, and transformers' loading report on them.
 
 transformers fills missing tensors with random numbers and only warns; here that is an error.
 """

@@ -47,7 +47,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_checkpoint_directory(model_name: str) -> bool:
-    """Whether this names a local directory with a Hugging Face checkpoint in it."""
+    """Return True if this names a local directory with a Hugging Face checkpoint in it."""
     return (Path(model_name) / "config.json").is_file()
 
 
@@ -99,7 +99,7 @@ def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
 
 
 def has_tokenizer(name: str, **kwargs: Any) -> bool:
-    """Whether a checkpoint, in a directory or on the hub, has a tokenizer."""
+    """Return True if a checkpoint, in a directory or on the hub, has a tokenizer."""
     return any(
         cached_file(
             name,

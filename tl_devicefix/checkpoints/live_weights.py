@@ -1,4 +1,4 @@
-"""What a live Hugging Face model's modules would hold without adapters, quantisation or offloading.
+"""The weights of a live Hugging Face model, without adapters, quantisation or offloading.
 
 The real weights, module by module: those that accelerate offloaded are read from the CPU or the
 disk, those that bitsandbytes packed are dequantised, and active PEFT adapters are merged in float32
@@ -24,7 +24,7 @@ from tl_devicefix.placement.memory import is_out_of_memory
 
 
 def is_from(package: str, thing: object) -> bool:
-    """Whether an object is an instance of a class of that package."""
+    """Return True if an object is an instance of a class of that package."""
     return any(package_of(kind) == package for kind in type(thing).__mro__)
 
 
@@ -117,7 +117,7 @@ def _class_over_floats(kind: Any) -> Any:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether this is a layer of PEFT around a layer of the base model."""
+    """Return True if this is a layer of PEFT around a layer of the base model."""
     if not is_from("peft", module):
         return False
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
@@ -268,7 +268,7 @@ def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Whether this is a linear layer of bitsandbytes, in 4 or 8 bits."""
+    """Return True if this is a linear layer of bitsandbytes, in 4 or 8 bits."""
     kind = type(module._parameters.get("weight")).__name__
     return kind in ("Params4bit", "Int8Params") and isinstance(module, nn.Linear)
 

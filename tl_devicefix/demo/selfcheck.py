@@ -80,7 +80,7 @@ def _verdict(checks: list[bool], good: str) -> bool:
 
 
 def _check_copy(source: torch.device, target: torch.device) -> bool:
-    """Whether copies between two devices arrive as they left, both ends read through the CPU."""
+    """Return True if copies between two devices arrive intact, read through the CPU."""
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
@@ -92,7 +92,7 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 
 
 def _check_streams(device: torch.device) -> bool:
-    """Whether a gradient keeps its memory until another stream has read it.
+    """Return True if a gradient keeps its memory until another stream has read it.
 
     torch's autograd says so to the device's guard (`recordDataPtrOnStream`), which a backend may
     lack; then gradients in flight are wrong without an error.
@@ -127,7 +127,7 @@ def _check_streams(device: torch.device) -> bool:
 
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:
-    """Whether the shipped checkpoint gives on n devices what transformers gives on the CPU."""
+    """Return True if the shipped checkpoint gives transformers' numbers on n devices."""
     with contextlib.redirect_stdout(io.StringIO()):
         model = load_checkpoint(n_devices, home)
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])

@@ -217,7 +217,7 @@ def _devices_of(cache_dict: Mapping[str, Any]) -> dict[str, torch.device]:
 
 
 def _is_spread(model: Any) -> bool:
-    """Whether a model's weights lie in several memories, one of which may be the host's."""
+    """Return True if a model's weights lie in several memories, one of which may be the host's."""
     placement: Placement | None = getattr(model, "placement", None)
     return placement is not None and len(placement.memories) > 1
 

@@ -1,4 +1,4 @@
-"""What is spread over the blocks, read on one device: stacked weights, and what is made from them.
+"""Stacked weights of all blocks, and results from them, read on one device.
 
 That device is home, or the one of `gather_on`. Weights are copied there when they are used, block
 by block; the model stays where it is.

@@ -83,7 +83,7 @@ def empty_component(name: str, cfg: Any) -> nn.Module:
 
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
-    """Whether TransformerLens has a module of this class there itself."""
+    """Return True if TransformerLens has a module of this class there itself."""
     component = component_of(path)
     try:
         own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])

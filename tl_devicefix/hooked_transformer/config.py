@@ -119,7 +119,7 @@ def official_name(model_name: str) -> str:
 
 
 def is_listed(model_name: str) -> bool:
-    """Whether TransformerLens lists a model by this name."""
+    """Return True if TransformerLens lists a model by this name."""
     return model_name.lower() in tl_loading.make_model_alias_map()
 
 

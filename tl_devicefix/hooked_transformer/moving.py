@@ -151,7 +151,7 @@ def move_model_modules_to_device(original: Any, self: Any) -> None:
 
 
 def _is_spread_by(placement: Placement, cfg: Any) -> bool:
-    """Whether a config asks for a placement of several devices, or with offloaded blocks."""
+    """Return True if a config asks for a placement of several devices, or with offloaded blocks."""
     if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1

@@ -325,7 +325,7 @@ def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: An
 
 
 def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
-    """What a missing weight is: the model's own value, or if it has none yet, the neutral one."""
+    """Return a missing weight: the model's own value, or a neutral one if it has none yet."""
     leaf = name.rsplit(".", 1)[-1]
     if not own.is_meta:
         return own
@@ -341,7 +341,7 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
 
 
 def _is_own_buffer(name: str) -> bool:
-    """Whether it is a mask or rotary table: these depend on n_ctx and are the model's own."""
+    """Return True for masks and rotary tables: a model has its own, because n_ctx decides them."""
     return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 

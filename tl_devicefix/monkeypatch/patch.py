@@ -1,4 +1,4 @@
-"""What a patch is, and where its target is in the installed TransformerLens."""
+"""`Patch`, and the search for its target in the installed TransformerLens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Patch:
 
     @property
     def is_of_installed(self) -> bool:
-        """Whether the installed version of TransformerLens has the target."""
+        """True if the installed version of TransformerLens has the target."""
         last = Version(self.until).release
         return Version(self.since) <= installed() and installed().release[: len(last)] <= last
 

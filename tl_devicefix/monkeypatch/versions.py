@@ -36,12 +36,12 @@ def _version(package: str) -> str:
 
 @cache
 def has_hooked_transformer() -> bool:
-    """Whether it has HookedTransformer, which 4.0 removed."""
+    """Return True if it has HookedTransformer, which 4.0 removed."""
     return importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 
 
 def has_bridge() -> bool:
-    """Whether it has a TransformerBridge that can be patched: from 3.9 on."""
+    """Return True if it has a TransformerBridge that can be patched: from 3.9 on."""
     return installed() >= Version("3.9.dev0")
 
 

@@ -114,7 +114,7 @@ def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
 
 
 def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms) -> bool:
-    """Whether there is room for so many blocks on each device."""
+    """Return True if there is room for so many blocks on each device."""
     blocks, shared, at_home = _weigh(sizes)
     ends = list(itertools.accumulate(counts))
     loads = [sum(blocks[end - n : end]) + (shared if n else 0) for n, end in zip(counts, ends)]

@@ -281,7 +281,7 @@ def _checked(device_map: DeviceLike) -> DeviceLike:
 
 
 def _must_be_named(name: str) -> bool:
-    """Whether a map has to say where a component is; others are small, and go with `embed`.
+    """Return True if a map has to say where a component is; others are small, and go with `embed`.
 
     Such as the rotary embedding, which a Bridge has as a component, and HookedTransformer has not.
     """

@@ -63,7 +63,7 @@ class Host:
     forgotten: list[int] = field(default_factory=list)
 
     def take_forgotten(self) -> list[int]:
-        """What it is told now; others may add to it meanwhile."""
+        """Empty `forgotten` one by one, because other threads may append meanwhile."""
         return [self.forgotten.pop() for _ in range(len(self.forgotten))]
 
 
@@ -106,7 +106,7 @@ class Site:
 
 
 def names_host(named: object) -> bool:
-    """Whether a device is named with its host: "host1/cuda:3"."""
+    """Return True if a device is named with its host: "host1/cuda:3"."""
     return isinstance(named, str) and "/" in named
 
 
@@ -190,17 +190,17 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def has_index(device: torch.device) -> bool:
-    """Whether there may be several devices of this type."""
+    """Return True if there may be several devices of this type."""
     return device.type not in ("cpu", "meta") or is_elsewhere(device)
 
 
 def elsewhere(number: int) -> torch.device:
-    """What stands for a device of another host in this process, where no tensor can be on it."""
+    """Return the stand-in for a device of another host, on which no tensor here can be."""
     return torch.device("meta", number)
 
 
 def is_elsewhere(device: torch.device) -> bool:
-    """Whether a device is one of another host."""
+    """Return True if a device is one of another host."""
     return device.type == "meta" and device.index is not None
 
 
@@ -244,7 +244,7 @@ def and_there_are() -> str:
 
 
 def is_device(named: object) -> bool:
-    """Whether this is an index or the name of a device, on this machine or another."""
+    """Return True if this is an index or the name of a device, on this machine or another."""
     if isinstance(named, int) or names_host(named):
         return True
     try:
@@ -374,5 +374,5 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values; one of a dry run has none."""
+    """Return True if a tensor has values; one of a dry run has none."""
     return getattr(tensor, "has_values", True)

@@ -1,4 +1,4 @@
-"""Whether a placement fits into its devices' memory, what is said where not; moving a model."""
+"""Check that a placement fits into its devices' memory, and say where it does not."""
 
 from __future__ import annotations
 

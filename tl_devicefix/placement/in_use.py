@@ -91,14 +91,14 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
 
 
 def placements_in_use() -> list[Placement]:
-    """Those that a model, or anyone, holds, in the order they were placed."""
+    """Return the placements that anybody holds, oldest first."""
     # Not `values()`, as other threads may place models meanwhile.
     references = (reference() for reference in _placements.valuerefs())
     return [placement for placement in references if placement is not None]
 
 
 def held_by(hostname: str) -> str:
-    """What a host holds of models, as a clause behind its name; "" if that is nothing."""
+    """Return a clause that says which components a host holds; "" if none."""
     held = []
     for placement in placements_in_use():
         there = {site.torch_device for site in placement.sites if site.hostname == hostname}

@@ -45,7 +45,7 @@ def capacity(device: torch.device, limits: Limits | None) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch does not always raise an OutOfMemoryError.
+    """Return True if an allocation failed: torch does not always raise an OutOfMemoryError.
 
     On the CPU, and where host memory cannot be pinned, it is a RuntimeError by its type.
     """

@@ -288,7 +288,7 @@ def component_of(name: str) -> str:
 
 
 def is_block(name: str) -> bool:
-    """Whether this is a block, or something in one: it has a number. All else stays at home.
+    """Return True if this is a block, or something in one: it has a number. All else stays at home.
 
     So tokens in and logits out are at home: embed, pos_embed, ln_final, unembed.
     """

@@ -56,7 +56,7 @@ class OnDevice:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for the peak."""
+        """True if there is room for the peak."""
         return self.headroom is None or self.headroom >= 0
 
 
@@ -89,7 +89,7 @@ class DryRun:
 
     @property
     def runs(self) -> bool:
-        """Whether the job ran to its end."""
+        """True if the job ran to its end."""
         return self.error is None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether a job fits, before anything is loaded: `estimate(...)`, a dry run of a usual job.
+"""Estimate whether a job fits before anything is loaded, by a dry run of a usual job.
 
 No formula: it is what the installed TransformerLens allocates, on tensors without values.
 """
@@ -52,7 +52,7 @@ class Job:
     """How blocks attend: "sdpa", which builds no pattern unless it is kept, or as installed."""
 
     def keeps(self, name: str) -> bool:
-        """Whether `run_with_cache` keeps the activation of this hook point."""
+        """Return True if `run_with_cache` keeps the activation of this hook point."""
         return self.cache == "all" or any(part_of(part, name) for part in self.parts)
 
     @property
@@ -70,7 +70,7 @@ class Job:
 
 
 def part_of(part: str, name: str) -> bool:
-    """Whether `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
+    """Return True if `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
     short = part.removeprefix("hook_")
     return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
 
@@ -94,7 +94,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether each device has room for its peak."""
+        """True if each device has room for its peak."""
         return all(device.fits for device in self.devices)
 
     def to_dict(self) -> dict[str, Any]:

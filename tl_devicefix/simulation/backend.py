@@ -20,7 +20,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class DeviceModule:
-    """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
+    """The module ``torch.get_device_module("sim")``, with ``torch.cuda``'s names."""
 
     def is_available(self) -> bool:
         """Tell whether a machine is entered."""

@@ -1,4 +1,4 @@
-"""What computes the operations of a machine: the CPU, or nothing but shapes.
+"""Executors of a machine's operations: the CPU, or one that computes shapes alone.
 
 For tensors without values, most of an operation's time is torch's Python that finds out the shape,
 strides and dtype of the result. These depend only on those of the arguments, and the blocks of a
@@ -105,7 +105,7 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
 
 
 def _is_new(tensor: Any, used: set[int]) -> bool:
-    """Whether it is strided, with memory of its own, all of which it uses."""
+    """Return True if it is strided, with memory of its own, all of which it uses."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()

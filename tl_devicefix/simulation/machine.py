@@ -119,7 +119,7 @@ class Machine:
 
     @property
     def has_values(self) -> bool:
-        """Whether tensors on its devices have values."""
+        """True if tensors on its devices have values."""
         return self.executor.place.type != "meta"
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:

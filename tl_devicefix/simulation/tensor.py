@@ -143,7 +143,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @property
     def has_values(self) -> bool:
-        """Whether there are values; without, only placement is simulated."""
+        """True if there are values; without, only placement is simulated."""
         return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -14,7 +14,7 @@ from tl_devicefix.monkeypatch.patch import patches
 
 
 class ThisForward(NamedTuple):
-    """What blocks know of the forward that they are in; by default, it is not a Bridge's."""
+    """Facts about the forward that a block is in; by default, it is not a Bridge's."""
 
     is_of_bridge: bool = False
     """What transformers records of it goes to nobody."""
@@ -23,7 +23,7 @@ class ThisForward(NamedTuple):
 
 
 def this_forward() -> ThisForward:
-    """What is known of the forward that this thread is in."""
+    """Return the facts about this thread's forward."""
     kept = kept_in_forward()
     if ThisForward not in kept:
         is_of_bridge, by_sdpa = kept.get(FACTS) or (False, False)
@@ -32,7 +32,7 @@ def this_forward() -> ThisForward:
 
 
 def _looks_up(attention: Any) -> bool:
-    """Whether attention of transformers' goes by what its config says."""
+    """Return True if attention of transformers' goes by what its config says."""
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -75,7 +75,7 @@ _SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
 
 
 def makes_masks() -> bool:
-    """Whether transformers makes masks for "eager" by its own function, and not by a user's."""
+    """Return True if transformers makes masks for "eager" by its own function."""
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
 
 
@@ -127,7 +127,7 @@ def built(mask: Any, residual: torch.Tensor) -> Any:
 
 
 def is_of_pairs(mask: Any) -> bool:
-    """Whether a mask says of each query and key whether it is seen, as SDPA wants it."""
+    """Return True if a mask has a bool for each pair of query and key, as SDPA takes it."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 4
 
 

@@ -61,7 +61,7 @@ class BridgeBlueprint:
         return cls(name, config, torch.float32 if dtype is None else torch_dtype(dtype))
 
     def sizes(self) -> tuple[ComponentSize, ...]:
-        """What its components weigh, in the order they run; a tied unembedding is weighed too."""
+        """Return the components' sizes in the order they run, a tied unembedding's too."""
         hf_model, layout = self._empty()
         return layout.sizes(hf_model)
 

@@ -53,7 +53,7 @@ class Layout:
         return max(inside, key=lambda component: len(self.paths[component]), default=REST)
 
     def sizes(self, hf_model: nn.Module) -> tuple[ComponentSize, ...]:
-        """What each component weighs, as `hf_model` has it; its tensors may be on meta.
+        """Return each component's size in `hf_model`, whose tensors may be on meta.
 
         An unembedding that is tied to the embedding is weighed too: processing unties it.
         """

@@ -1,4 +1,4 @@
-"""What runs a Bridge, and what is read of its components together: at home, or by `gather_on`."""
+"""Methods that run a Bridge, and that read several components: at home, or by `gather_on`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _takes_cache(bridge: Any) -> bool:
-    """Whether a state has transformers 5.24's name, where `generate` knows two earlier ones."""
+    """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
     is_stateful = getattr(bridge.cfg, "is_stateful", False)
     return (
         bool(is_stateful) and "cache" in inspect.signature(bridge.original_model.forward).parameters
@@ -56,7 +56,7 @@ def _takes_cache(bridge: Any) -> bool:
 
 
 def _is_of_tokens(mask: Any) -> bool:
-    """Whether a mask says which tokens are seen, and not by which others."""
+    """Return True if a mask says which tokens are seen, and not by which others."""
     if isinstance(mask, torch.Tensor):
         return mask.dim() <= 2
     return not isinstance(mask, Mapping)

@@ -142,7 +142,7 @@ def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
 
 
 def _spreads(options: Mapping[str, Any]) -> bool:
-    """Whether several devices, or host memory, are asked for."""
+    """Return True if several devices, or host memory, are asked for."""
     n_devices = options.get("n_devices")
     limited = options.get("device_map") is not None or options.get("max_memory") is not None
     return limited or (n_devices is not None and n_devices != 1)
@@ -196,12 +196,12 @@ class _PlannedClass:
 
     @property
     def is_on_hosts(self) -> bool:
-        """Whether there are blocks on other hosts: here they have no values."""
+        """True if there are blocks on other hosts: here they have no values."""
         return self.placement is not None and self.placement.here is not self.placement
 
     @property
     def offloads(self) -> bool:
-        """Whether blocks are offloaded. Then the model is loaded to the host, and moved from there.
+        """True if blocks are offloaded. Then the model is loaded to the host, and moved from there.
 
         transformers would leave them without values, which the Bridge cannot read.
         """
@@ -276,7 +276,7 @@ class _PlannedClass:
 
 
 def _is_of_worker(device_map: Any) -> bool:
-    """Whether it is a worker's, of which components are on other hosts."""
+    """Return True if it is a worker's, of which components are on other hosts."""
     devices = device_map.values() if isinstance(device_map, Mapping) else ()
     return any(isinstance(device, torch.device) and is_elsewhere(device) for device in devices)
 
@@ -298,7 +298,7 @@ def _without_all_values() -> Iterator[None]:
 
 
 def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
-    """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
+    """Return True if a map names modules of the Hugging Face model, or a strategy of its own."""
     if not isinstance(device_map, Mapping):
         return isinstance(device_map, str) and device_map.startswith("balanced_")
     return any(name in device_map for name, _ in hf_model.named_modules() if name)

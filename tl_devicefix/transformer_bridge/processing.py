@@ -223,7 +223,7 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
 
 
 def _is_here(unit: Unit) -> bool:
-    """Whether a unit's weights are in this process."""
+    """Return True if a unit's weights are in this process."""
     return not any(
         weight.is_meta or type(weight) is RemoteTensor for weight in unit.weights.values()
     )

@@ -35,7 +35,7 @@ class NotPlain(Exception):
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether a module is one of the Bridge's wrappers."""
+    """Return True if a module is one of the Bridge's wrappers."""
     return isinstance(module, GeneralizedComponent)
 
 
@@ -166,7 +166,7 @@ def replaced_in(module: nn.Module) -> str | None:
 
 
 def _is_carried_by_accelerate(module: nn.Module) -> bool:
-    """Whether accelerate brings to a module's device what it takes, and does nothing else."""
+    """Return True if accelerate does no more than bring a module's inputs to its device."""
     hook: Any = vars(module).get("_hf_hook")
     run = vars(module).get("forward")
     is_its = getattr(getattr(run, "func", None), "__module__", None) == "accelerate.hooks"
@@ -203,7 +203,7 @@ def _check_dropout(module: nn.Module) -> None:
 
 
 def computes_itself(wrapper: Any) -> bool:
-    """Whether a wrapper is of a norm and does not call transformers' own."""
+    """Return True if a wrapper is of a norm and does not call transformers' own."""
     if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
     folds = getattr(wrapper.config, "layer_norm_folding", False)

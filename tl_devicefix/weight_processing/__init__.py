@@ -94,12 +94,12 @@ class Steps:
 
 
 def has_sinks(cfg: Any) -> bool:
-    """Whether attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
+    """Return True if attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
     return bool(getattr(cfg, "use_attention_sinks", False))
 
 
 def uses_layer_norm(cfg: Any) -> bool:
-    """Whether the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
+    """Return True if the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
     return cfg.normalization_type in ("LN", "LNPre")
 
 
