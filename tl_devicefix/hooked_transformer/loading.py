@@ -76,8 +76,8 @@ def from_pretrained(
     Args:
         device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
-        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
-            devices that it names are used, unless `n_devices` says how many.
+        max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
+            (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
         numbers: what to do if a HookedTransformer with this config would not give transformers'
             numbers, as a tiny twin of it shows before weights are read: "warn", which is the

@@ -62,7 +62,8 @@ def decide_fitting(
     is_given = device_map is not None and device_map not in STRATEGIES
     check_fit(placement, max_memory, is_given)
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    indices = [named for named in (device, *in_map, *(max_memory or ())) if type(named) is int]
+    limited = max_memory if isinstance(max_memory, Mapping) else ()
+    indices = [named for named in (device, *in_map, *limited) if type(named) is int]
     if indices and default_device() == HOST:
         _log.warning(
             "device %d is asked for, but there is no GPU here, so the model is placed on the CPU",
@@ -90,10 +91,12 @@ def decide(
         if not isinstance(device_map, Mapping):
             device_map = {"": _checked(device_map)}
         placement = _from_dict(sizes, device_map, device)
-        _warn_of_unused(by_device(max_memory, placement.home), placement.memories)
+        _warn_of_unused(by_device(max_memory, placement.home, placement.devices), placement.memories)
         return placement
-    limits = by_device(max_memory, default_device() if device is None else resolve(device))
-    devices = _devices_to_use(device, n_devices, device_map, limits)
+    home = default_device() if device is None else resolve(device)
+    named = None if isinstance(max_memory, int | str) else by_device(max_memory, home)
+    devices = _devices_to_use(device, n_devices, device_map, named)
+    limits = by_device(max_memory, home, devices)
     n_blocks = sum(is_block(size.name) for size in sizes)
     if n_devices is not None and n_devices > max(n_blocks, 1):
         _log.warning(
@@ -102,7 +105,7 @@ def decide(
             n_devices,
             n_blocks,
         )
-    home = devices[0]
+    home = devices[0]  # the lowest that `max_memory` names, if `device` is left out
     may_offload = home != HOST and HOST in (limits or {})
     _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)
     # A device that may hold nothing is left out; home is not, so that what it lacks is reported.

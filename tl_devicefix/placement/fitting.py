@@ -30,7 +30,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
 
     The placement `is_given` if a user's map says where each component is.
     """
-    limits = by_device(max_memory, placement.home)
+    limits = by_device(max_memory, placement.home, placement.devices)
     over, held = [], 0
     for memory in placement.memories:
         room, needed = capacity(memory, limits), placement.bytes_on(memory)

@@ -11,22 +11,27 @@ import torch
 from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
 
-MaxMemory = Mapping[DeviceLike, int | str]
-"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
+MaxMemory = Mapping[DeviceLike, int | str] | int | str
+"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}; or one
+size for each device."""
 
 
 Limits = Mapping[torch.device, int]
 """The same with each device by its full name, and sizes in bytes."""
 
 
-def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
-    """Resolve the devices in `max_memory`, and its sizes to bytes."""
+def by_device(
+    max_memory: MaxMemory | Limits | None, home: torch.device, devices: Sequence[torch.device] = ()
+) -> Limits | None:
+    """Resolve the devices in `max_memory`, and its sizes to bytes; one size is for each device."""
     if max_memory is None:
         return None
+    if isinstance(max_memory, int | str):
+        return dict.fromkeys(devices, bytes_of(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
         raise ValueError(
-            f"max_memory must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
-            f"but is {shown(max_memory)}"
+            f"max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
+            f"sizes, such as {{0: '20GiB', 1: '40GiB'}}, but is {shown(max_memory)}"
         )
     limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():

@@ -147,8 +147,8 @@ def plan(
             "sequential" (fill each before the next), one device, or a dict from components
             ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
             "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
-        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`.
-            The devices that it names are used, and no others, unless `n_devices` says how many.
+        max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
+            (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
             With "cpu" in it, blocks that do not fit are offloaded.
         dtype: the dtype of the parameters; by default the config's. Sizes include norms, although
             loading with `fold_ln=True` removes them.
