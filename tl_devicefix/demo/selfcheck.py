@@ -1,7 +1,7 @@
-"""The self-check: may this machine's devices be trusted with a spread model?
+"""The self-check: test whether a model may be spread over this machine's devices.
 
-Some boards corrupt copies between two devices without an error, so every pair is compared through
-the CPU before any model is.
+Some boards corrupt copies between two devices without an error. So every pair of devices is
+compared through the CPU before a model runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devi
 def run_selfcheck(device_type: str | None = None) -> bool:
     """Check copies between all devices, and the demo's parity on 1 to n of them.
 
-    By default on those that TransformerLens would choose. Returns whether everything agreed.
+    By default, these are the devices that TransformerLens would choose. Returns True if all agree.
     """
     print(f"Python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
@@ -105,7 +105,7 @@ def _check_streams(device: torch.device) -> bool:
     x = torch.ones(_COPY_ELEMENTS, device=device, requires_grad=True)
     written: list[torch.Tensor] = []
 
-    def keep_busy(gradient: torch.Tensor) -> None:  # the stream that reads this gradient next
+    def keep_busy(gradient: torch.Tensor) -> None:  # the stream that will read this gradient
         for _ in range(products):
             torch.mm(matrix, matrix, out=product)
 
