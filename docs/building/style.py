@@ -70,6 +70,10 @@ STYLES = (
 )
 
 
+_COMMENT = r"(?:^|  )# (?!-|type: |noqa|fmt: )(.*)"
+"""A comment that is written for readers, at a line's start or end."""
+
+
 class CodeStyle(NamedTuple):
     """A figure of the style of code, and its limit."""
 
@@ -92,8 +96,7 @@ def code_styles() -> list[CodeStyle]:
     lines = [line.strip() for source in sources for line in source.splitlines()]
     found = [docstring for source in sources for docstring in docstrings(ast.parse(source))]
     vague = [text for text in found if re.match(r"(?:Whether|What|Of|Those|Whoever)\b", text)]
-    comments = [line for line in lines if re.match(r"# [^-]", line)]
-    n_comments = len(comments) + sum("  # " in line for line in lines)
+    comments = [comment for line in lines for comment in re.findall(_COMMENT, line)]
     english = "\n".join([*found, *comments])
     because = 1000 * len(re.findall(r"\bbecause\b", english, re.I)) / words(english)
     tests = [path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py")]
@@ -101,7 +104,7 @@ def code_styles() -> list[CodeStyle]:
     return [
         CodeStyle('docstrings that begin with "Whether", "What", "Of"', len(vague), at_most=140),
         CodeStyle('"because" per 1000 words of docstrings and comments', because, at_least=0.6),
-        CodeStyle("comments, in % of lines", 100 * n_comments / len(lines), at_least=1),
+        CodeStyle("comments, in % of lines", 100 * len(comments) / len(lines), at_least=1),
         CodeStyle(
             "test names of more than 60 characters",
             sum(len(name) > 60 for name in names),
