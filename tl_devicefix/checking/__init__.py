@@ -106,7 +106,7 @@ _MOST_OF_A_KIND = 8
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line for each, but not hundreds of one kind."""
+    """List the findings, but not hundreds of one kind."""
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
         by_kind[finding.kind].append(f"- {finding}")
