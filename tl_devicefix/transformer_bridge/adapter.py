@@ -28,8 +28,8 @@ SETUP = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint.read
 MINDS_TRAINING = True
 
-# Bridges of these hand the residual stream alone from one block to the next. What other blocks
-# share (keys and values, states, an embedding for each layer) would be missing.
+# Blocks of these Bridges pass on the residual stream alone. Others share more (keys and values,
+# states, an embedding for each layer), which a run that starts at a later block would miss.
 _RESIDUAL_STREAM_ALONE = {
     *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),
     *("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
@@ -41,7 +41,7 @@ _RESIDUAL_STREAM_ALONE = {
 
 
 def passes_stream_alone(model: Any) -> bool:
-    """Return True if its blocks do, in this very call."""
+    """See `Adapter.passes_stream_alone`."""
     is_generating = getattr(model, "_capture_hf_cache", False)
     return model.cfg.architecture in _RESIDUAL_STREAM_ALONE and not is_generating
 
