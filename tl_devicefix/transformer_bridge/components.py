@@ -1,4 +1,4 @@
-"""The components of a Bridge: their paths in the Hugging Face model, sizes, and processing units."""
+"""The components of a Bridge: paths in the Hugging Face model, sizes, processing units."""
 
 from __future__ import annotations
 

@@ -283,7 +283,8 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
 def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
     """Fold a block's ln2 into experts that are stacked in one parameter.
 
-    TransformerLens's method reads blocks by position, so we give it a list in which the other blocks are missing.
+    TransformerLens's method reads blocks by position, so we give it a list without
+    the other blocks.
     """
     kind, _, index = unit.name.partition(".")
     blocks = [None] * int(index) + [unit.components[unit.name]]
@@ -419,7 +420,7 @@ def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
 
 
 class _OneBlock:
-    """A config as if the model had one block. No copy, because steps may set fields of it."""
+    """A config with one block. No copy, because a Bridge follows its config's changes."""
 
     n_layers = 1
 
