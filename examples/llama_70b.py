@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import tl_devicefix  # before TransformerLens loads anything
+import tl_devicefix
 from tl_devicefix.demo import CHECKPOINT, devices_for
 
 MODEL = "meta-llama/Llama-2-70b-hf"

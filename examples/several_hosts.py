@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import tl_devicefix  # before TransformerLens loads anything
+import tl_devicefix
 from tl_devicefix.demo import CHECKPOINT, devices_for
 
 TEXT = "Emma likes red . Bob likes blue . Emma likes"

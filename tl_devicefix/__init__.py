@@ -1,18 +1,15 @@
-"""HookedTransformer and TransformerBridge over several devices: import before loading.
+"""HookedTransformer and TransformerBridge over several devices: import it, then load.
 
-Importing applies the patches that `report()` lists, unless TL_DEVICEFIX_DISABLE=1 is set: at once
-if TransformerLens is imported already, or else as soon as it is.
+Importing it imports TransformerLens and applies the patches that `report()` lists, unless
+TL_DEVICEFIX_DISABLE=1 is set.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
-
-from tl_devicefix.monkeypatch.applying import call_now, when_imported
-from tl_devicefix.monkeypatch.versions import check_version
-from tl_devicefix.patches import enable as _enable
 
 if TYPE_CHECKING:
     from tl_devicefix.activation_store.reader import load_activations
@@ -82,8 +79,6 @@ def __getattr__(name: str) -> Any:
     """Import what needs TransformerLens or torch only when it is asked for."""
     if name not in _LAZY:
         raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
-    if name != "load_activations":  # which needs no TransformerLens
-        call_now()
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
@@ -91,6 +86,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0"):
-    check_version()
-    when_imported(_enable)
+# Not for `python -m tl_devicefix`, because help and mistakes should not wait for the import of
+# TransformerLens: its commands call `enable()`. Python imports the package with this argv then.
+_is_command = sys.argv[:1] == ["-m"] and "tl_devicefix" in sys.orig_argv
+if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0") and not _is_command:
+    importlib.import_module("tl_devicefix.patches").enable()

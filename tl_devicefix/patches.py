@@ -60,9 +60,7 @@ def enable() -> None:
     """
     if is_enabled():
         return
-    patch_table = table()
-    if not is_enabled():  # by the import hook, when TransformerLens was imported for the table
-        applying.enable(patch_table)
+    applying.enable(table())
 
 
 @contextlib.contextmanager

@@ -1,23 +1,19 @@
 """`import tl_devicefix` applies the patches, before or after TransformerLens, unless disabled.
 
-This file is also a script: fresh interpreters take long to import TransformerLens, so one does it.
+This file is also a script, because a fresh interpreter has to import it.
 """
 
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 
-def transformer_lens_first() -> None:
-    """Also for models and subclasses that exist."""
+def patch_what_is_imported() -> None:
+    """Patch a TransformerLens that is imported, with models and subclasses that exist."""
     from tl_parts import MODEL_CLASS, changed, parts_of_transformer_lens
 
     is_hooked = MODEL_CLASS.__name__ == "HookedTransformer"
@@ -49,69 +45,38 @@ def transformer_lens_first() -> None:
     assert left == set(), left
 
 
-def refused_and_then_not() -> None:
-    """Run as if TransformerLens were not imported yet."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("transformer_lens", "tl_parts"):
-            del sys.modules[name]
-    import tl_devicefix
-    from tl_devicefix.monkeypatch import applying
-    from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens
-
-    assert "transformer_lens" not in sys.modules
-
-    def refuse(patch: Any) -> None:
-        raise UnsupportedTransformerLens("not this one")
-
-    check, applying.check_target = applying.check_target, refuse
-    for _ in range(2):
-        with pytest.raises(UnsupportedTransformerLens, match=r"^not this one$"):
-            import transformer_lens
-    assert not tl_devicefix.patches.is_enabled()
-
-    applying.check_target = check
-    import transformer_lens  # noqa: F401
-
-    assert tl_devicefix.patches.is_enabled()
-    from tl_parts import MODEL_CLASS, ours, parts_of_transformer_lens
-
-    replaced = {path.partition(":")[2] for path in ours(parts_of_transformer_lens())}
-    hooked = {"HookedTransformer.from_pretrained"}
-    bridge = {"TransformerBridge.process_weights"}
-    assert (hooked if MODEL_CLASS.__name__ == "HookedTransformer" else bridge) <= replaced
-    tl_devicefix.disable()
-    left = ours(parts_of_transformer_lens())
-    assert left == set(), left
-
-
 DISABLED = """
 import sys
 import tl_devicefix
 
 assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
-assert not tl_devicefix.patches.is_enabled()
 """
 
 
-def run(*arguments: str, disable: str) -> None:
+def run(*arguments: str, disable: str, without: str | None = None) -> None:
     environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
+    assert without is None or f" {without}\n" not in done.stderr
 
 
-def test_importing_first_or_last_or_while_disabled():
+def test_importing_it_patches_transformer_lens():
+    run("-c", "import tl_devicefix; assert tl_devicefix.patches.is_enabled()", disable="0")
+
+
+def test_importing_it_after_transformer_lens_patches_models_too():
     run(str(Path(__file__)), disable="0")
+
+
+def test_importing_it_disabled_imports_and_patches_nothing():
     run("-c", DISABLED, disable="1")
 
 
-if __name__ == "__main__":
-    import tl_parts  # noqa: F401  # and with it all that TransformerLens needs
+def test_help_of_the_command_line_imports_no_torch():
+    run("-X", "importtime", "-m", "tl_devicefix", "--help", disable="0", without="torch")
 
-    forking = multiprocessing.get_context("fork")
-    process = forking.Process(target=refused_and_then_not)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    transformer_lens_first()
+
+if __name__ == "__main__":
+    patch_what_is_imported()

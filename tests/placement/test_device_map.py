@@ -110,7 +110,7 @@ def test_the_devices_that_are_named_are_used(sizes, options, devices, machine):
 def test_one_size_is_the_max_memory_of_each_device(options, config, machine):
     placement = plan(config(), max_memory="1GiB", **options)
     assert placement.devices == plan(config(), **options).devices
-    with pytest.raises(ValueError, match="would hold .* but has 1.0 KiB to use"):
+    with pytest.raises(ValueError, match=r"would hold .* but has 1\.0 KiB to use"):
         plan(config(), max_memory="1KiB", **options)
 
 

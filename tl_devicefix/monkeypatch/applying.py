@@ -1,20 +1,15 @@
 """Replace what a table of patches names, put it back, and find what was there.
 
 Nothing is replaced unless everything can be: a target that is missing or has another signature
-than the one known leaves TransformerLens as it was, and says so. All of it is applied as soon as
-TransformerLens is imported.
+than the one known leaves TransformerLens as it was, and says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -214,63 +209,3 @@ def _classmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
     method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
     method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]
     return classmethod(method)
-
-
-class _ImportHook(MetaPathFinder):
-    """Calls a function after the first import that has imported TransformerLens.
-
-    That is an import of TransformerLens, or of a module of this package that imports it: it is
-    complete before the function is called, which imports other modules of this package.
-    """
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-        self.waits = True
-        self._is_within = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        ours = name == "transformer_lens" or name.startswith("tl_devicefix.")
-        if not (ours and self.waits) or self._is_within:
-            return None
-        spec = self._within(importlib.util.find_spec, name)  # by the other finders
-        if spec is not None and spec.loader is not None:
-            # The loader is this module's alone, so it may have another method for once.
-            spec.loader.exec_module = partial(self._execute, spec.loader)
-        return spec
-
-    def _execute(self, loader: Any, module: Any) -> None:
-        vars(loader).pop("exec_module", None)
-        self._within(loader.exec_module, module)
-        if self.waits and "transformer_lens" in sys.modules:
-            self.call()
-
-    def call(self) -> None:
-        """Call the function; if it raises an error, the next import calls it again."""
-        self._within(self._then)
-        self.waits = False
-
-    def _within(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function whose imports are part of the one that is under way."""
-        before, self._is_within = self._is_within, True
-        try:
-            return function(*arguments)
-        finally:
-            self._is_within = before
-
-
-def when_imported(then: Callable[[], None]) -> None:
-    """Call a function once TransformerLens is imported: now, if it is already."""
-    if "transformer_lens" in sys.modules:
-        then()
-    elif not _waiting():  # as if this package is reloaded
-        sys.meta_path.insert(0, _ImportHook(then))
-
-
-def call_now() -> None:
-    """Call the function that waits for TransformerLens, if one does."""
-    for hook in _waiting():
-        hook.call()
-
-
-def _waiting() -> list[_ImportHook]:
-    return [finder for finder in sys.meta_path if isinstance(finder, _ImportHook) and finder.waits]
