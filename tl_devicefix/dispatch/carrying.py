@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, going_to
 from tl_devicefix.fusing.one_forward import made_once
-from tl_devicefix.offload.visiting import AroundForward
 from tl_devicefix.placement.devices import is_elsewhere
 from tl_devicefix.placement.in_use import setting
 from tl_devicefix.placement.placement import Placement
