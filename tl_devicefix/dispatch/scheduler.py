@@ -297,12 +297,6 @@ def going_to(
     return run.going_to(device, None if module is None else visiting_weights(module))
 
 
-def device_of_turn() -> torch.device | None:
-    """The device whose turn this thread has, if it is a run in flight."""
-    run = _run.get()
-    return None if run is None else run.at
-
-
 _reads_text = threading.RLock()
 
 

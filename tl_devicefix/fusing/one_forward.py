@@ -31,6 +31,11 @@ def kept_in_forward() -> dict[Any, Any]:
     return {} if kept is None else kept
 
 
+def is_in_forward() -> bool:
+    """Return True in a forward of a model, also in its hooks."""
+    return _this_forward.get() is not None
+
+
 def made_once(
     of: tuple[torch.Tensor | None, ...],
     what: Hashable,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.around import AroundForward
+from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.offload.copying import (
     Sent,
     Visitor,
@@ -44,16 +44,8 @@ _exchanging = threading.RLock()
 def offload_blocks(model: Any, placement: Placement) -> None:
     """Have each offloaded block's weights visit its device when it runs."""
     for block, device in _offloaded_blocks(model, placement):
-        OffloadedForward(block, device).put()
+        OffloadedForward(block, device).attach(block)
     pin(model, placement)
-
-
-def keep_resident(model: Any) -> None:
-    """Undo `offload_blocks`."""
-    for block in getattr(model, "blocks", ()):
-        visits = OffloadedForward.of(block)
-        if visits is not None:
-            visits.take_off()
 
 
 def pin(model: Any, placement: Placement) -> None:
@@ -71,11 +63,11 @@ def _offloaded_blocks(model: Any, placement: Placement) -> Iterator[tuple[nn.Mod
             yield model.get_submodule(component.name), component.device
 
 
-class OffloadedForward(AroundForward):
-    """An offloaded block's forward: with its weights on the device where it runs."""
+class OffloadedForward(Around):
+    """Brings an offloaded block's weights to the device where it runs, and takes them away."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
-        super().__init__(block)
+        self.module = block
         self.device = device
         self.weights = object()
         """Stands for the block's weights, also in the forwards of views' blocks."""
@@ -84,7 +76,7 @@ class OffloadedForward(AroundForward):
         self._sent: Sent | None = None  # what they came with
         self._schedule: Schedule | None = None  # for which they came
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Run the block's own forward; called by itself, it has a schedule of its own."""
         of_forward = _schedule.get()
         of_block = (
@@ -94,7 +86,7 @@ class OffloadedForward(AroundForward):
             self._receive(schedule)
             try:
                 with keeping_on_host(self._visitors):
-                    return self.run(*args, **kwargs)
+                    return run(*args, **kwargs)
             finally:
                 self._leave()
 
