@@ -33,45 +33,27 @@ Kind = TypeVar("Kind", bound="Around")
 class Around:
     """Stands around a module's forward, as accelerate's `ModelHook` does.
 
-    To add another, write one or more of these, and have `align` attach it:
+    To add another, write one or more of these three, and attach it where `align` attaches others:
 
-    - `pre_forward`, which runs before users' own pre-hooks, so that these see what it returns;
-    - `forward`, which decides whether the module's own runs, and may undo something in `finally`;
-    - `post_forward`, which runs before users' own hooks, but not after an error.
+    - `pre_forward` returns the arguments. It runs before users' pre-hooks, which see what it gives.
+    - `forward` returns the output, of `run(*args, **kwargs)` or without running the module. It may
+      undo something in `finally`.
+    - `post_forward` returns the output. It runs before users' hooks, but not after an error.
 
-    One object may stand around many modules. It is deep-copied and pickled with them, so it should
-    hold none, unless it is a module's own.
+    One object may be attached to many modules. It is copied and pickled with them, so it should
+    hold no module but its own.
     """
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Return the arguments that users' pre-hooks and the forward get.
-
-        Args:
-            module: the module that is called.
-            args: its positional arguments.
-            kwargs: its named arguments.
-        """
+        """Return the arguments that users' pre-hooks and the forward get."""
         return args, kwargs
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Return the output of the module's forward.
-
-        Args:
-            module: the module that is called.
-            run: the forward that this stands around; call it once, or not at all.
-            args: the positional arguments.
-            kwargs: the named arguments.
-        """
+        """Return the output; `run` is the forward that this stands around."""
         return run(*args, **kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """Return the output that users' hooks and the caller get.
-
-        Args:
-            module: the module that was called.
-            args: the positional arguments that its forward got.
-            output: what its forward returned.
-        """
+        """Return the output that users' hooks and the caller get."""
         return output
 
     def attach(self, module: nn.Module) -> None:
@@ -88,21 +70,23 @@ class Around:
 
     @classmethod
     def detach(cls, module: nn.Module) -> None:
-        """Leave a module as if none of this class had been attached, whoever copied it there."""
+        """Take all of this class from a module, also those that a copied module brought along."""
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
                 if isinstance(getattr(hook, "__self__", None), cls):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
-        around, forward = [], vars(module).pop("forward", None)
+        outer, forward = None, vars(module).get("forward")
         while isinstance(forward, _Forward):
-            around.append(forward)
+            if not isinstance(forward.around, cls):
+                outer = forward
+            elif outer is not None:
+                outer.inner = forward.inner
+            elif forward.inner is not None:
+                vars(module)["forward"] = forward.inner
+            else:
+                del vars(module)["forward"]
             forward = forward.inner
-        for each in reversed(around):
-            if not isinstance(each.around, cls):
-                each.inner, forward = forward, each
-        if forward is not None:
-            vars(module)["forward"] = forward
 
     @classmethod
     def of(cls: type[Kind], module: nn.Module) -> Kind | None:
