@@ -126,8 +126,8 @@ def test_what_backward_needs_may_not_be_changed_before(changed):
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
     tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
     copy_there = tensors["weight"] * 1
-    visitor = SimpleNamespace(weight=copy_there, host=tensors["weight"])
-    with keeping_on_host([visitor]):
+    swapped_in = SimpleNamespace(weight=copy_there, host=tensors["weight"])
+    with keeping_on_host([swapped_in]):
         result = (tensors["activation"] * copy_there).exp()
     assert_agrees(torch.autograd.grad(result.sum(), copy_there, retain_graph=True), [result])
 
