@@ -80,9 +80,35 @@ def test_each_run_copies_each_block_once(machine, offloaded, batches):
     assert sum(sent) == len(batches) * weights
 
 
-def test_two_blocks_at_a_time_are_on_a_device(machine, offloaded, tokens):
+@pytest.fixture
+def one_token(tokens):
+    """A token, whose activations are smaller than any block."""
+    return tokens[:1, :1].to("sim:0")
+
+
+def test_runs_that_wait_in_a_block_keep_that_block_alone(machine, offloaded, one_token):
+    model, n_runs = offloaded(ON_ONE), 4
+
+    def run(view, token):
+        def draw(activation, hook):
+            return activation + torch.rand(()).item()
+
+        return view.run_with_hooks(token, fwd_hooks=[("blocks.1.hook_resid_mid", draw)])
+
+    block = max(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
+    gc.collect()
+    before = machine.memory_allocated(0)
+    machine.reset_peak_memory_stats(0)
+    with torch.no_grad():
+        for _ in pipeline_map(model, run, [one_token] * n_runs, n_runs):
+            gc.collect()
+    # The run that goes on has the next block too.
+    assert machine.max_memory_allocated(0) - before < (n_runs + 2) * block
+    assert machine.memory_allocated(0) == before
+
+
+def test_two_blocks_at_a_time_are_on_a_device(machine, offloaded, one_token):
     model = offloaded(ON_TWO)
-    one_token = tokens[:1, :1].to(model.cfg.device)  # whose activations are less than any block
     block = max(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
     runs_on = [component.device for component in model.placement.components if component.offloaded]
     gc.collect()
