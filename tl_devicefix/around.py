@@ -57,9 +57,8 @@ class Around:
         return output
 
     def attach(self, module: nn.Module) -> None:
-        """Stand around a module's forward, outermost, in the place of another of this class."""
+        """Stand around a module's forward, outermost."""
         kind = type(self)
-        kind.detach(module)
         if kind.pre_forward is not Around.pre_forward:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         if kind.forward is not Around.forward:

@@ -105,9 +105,7 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_graph_does_not_keep_swapped_in_weights(
-    kind, models, from_pretrained, tokens, machine
-):
+def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained, tokens, machine):
     """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
 
     def kept(model):

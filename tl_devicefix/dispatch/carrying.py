@@ -9,7 +9,7 @@ all the same, and a HookedTransformer's needs masks made by hand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,12 +121,11 @@ def not_carried_to(model: Any, placement: Placement) -> list[str]:
     return [
         component.name
         for component, module in placement.here.modules_of(model)
-        if CarryTo(component.device) not in _owners(module._forward_pre_hooks.values())
+        if all(
+            getattr(hook, "__self__", None) != CarryTo(component.device)
+            for hook in module._forward_pre_hooks.values()
+        )
     ]
-
-
-def _owners(hooks: Iterable[Any]) -> list[Any]:
-    return [getattr(hook, "__self__", None) for hook in hooks]
 
 
 # --------------------------------------------------------------------------------------------
