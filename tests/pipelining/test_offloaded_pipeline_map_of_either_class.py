@@ -1,6 +1,7 @@
 """Pipelined runs of a model whose blocks live in host memory: each copies them for itself."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -87,10 +88,11 @@ def one_token(tokens):
 
 
 def test_runs_that_wait_in_a_block_keep_that_block_alone(machine, offloaded, one_token):
-    model, n_runs = offloaded(ON_ONE), 4
+    model, n_runs, entered = offloaded(ON_ONE), 5, threading.Semaphore(0)
 
     def run(view, token):
         def draw(activation, hook):
+            entered.release()
             return activation + torch.rand(()).item()
 
         return view.run_with_hooks(token, fwd_hooks=[("blocks.1.hook_resid_mid", draw)])
@@ -100,10 +102,13 @@ def test_runs_that_wait_in_a_block_keep_that_block_alone(machine, offloaded, one
     before = machine.memory_allocated(0)
     machine.reset_peak_memory_stats(0)
     with torch.no_grad():
-        for _ in pipeline_map(model, run, [one_token] * n_runs, n_runs):
-            gc.collect()
-    # The run that goes on has the next block too.
-    assert machine.max_memory_allocated(0) - before < (n_runs + 2) * block
+        results = pipeline_map(model, run, [one_token] * n_runs, n_runs)
+        next(results)
+        assert all(entered.acquire(timeout=60) for _ in range(n_runs))
+        assert sum(1 for _ in results) == n_runs - 1
+    gc.collect()
+    # Four wait, each with one block; the one that runs has the next block too.
+    assert machine.max_memory_allocated(0) - before < (n_runs + 1.5) * block
     assert machine.memory_allocated(0) == before
 
 
