@@ -267,7 +267,7 @@ def get_device_for_block_index(
     """Return the device of a block, by the model's placement; in a forward, return None.
 
     TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: a block's
-    `Carry` alone moves the residual stream, because in a run in flight it waits for the device.
+    `CarryTo` alone moves the residual stream, because in a run in flight it waits for the device.
     Index 0 means home, because TransformerLens asks so where the tokens belong.
     """
     placement = placement_of(cfg)
