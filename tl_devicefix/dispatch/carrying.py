@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import nn
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import mapped
-from tl_devicefix.dispatch.scheduler import current_run, going_to
+from tl_devicefix.dispatch.scheduler import current_run, moving_to
 from tl_devicefix.fusing.one_forward import made_once
 from tl_devicefix.placement.devices import is_elsewhere
-from tl_devicefix.placement.in_use import setting
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import plain
 
@@ -43,19 +41,6 @@ def bring_home(output: Any, home: torch.device) -> Any:
     return mapped(output, lambda part: bring_home(part, home))
 
 
-_unread = ContextVar("_unread", default=False)
-
-
-def outputs_unread() -> contextlib.AbstractContextManager[None]:
-    """Within it, nobody reads what a model returns, so it stays where it was computed."""
-    return setting(_unread, True)
-
-
-def is_output_read() -> bool:
-    """Whether somebody may read what a model returns, which is at home then."""
-    return not _unread.get()
-
-
 @dataclass(frozen=True)
 class CarryTo(Around):
     """Brings a component's arguments to its device. Nothing else moves the residual stream there.
@@ -72,11 +57,11 @@ class CarryTo(Around):
         if SkipBlock.of(module) is not None:  # because it reads none of them
             return args, kwargs
         if is_elsewhere(self.device):
-            with going_to(self.device, module):
+            with moving_to(self.device):
                 return args, kwargs
         if args:  # what other hosts compute is awaited in their turn, not in that of this device
             args = (plain(args[0]), *args[1:])
-        with going_to(self.device, module):
+        with moving_to(self.device):
             residual = vars(module).get("_start_residual")  # of a Bridge's `start_at_layer`
             if residual is not None:
                 vars(module)["_start_residual"] = move(residual, self.device)
@@ -117,7 +102,7 @@ class BringHome(Around):
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """Return the output, at home."""
-        with going_to(self.home):
+        with moving_to(self.home):
             return bring_home(output, self.home)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tl_devicefix.around import Around
-from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
+from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in_hooks
-from tl_devicefix.dispatch.scheduler import current_run, going_to, refuse_in_run
+from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
-from tl_devicefix.offload.visiting import offload_blocks, sending_ahead
+from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
@@ -75,16 +75,14 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     placement: Placement = self.placement
     look_through(self, placement.here)
     run = current_run()
-    with contextlib.nullcontext() if run is None else run.coming_back():
+    with contextlib.nullcontext() if run is None else run.preserve_device():
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())
             if HOST in placement.memories:
                 layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
-                stack.enter_context(sending_ahead(self, *layers))
+                stack.enter_context(prefetching(self, *layers, is_in_flight=run is not None))
             output = original(self, *args, **kwargs)
-        if not is_output_read():
-            return output
-        with going_to(placement.home):
+        with moving_to(placement.home):
             return bring_home(output, placement.home)
 
 

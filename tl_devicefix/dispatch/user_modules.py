@@ -24,7 +24,7 @@ from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.offload.visiting import pin
+from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tl_devicefix.offload.copying import module_with_streams
+from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")

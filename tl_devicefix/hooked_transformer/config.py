@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +38,7 @@ from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
+from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _config_by_name(
     """TransformerLens's own; `transformers_config` is what transformers would read."""
     readable = _ReadableAutoConfig(transformers_config, token)
     try:
-        with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
+        with one_load, mock.patch.object(tl_loading, "AutoConfig", readable):
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
@@ -147,10 +147,6 @@ def _config_by_name(
     if architecture == "Gemma2ForCausalLM":  # because TransformerLens until 3.7 begins with global
         cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
-
-
-# TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
-_reading = threading.RLock()
 
 
 class _UnguessedPath(str):
