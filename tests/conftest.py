@@ -117,7 +117,12 @@ def hf_models():
 
     With two dtypes the weights are rounded to the first and then held in the second.
     """
-    return cache(lambda name, *dtypes: make_hf_model(HF_CONFIGS[name](), *dtypes))
+
+    def make(name, *dtypes):
+        with torch.device("cpu"):  # because the first test may have another default device
+            return make_hf_model(HF_CONFIGS[name](), *dtypes)
+
+    return cache(make)
 
 
 @pytest.fixture(scope="session")

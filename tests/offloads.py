@@ -24,11 +24,11 @@ def assert_at_rest(model: Any) -> None:
         modules = dict(model.named_modules())
         for component in model.placement.components:
             for parameter in modules[component.name].parameters():
-                assert parameter.is_leaf, f"a visitor in {component.name}"
+                assert parameter.is_leaf, f"a copy in {component.name}"
                 assert parameter.device == component.stored_on, component.name
         return
     for name, parameter in model.named_parameters():
-        assert parameter.is_leaf, f"{name} is a visitor"
+        assert parameter.is_leaf, f"{name} is a copy"
         assert parameter.device == model.placement.stored_on(name), name
     for name, buffer in model.named_buffers():
         assert buffer.device == model.placement.device_of(name), name

@@ -22,7 +22,6 @@ import functools
 import logging
 import os
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,12 +35,9 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
+from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
-
-constructing = threading.RLock()
-"""One thread at a time makes a model, because transformers, accelerate and our own empty models
-change classes while they do."""
 
 Numbers = Literal["warn", "refuse", "ignore"]
 """What a load does if its twin differs from transformers."""
@@ -323,7 +319,7 @@ def undisturbed() -> Iterator[None]:
 
     One thread at a time, because torch's and transformers' settings are those of the process.
     """
-    with constructing:
+    with one_load:
         matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
         bar = hf_logging.is_progress_bar_enabled()

@@ -11,6 +11,7 @@ from comparison import assert_agrees
 from either_class import BRIDGE
 from torch import nn
 
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checking import check
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
@@ -163,3 +164,27 @@ def test_what_is_left_alone_warns_of_nothing(over_devices, machine, tokens):
         model(tokens.to("sim:0"))
         copy.deepcopy(model)(tokens.to("sim:0"))
     assert pickle.dumps(model.blocks[4]._forward_pre_hooks)
+
+
+@pytest.mark.fails_unpatched
+def test_pre_hooks_see_their_block_s_device_after_a_setup(over_devices, machine, tokens):
+    model = over_devices("llama")
+    devices = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, args: devices.append(args[0].device))
+    adapter_of(model).realign(model, model.placement)
+    model(tokens.to("sim:0"))
+    assert devices == [next(block.parameters()).device for block in model.blocks]
+
+
+@pytest.mark.fails_unpatched
+@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+def test_a_copied_block_runs_on_its_new_device_after_a_setup(machine, request, tokens):
+    load, on_cpu = map(request.getfixturevalue, ("load", "on_cpu"))
+    model, reference = load("llama"), copy.deepcopy(on_cpu("llama"))
+    for owner in (model, reference):
+        owner.blocks[4] = copy.deepcopy(owner.blocks[0])
+    with pytest.warns(UserWarning, match="put in from another device"):
+        model.setup()
+    assert_agrees(model(tokens), reference(tokens))
+    assert check(model)

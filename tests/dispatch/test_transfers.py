@@ -37,8 +37,8 @@ def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
     carry_to, block = CarryTo(torch.device("sim:1")), torch.nn.Identity()
     with one_forward():
         with torch.no_grad():  # as a hook may run a block
-            carry_to(block, (), {"shortformer_pos_embed": bias})
-        _, carried = carry_to(block, (), {"shortformer_pos_embed": bias})
+            carry_to.pre_forward(block, (), {"shortformer_pos_embed": bias})
+        _, carried = carry_to.pre_forward(block, (), {"shortformer_pos_embed": bias})
     carried["shortformer_pos_embed"].sum().backward()
     assert bias.grad is not None
 

@@ -1,4 +1,4 @@
-"""Two visiting blocks at a time are on a device, and each is copied once a forward, in time."""
+"""Two offloaded blocks at a time are on a device; each is copied once a forward, in time."""
 
 import gc
 
@@ -38,7 +38,7 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, ma
 
 
 @pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
-def test_two_visiting_blocks_at_a_time_are_on_a_device(model, tokens, machine):
+def test_two_offloaded_blocks_at_a_time_are_on_a_device(model, tokens, machine):
     one_token = tokens[:1, :1].to(home_of(model))  # whose activations are less than any block
     placement = model.placement
     gc.collect()

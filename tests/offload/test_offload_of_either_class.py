@@ -1,4 +1,4 @@
-"""Blocks that live in host memory visit a device while they run, in either class."""
+"""Blocks that live in host memory are on a device while they run, in either class."""
 
 import pytest
 import torch

@@ -105,9 +105,7 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_graph_does_not_keep_the_weights_that_have_visited(
-    kind, models, from_pretrained, tokens, machine
-):
+def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained, tokens, machine):
     """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
 
     def kept(model):
@@ -126,8 +124,8 @@ def test_what_backward_needs_may_not_be_changed_before(changed):
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
     tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
     copy_there = tensors["weight"] * 1
-    visitor = SimpleNamespace(weight=copy_there, host=tensors["weight"])
-    with keeping_on_host([visitor]):
+    swapped_in = SimpleNamespace(weight=copy_there, host=tensors["weight"])
+    with keeping_on_host([swapped_in]):
         result = (tensors["activation"] * copy_there).exp()
     assert_agrees(torch.autograd.grad(result.sum(), copy_there, retain_graph=True), [result])
 

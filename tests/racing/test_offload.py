@@ -10,7 +10,7 @@ from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
 
-from tl_devicefix.offload.copying import Sent
+from tl_devicefix.offload.copying import BlockCopy
 
 DEVICE = "sim:0"
 
@@ -83,18 +83,19 @@ def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_
     assert_same_weights(model, reference)
 
 
-def test_a_copy_waits_for_what_another_thread_has_queued_since_the_last(machine):
+def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
+    module = torch.nn.Module()
     weights = [torch.full((64,), float(i)).pin_memory() for i in range(3)]
 
     def queueing():
         for weight in weights:
             temporary = torch.ones(64, device=DEVICE) * 2  # as another thread may do meanwhile
             del temporary
-            yield weight
+            yield module, "weight", weight
 
-    sent = Sent(queueing(), torch.device(DEVICE))
-    sent.wait()
-    assert_agrees([copy + 1 for copy in sent.copied], [weight + 1 for weight in weights])
+    copies = BlockCopy(queueing(), torch.device(DEVICE))
+    copies.swap_in()
+    assert_agrees([copy.weight + 1 for copy in copies.weights], [weight + 1 for weight in weights])
 
 
 def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):

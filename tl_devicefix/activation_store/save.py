@@ -28,7 +28,6 @@ from tl_devicefix.activation_store.selection import (
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
-from tl_devicefix.dispatch.carrying import outputs_unread
 from tl_devicefix.misspelt import check_iterable
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
@@ -263,13 +262,12 @@ class _Saving:
         return Copied({**batch.stored, **copies}, counts, batch.skip, arrivals)
 
     def _forward(self, view: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        with outputs_unread():
-            _, cache = view.run_with_cache(
-                batch.inputs,
-                names_filter=self._selection.names_filter,
-                return_cache_object=False,
-                **{**self._arguments, **batch.arguments},
-            )
+        _, cache = view.run_with_cache(
+            batch.inputs,
+            names_filter=self._selection.names_filter,
+            return_cache_object=False,
+            **{**self._arguments, **batch.arguments},
+        )
         return self._selection.of(cache, len(batch.inputs), batch.saved)
 
     def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:

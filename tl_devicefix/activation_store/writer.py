@@ -21,7 +21,7 @@ from tl_devicefix.activation_store.format import (
     write_index,
     write_shard,
 )
-from tl_devicefix.offload.copying import module_with_streams
+from tl_devicefix.placement.devices import module_with_streams
 
 
 class Copied(NamedTuple):

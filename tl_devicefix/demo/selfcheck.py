@@ -23,11 +23,11 @@ from tl_devicefix.demo.demo import (
 )
 from tl_devicefix.demo.recall_task import recall_prompts
 from tl_devicefix.monkeypatch.versions import versions
-from tl_devicefix.offload.copying import module_with_streams
 from tl_devicefix.placement.devices import (
     consecutive,
     default_device,
     device_count,
+    module_with_streams,
     resolve,
 )
 from tl_devicefix.simulation import simulate

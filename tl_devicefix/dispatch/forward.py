@@ -9,16 +9,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tl_devicefix.dispatch.carrying import bring_home, carry, is_output_read
+from tl_devicefix.around import Around
+from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in_hooks
-from tl_devicefix.dispatch.scheduler import current_run, going_to, refuse_in_run
+from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
-from tl_devicefix.offload.visiting import keep_resident, offload_blocks, sending_ahead
+from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
 
-_HANDLES = "_tl_devicefix_handles"
+_ALIGNED = "_tl_devicefix_aligned"
 _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
@@ -40,29 +41,25 @@ def align(
     """
     unalign(model)
     if len(placement.memories) > 1:
-        model.__dict__[_HANDLES] = carry(model, placement, brings_home)
+        model.__dict__[_ALIGNED] = True
+        carry(model, placement, brings_home)
         offload_blocks(model, placement.here)
         watch(model, placement.here, is_own)
         allow_mixing_in_hooks(model, placement.here)
 
 
-def add_hooks(model: Any, handles: list[Any]) -> None:
-    """Register hooks that `unalign` removes."""
-    model.__dict__[_HANDLES] += handles
-
-
 def unalign(model: Any) -> None:
     """Undo `align`."""
-    for handle in model.__dict__.pop(_HANDLES, ()):
-        handle.remove()
     detach(model)
-    keep_resident(model)
+    if model.__dict__.pop(_ALIGNED, False):
+        for module in model.modules():
+            Around.detach(module)
     forbid_mixing_in_hooks(model)
 
 
 def is_aligned(model: Any) -> bool:
     """Return True if the model runs over several devices, or has offloaded blocks."""
-    return _HANDLES in model.__dict__
+    return _ALIGNED in model.__dict__
 
 
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,16 +75,14 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     placement: Placement = self.placement
     look_through(self, placement.here)
     run = current_run()
-    with contextlib.nullcontext() if run is None else run.coming_back():
+    with contextlib.nullcontext() if run is None else run.preserve_device():
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())
             if HOST in placement.memories:
                 layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
-                stack.enter_context(sending_ahead(self, *layers))
+                stack.enter_context(prefetching(self, *layers, is_in_flight=run is not None))
             output = original(self, *args, **kwargs)
-        if not is_output_read():
-            return output
-        with going_to(placement.home):
+        with moving_to(placement.home):
             return bring_home(output, placement.home)
 
 

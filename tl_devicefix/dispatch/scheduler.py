@@ -1,19 +1,14 @@
-"""Runs in flight: which of them gives work to which device, and how one goes on to the next.
+"""Runs in flight: each holds the device where it computes, and waits for the next one's.
 
-Each run is a thread, and holds the turn of the device where it computes. Where its residual stream
-leaves for another device, it gives the turn back, waits until what it takes along has arrived, and
-takes the other's turn. Of runs 0, 1, 2, 3 over two devices:
+Each run is a thread. Where its residual stream leaves for another device, it releases the device
+that it holds, waits until the tensors have arrived, and queues for the other device. Runs 0, 1, 2
+and 3 over two devices:
 
     cuda:0   blocks 0-3   | 0 | 1 | 2 | 3 |
     cuda:1   blocks 4-7       | 0 | 1 | 2 | 3 |
 
 So a device gets the blocks of one run after those of another, and the first is done in half the
-time that both together would take. Before an offloaded block, a run offers its turn to those that
-need what is on the device, so that a block visits for all of them:
-
-    cuda:0   block 0, offloaded   | 0 | 1 | 2 |
-             block 1, offloaded               | 0 | 1 | 2 |
-             copied                | block 1  |  block 2  |
+time that both together would take.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,93 +27,77 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.offload.copying import module_with_streams
-from tl_devicefix.offload.visiting import Visits, sharing_visits, visiting_weights
+from tl_devicefix.offload.prefetch import drop_prefetched
+from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.in_use import setting
 
 
 class Abandoned(BaseException):
-    """Ends a run that nobody waits for any more. No Exception, as a run may catch these."""
+    """Cancels a run. Derives from BaseException because user code may catch Exception."""
 
 
-class Turns:
-    """The turns of the devices, among the runs of one `pipeline_map`.
-
-    Of the runs that ask for a device, those go first that need the offloaded block which was last
-    used there, or none; then those that need another one that is there; then the oldest.
-    """
+class DeviceQueue:
+    """Gives each device to one run of a `pipeline_map` at a time: the oldest that asks for it."""
 
     def __init__(self) -> None:
-        self.visits = Visits()
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
-        self._asking: dict[torch.device, list[tuple[Run, object | None]]] = defaultdict(list)
-        self._awaited = -1
+        self._asking: dict[torch.device, list[Run]] = defaultdict(list)
+        self._requested = -1
         self._is_over = False
 
-    def want(self, number: int) -> None:
-        """Say that the result of a run is waited for, as those before it have been fetched."""
+    def request(self, number: int) -> None:
+        """Say that the caller waits for a run's result, and has fetched all earlier ones."""
         with self._changed:
-            self._awaited = number
+            self._requested = number
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Have every run end that has not finished."""
+        """Cancel all runs that have not finished."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Go on, unless nobody waits any more."""
+        """Cancel the run that calls this, if nobody waits for results any more."""
         if self._is_over:
             raise Abandoned
 
-    def take(self, run: Run, device: torch.device, weights: object | None = None) -> None:
-        """Wait until it is a run's turn on a device. Who has the turn offers it to others.
-
-        `weights` stands for those of the offloaded block that it comes to.
-        """
-        asking = run, weights
+    def acquire(self, run: Run, device: torch.device) -> None:
+        """Wait until a run, which holds no device, holds this one."""
         with self._changed:
-            self._asking[device].append(asking)
-            self._free(device, run)
+            self._asking[device].append(run)
+            self._grant(device)
             try:
                 while self._holders.get(device) is not run:
                     self.check()
                     self._changed.wait()
                 self.check()
             except BaseException:
-                if asking in self._asking[device]:
-                    self._asking[device].remove(asking)
-                self._free(device, run)
+                if run in self._asking[device]:
+                    self._asking[device].remove(run)
+                self.release(run, device)
                 raise
 
-    def give_back(self, run: Run, device: torch.device) -> None:
+    def release(self, run: Run, device: torch.device) -> None:
         """Let the next run have a device."""
         with self._changed:
-            self._free(device, run)
-
-    def _free(self, device: torch.device, run: Run) -> None:
-        if self._holders.get(device) is run:
-            del self._holders[device]
-        self._grant(device)
+            if self._holders.get(device) is run:
+                del self._holders[device]
+            self._grant(device)
 
     def _grant(self, device: torch.device) -> None:
-        """Give a free device's turn to the first that asks for it."""
         asking = self._asking[device]
-        if device in self._holders or not asking:
-            return
-        first = min(
-            asking, key=lambda request: (self.visits.rank(device, request[1]), request[0].number)
-        )
-        asking.remove(first)
-        self._holders[device] = first[0]
-        self._changed.notify_all()
+        if asking and device not in self._holders:
+            oldest = min(asking, key=lambda run: run.number)
+            asking.remove(oldest)
+            self._holders[device] = oldest
+            self._changed.notify_all()
 
-    def wait_until_wanted(self, number: int) -> None:
-        """Wait until all results before a run's have been fetched, and its own is waited for."""
+    def wait_until_requested(self, number: int) -> None:
+        """Wait until the caller has fetched all results before a run's, and waits for its own."""
         with self._changed:
-            while self._awaited < number:
+            while self._requested < number:
                 self.check()
                 self._changed.wait()
 
@@ -135,50 +114,48 @@ class Run:
     """One run of a `pipeline_map`, in the thread that runs it.
 
     Attributes:
-        at: the device whose turn it holds, if any.
+        device: the device that it holds, if any.
     """
 
-    def __init__(self, number: int, turns: Turns, streams: Streams) -> None:
+    def __init__(self, number: int, queue: DeviceQueue, streams: Streams) -> None:
         self.number = number
-        self.turns = turns
+        self.queue = queue
         self._streams = streams
-        self.at: torch.device | None = None
+        self.device: torch.device | None = None
         self._thread = threading.get_ident()
-        # What is on the way to the next device: each with its source, which is needed until then.
+        # Tensors on the way to the next device, each with its source, which is read until then.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        # Tensors that were computed when the host has last waited for a copy of theirs.
+        # The versions of tensors whose copies the host has waited for.
         self._computed = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
-    def going_to(self, device: torch.device, weights: object | None = None) -> Iterator[None]:
-        """Within it, `move` sends tensors to a device; at its end, they and the turn are there."""
-        if device == self.at:
+    def moving_to(self, device: torch.device) -> Iterator[None]:
+        """Within it, `send` copies tensors to a device; after it, the run holds that device."""
+        if device == self.device:
             yield
-            if weights is not None:
-                self._take(device, weights)
             return
-        self.turns.check()
+        self.queue.check()
         sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sent = sent
         try:
             yield
         finally:
             self._sent = None
-            self.rest()
+            self.release()
             if sent:  # also after an error, as someone may have kept what arrives
                 self._streams[device].synchronize()
                 computing = torch.get_device_module(device.type).current_stream(device)
-                while sent:  # by no names, which would hold tensors until it is this run's turn
+                while sent:  # without names, which would hold tensors while the run waits
                     sent.pop()[1].record_stream(computing)
-        self._take(device, weights)
+        self.acquire(device)
 
-    def _take(self, device: torch.device, weights: object | None = None) -> None:
-        self.at = None  # if it fails
-        self.turns.take(self, device, weights)
-        self.at = device
+    def acquire(self, device: torch.device) -> None:
+        """Wait for a device, and hold it."""
+        self.queue.acquire(self, device)
+        self.device = device
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a tensor to a device, within `going_to`; at once where there are no streams."""
+        """Copy a tensor to a device, within `moving_to`; at once where there are no streams."""
         module = module_with_streams(device)
         if self._sent is None or module is None:
             return tensor.to(device)
@@ -194,89 +171,96 @@ class Run:
         return copy
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
-        """Whether the host has waited for this tensor before; it will have, from now on.
+        """Return True if the host has waited for this tensor before; from now on it has.
 
-        A mask goes to each device: without this, it would wait at home for all that other runs
-        have given home to do meanwhile.
+        A mask is sent to each device. Without this it would wait for all kernels that other runs
+        have queued at home meanwhile.
         """
-        if tensor.is_inference():  # whose changes are not counted
+        if tensor.is_inference():  # because torch does not count their changes
             return False
         is_computed = self._computed.get(tensor) == tensor._version
         self._computed[tensor] = tensor._version
         return is_computed
 
-    def rest(self) -> None:
-        """Give the turn back, if it holds one."""
-        at, self.at = self.at, None
-        if at is not None:
-            self.turns.give_back(self, at)
+    def release(self) -> None:
+        """Release the device that the run holds, if any, and what is prefetched there."""
+        device, self.device = self.device, None
+        if device is not None:
+            drop_prefetched(device)
+            self.queue.release(self, device)
 
     @contextlib.contextmanager
-    def coming_back(self) -> Iterator[None]:
-        """After it, the run holds the turn that it held before: of a device, or of none."""
-        before = self.at
+    def preserve_device(self) -> Iterator[None]:
+        """After it, the run holds the device that it held before, or none."""
+        before = self.device
         try:
             yield
         finally:
-            if before != self.at:
-                self.rest()
+            if before != self.device:
+                self.release()
                 if before is not None:
-                    self._take(before)
+                    self.acquire(before)
 
     def wait_for_earlier(self) -> None:
-        """Go on when a loop would have come here; other runs may have this one's turn meanwhile."""
+        """Block until all earlier results have been fetched, as in a sequential loop.
+
+        Other runs may use the device meanwhile.
+        """
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "a backward hook may not draw random numbers or call backward() in a run in "
                 "flight, because autograd calls it in a thread that all runs share: do so before "
                 "the backward, or pass max_in_flight=1"
             )
-        at = self.at
-        self.rest()
-        self.turns.wait_until_wanted(self.number)
-        if at is not None:
-            self._take(at)
+        device = self.device
+        self.release()
+        self.queue.wait_until_requested(self.number)
+        if device is not None:
+            self.acquire(device)
 
 
-_run: ContextVar[Run | None] = ContextVar("run", default=None)
+class _Current(NamedTuple):
+    """A thread's run in flight, and the models and hook points of which a run was given a view."""
+
+    run: Run | None = None
+    refused: frozenset[nn.Module] = frozenset()
+
+
+_OUTSIDE = _Current()
+_current: ContextVar[_Current] = ContextVar("run", default=_OUTSIDE)
 
 
 def current_run() -> Run | None:
-    """This thread's run in flight; None outside of one."""
-    return _run.get()
+    """Return this thread's run in flight; None outside of one."""
+    return _current.get().run
 
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[None]:
     """Within it, this thread is a run in flight."""
-    with setting(_run, run):
+    with setting(_current, _current.get()._replace(run=run)):
         try:
-            with sharing_visits(run.turns.visits):
-                yield
+            yield
         finally:
-            run.rest()
-
-
-_has_views_of: ContextVar[frozenset[nn.Module]] = ContextVar("has_views_of", default=frozenset())
-"""The models of which this thread's run was given a view, and their hook points."""
+            run.release()
 
 
 def with_view_of(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A run as it is called with a view of a model: within it, the model itself is refused."""
+    """Return a run that is called with a view of a model, and within which the model is refused."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
-    refused = _has_views_of.get().union((model,), points)
+    refused = _current.get().refused.union((model,), points)
 
     def refusing(view: Any, item: Any) -> Any:
-        with setting(_has_views_of, refused):
+        with setting(_current, _current.get()._replace(refused=refused)):
             return run(view, item)
 
     return refusing
 
 
 def refuse_in_run(module: nn.Module) -> None:
-    """Refuse a model, or a hook point, where a run has a view of it, whose hooks are others."""
-    if module in _has_views_of.get():
+    """Refuse a model, or a hook point, in a run that has a view of it, with hooks of its own."""
+    if module in _current.get().refused:
         raise RuntimeError(
             "a run was given a view of this model, with hooks of its own, and may not run or hook "
             "the model itself: use the first argument of `run` (a hook of a sweep has none: "
@@ -287,20 +271,10 @@ def refuse_in_run(module: nn.Module) -> None:
 _STAYS = contextlib.nullcontext()
 
 
-def going_to(
-    device: torch.device, module: nn.Module | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Within it, a run in flight goes on to a device, and takes along what is moved there."""
-    run = _run.get()
-    if run is None:
-        return _STAYS
-    return run.going_to(device, None if module is None else visiting_weights(module))
-
-
-def device_of_turn() -> torch.device | None:
-    """The device whose turn this thread has, if it is a run in flight."""
-    run = _run.get()
-    return None if run is None else run.at
+def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Within it, a run in flight sends tensors to a device; after it, the run holds the device."""
+    run = current_run()
+    return _STAYS if run is None else run.moving_to(device)
 
 
 _reads_text = threading.RLock()
@@ -314,7 +288,7 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A method that calls the tokenizer, which keeps how to pad between calls."""
-    with contextlib.nullcontext() if _run.get() is None else _reads_text:
+    with contextlib.nullcontext() if current_run() is None else _reads_text:
         return original(self, *args, **kwargs)
 
 
@@ -323,5 +297,5 @@ def take_own_tokenizer(model: Any) -> None:
 
     What is behind the copy is shared, and is told the side at each call.
     """
-    if _run.get() is not None and model.tokenizer is not None:
+    if current_run() is not None and model.tokenizer is not None:
         model.tokenizer = copy.copy(model.tokenizer)

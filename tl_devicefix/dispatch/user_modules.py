@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.offload.visiting import AroundForward, pin
+from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
@@ -40,21 +41,21 @@ IsOwn = Callable[[Any, str, nn.Module], bool]
 # Modules that run where they are
 
 
-class ForwardWhereItIs(AroundForward):
-    """A module's forward: at its weights, wherever these are when it is called."""
+@dataclass(frozen=True)
+class RunWhereItIs(Around):
+    """Runs a user's module where its weights are when it is called."""
 
-    def __init__(self, module: nn.Module, devices: frozenset[torch.device]) -> None:
-        super().__init__(module)
-        self._devices = devices
+    devices: frozenset[torch.device]
+    """The model's."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward, and return what it gives where its input is."""
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+        """Return the module's output on the device of its input."""
         back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
-        device = device_of_weights(self.module) or back
+        device = device_of_weights(module) or back
         if back is None or device is None:
-            return self.run(*args, **kwargs)
-        with JoinedAt(device, self._devices | {device}):
-            return bring_home(self.run(*args, **kwargs), back)
+            return run(*args, **kwargs)
+        with JoinedAt(device, self.devices | {device}):
+            return bring_home(run(*args, **kwargs), back)
 
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
@@ -66,7 +67,7 @@ def device_of_weights(module: nn.Module) -> torch.device | None:
 
 def runs_where_it_is(module: nn.Module) -> bool:
     """Whether a module runs where it is, which is its owner's business."""
-    return ForwardWhereItIs.of(module) is not None
+    return RunWhereItIs.of(module) is not None
 
 
 def attached_modules(
@@ -93,19 +94,13 @@ def attached_modules(
 def detach(model: Any) -> None:
     """Have all modules run as they would by themselves."""
     for module in model.__dict__.pop(_ATTACHED, ()):
-        _detach(module)
+        RunWhereItIs.detach(module)
 
 
 def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
     if not runs_where_it_is(module):
-        ForwardWhereItIs(module, frozenset(placement.memories)).put()
+        RunWhereItIs(frozenset(placement.memories)).attach(module)
         model.__dict__.setdefault(_ATTACHED, []).append(module)
-
-
-def _detach(module: nn.Module) -> None:
-    around = ForwardWhereItIs.of(module)
-    if around is not None:
-        around.take_off()
 
 
 # --------------------------------------------------------------------------------------------
@@ -191,7 +186,7 @@ class Watch:
         attached = set(model.__dict__.get(_ATTACHED, ()))
         for module in model.modules():
             if module not in attached and package_of(type(module)) == "transformer_lens":
-                _detach(module)
+                RunWhereItIs.detach(module)
         if self._is_own is not None:
             detach(model)
             for module in list(attached_modules(model, placement, self._is_own)):

@@ -97,6 +97,7 @@ _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "accelerate.hooks", "torch.nn.modules.module"),
     *(
+        "tl_devicefix.around",
         "tl_devicefix.dispatch",
         "tl_devicefix.offload",
         "tl_devicefix.hooked_transformer",

@@ -18,8 +18,8 @@ from tl_devicefix.monkeypatch.applying import is_enabled, original
 Model = TypeVar("Model", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
 """Where a fused module keeps what it has found out about itself. Copies and views begin anew."""
-_ASKED = "_tl_devicefix_fused"
 _WHY_NOT = "_tl_devicefix_why_not_fused"
+"""Why a module that is to be fused cannot be; None if it can. Other modules lack it."""
 
 KINDS: list[type[Fused]] = []
 """Mixins for the modules that can be fused; each class of models adds its own."""
@@ -179,7 +179,7 @@ def is_block(module: Any) -> bool:
 
 def is_fused(module: Any) -> bool:
     """Return True if a block is to run fused, here or on its host."""
-    return bool(vars(module).get(_ASKED))
+    return _WHY_NOT in vars(module)
 
 
 def set_fused(module: Any, asked: bool) -> None:
@@ -187,7 +187,9 @@ def set_fused(module: Any, asked: bool) -> None:
     kind: Any = kind_of(module)
     attributes, unfused = vars(module), class_of(module)
     attributes.pop(BOUND, None)
-    attributes[_ASKED], attributes[_WHY_NOT] = asked, None
+    attributes.pop(_WHY_NOT, None)
+    if asked:
+        attributes[_WHY_NOT] = None
     if kind is None or hasattr(unfused, "is_remote"):
         return
     if asked:

@@ -19,12 +19,15 @@ from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
 
-is_generating: ContextVar[bool] = ContextVar("tl_devicefix_is_generating", default=False)
-"""True within `HookedTransformer.generate`, whose masks are its prompt's and ones."""
+Prompts = dict[int, tuple[Any, bool]]
+prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
+"""Within `HookedTransformer.generate`, which entries of its cache have a padded prompt, by id.
+
+Each entry is kept, because another one could get its id.
+"""
 Padding = Int[torch.Tensor, "batch key_pos"]
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 _GROWN = "_tl_devicefix_grown"
-_PADDED = "_tl_devicefix_padded"
 _LEAST_ROOM = 64
 GROWS_FROM = 192
 """Keys that an entry has before it grows in place: to make it anew takes less time up to there."""
@@ -71,11 +74,12 @@ def is_padded(padding: Padding | None, entry: Any) -> bool:
     """
     if padding is None or not has_values(padding):
         return False
-    kept = vars(entry) if entry is not None and is_generating.get() else {}
-    if _PADDED not in kept:
-        kept[_PADDED] = not bool((padding == 1).all())
-    is_so: bool = kept[_PADDED]
-    return is_so
+    kept = prompts.get()
+    if entry is None or kept is None:
+        return not bool((padding == 1).all())
+    if id(entry) not in kept:
+        kept[id(entry)] = entry, not bool((padding == 1).all())
+    return kept[id(entry)][1]
 
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:

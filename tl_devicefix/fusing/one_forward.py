@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tl_devicefix.offload.copying import module_with_streams
+from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")
@@ -29,6 +29,11 @@ def kept_in_forward() -> dict[Any, Any]:
     """What this thread's forward keeps; a new dict outside of one, as where a block is called."""
     kept = _this_forward.get()
     return {} if kept is None else kept
+
+
+def is_in_forward() -> bool:
+    """Return True in a forward of a model, also in its hooks."""
+    return _this_forward.get() is not None
 
 
 def made_once(

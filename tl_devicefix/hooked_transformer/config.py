@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +37,7 @@ from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
+from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def _config_by_name(
     """Return TransformerLens's config, for which AutoConfig gives `transformers_config`."""
     readable = _ReadableAutoConfig(transformers_config, token)
     try:
-        with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
+        with one_load, mock.patch.object(tl_loading, "AutoConfig", readable):
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
@@ -145,10 +145,6 @@ def _config_by_name(
     if architecture == "Gemma2ForCausalLM":  # because TransformerLens until 3.7 begins with global
         cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
-
-
-# One thread at a time, because we replace TransformerLens's AutoConfig for a moment.
-_reading = threading.RLock()
 
 
 class _UnguessedPath(str):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from tl_devicefix.checkpoints.hub import has_tokenizer, is_checkpoint_directory
 from tl_devicefix.hooked_transformer.components import attention_kind
 from tl_devicefix.hooked_transformer.rotary import scale_rotary
-from tl_devicefix.twin import constructing
+from tl_devicefix.placement.workers import one_load
 
 
 def empty_model(
@@ -35,7 +35,7 @@ def empty_model(
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
     # TransformerLens 2 and 3 have different defaults.
     side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
-    with constructing, _components_without_values():
+    with one_load, _components_without_values():
         model = cls(cfg, tokenizer, move_to_device=False, **side)
     if hf_model is not None and cfg.positional_embedding_type == "rotary":
         scale_rotary(model, hf_model)

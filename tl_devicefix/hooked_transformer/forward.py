@@ -7,7 +7,7 @@ from typing import Any
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
-from tl_devicefix.fusing.kv_cache import is_generating
+from tl_devicefix.fusing.kv_cache import prompts
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_of, remember
 from tl_devicefix.monkeypatch.patch import patches
@@ -39,7 +39,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`HookedTransformer.generate`, whose new tokens are never padding."""
-    with setting(is_generating, True):
+    with setting(prompts, {}):
         return original(self, *args, **kwargs)
 
 

@@ -44,11 +44,11 @@ from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import let_go
 from tl_devicefix.twin import (
     Numbers,
     choice_of_numbers,
-    constructing,
     refuse_parts_beyond_config,
 )
 from tl_devicefix.weight_processing import Steps
@@ -152,7 +152,7 @@ def _load(
                 **hf_kwargs,
             )
         )
-        with constructing:
+        with one_load:
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             with tokenizers_fetched_with(model_name, hf_kwargs):
                 model = empty_model(

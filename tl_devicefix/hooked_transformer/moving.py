@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tl_devicefix.around import Args, Around, Kwargs
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.carrying import first_block
 from tl_devicefix.dispatch.forward import is_aligned
-from tl_devicefix.dispatch.scheduler import device_of_turn
+from tl_devicefix.fusing.one_forward import is_in_forward
 from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
-from tl_devicefix.offload.visiting import pin
+from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import move_components
@@ -195,29 +195,28 @@ def align(model: Any, placement: Placement) -> None:
     for block in model.blocks:
         block.attn.alibi = None  # because it does not move with the weights
     if is_aligned(model):
-        here = (c for c in placement.here.components if c.name.startswith("blocks."))
-        hooks = ((model.get_submodule(c.name), AlibiAt(c.device)) for c in here)
-        running.add_hooks(
-            model, [b.register_forward_pre_hook(hook, with_kwargs=True) for b, hook in hooks]
-        )
+        for component, module in placement.here.modules_of(model):
+            if component.name.startswith("blocks."):
+                AlibiAt(component.device).attach(module)
 
 
 @dataclass(frozen=True)
-class AlibiAt:
-    """Forward pre-hook of a block: make its ALiBi table on its device.
+class AlibiAt(Around):
+    """Makes a block's ALiBi table on its device.
 
     The installed attention would make it on home, because it asks the config for a device.
     """
 
     device: torch.device
 
-    def __call__(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def pre_forward(self, block: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Make the table if there is none that is long enough."""
         entry = kwargs.get("past_kv_cache_entry")
         past = 0 if entry is None else entry.past_keys.shape[1]
         n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]
         if hasattr(block.attn, "alibi"):  # and is no other module
             alibi_table(block.attn, n_keys, self.device)
+        return args, kwargs
 
 
 def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:
@@ -261,27 +260,20 @@ def remember(cfg: Any, placement: Placement) -> None:
     _placements[key] = weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement
 
 
-@patches(
-    None, takes="index cfg device", why="route the residual stream by the placement", until="3"
-)
+@patches(None, takes="index cfg device", why="the placement says where blocks lie", until="3")
 def get_device_for_block_index(
     original: Any, index: int, cfg: Any, device: torch.device | str | None = None
-) -> torch.device:
-    """Return the device of the residual stream for a block, by the model's placement.
+) -> torch.device | None:
+    """Return the device of a block, by the model's placement; in a forward, return None.
 
-    Replaces TransformerLens's, which computes it from the index. TransformerLens also asks for
-    index 0 when it means the device of the tokens. So the answer for block 0 is home, and the block
-    fetches its input if it is elsewhere.
+    TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: a block's
+    `CarryTo` alone moves the residual stream, because in a run in flight it waits for the device.
+    Index 0 means home, because TransformerLens asks so where the tokens belong.
     """
     placement = placement_of(cfg)
     if placement is None:
         return original(index, cfg, device)  # type: ignore[no-any-return]
-    if index == 0 or len(placement.devices) == 1:
-        return placement.home
-    device = device_of_turn()
-    if device is None or index <= first_block():
-        index = max(index, min(first_block(), cfg.n_layers - 1))  # none is skipped by way of others
-        device = placement.device_of(f"blocks.{index}")
-    # In a turn, the block takes it along, on streams of the run's own. To a block of another host,
-    # the residual stream goes from home.
-    return placement.home if is_elsewhere(device) else device
+    if index and device is None and is_in_forward():  # with a device, it asks for a KV cache
+        return None
+    of_block = placement.home if index == 0 else placement.device_of(f"blocks.{index}")
+    return placement.home if is_elsewhere(of_block) else of_block

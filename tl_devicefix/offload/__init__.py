@@ -1,1 +1,1 @@
-"""Blocks that live in host memory and visit a device while they run; copies from the host to it."""
+"""Blocks whose weights live in host memory, and are copied to a device while they run."""

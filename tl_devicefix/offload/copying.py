@@ -1,39 +1,26 @@
-"""Weights sent from host memory to a device, beside what it computes; and kept for backward.
+"""Copies of offloaded weights on a device, made while it computes; and what autograd keeps of them.
 
-Copies are on a stream of their own, where a device has streams; elsewhere a copy is done at once.
-Their memory is taken on the stream that computes, where what was there before has left it. So a
-copy starts as soon as what was computed with that memory is done, and no more memory is taken
-however far the program runs ahead of the device. What a graph keeps of the weights for backward is
-the host's.
+Where a device has streams, copies are on a stream of their own. Their memory is allocated on the
+stream that computes, because the allocator then reuses it in that stream's order: a copy starts as
+soon as kernels that used the memory before are done, and the host, which runs ahead of the device,
+takes no more memory than one that waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, module_with_streams
 
-
-def wait_until_copied(device: torch.device) -> None:
-    """Return when all copies to a device that were started have read the host's memory.
-
-    Until then, what the host writes there may be what is copied.
-    """
-    if module_with_streams(device) is not None:
-        _copy_stream(device).synchronize()
-
-
-def module_with_streams(device: torch.device) -> Any:
-    """torch's module of the device, if that has streams: it copies pinned memory as it computes."""
-    module = torch.get_device_module(device.type)
-    return module if hasattr(module, "Stream") and device.type != "cpu" else None
+Place = tuple[nn.Module, str, torch.Tensor]
+"""A module, the name of one of its parameters, and that parameter, in host memory."""
 
 
 @functools.cache
@@ -41,117 +28,131 @@ def _copy_stream(device: torch.device) -> Any:
     return module_with_streams(device).Stream(device)
 
 
-class Sent:
-    """Weights on their way to a device: copies that are started together, and can be waited for."""
+class BlockCopy:
+    """The weights of one block on a device: copies that are started and awaited together.
 
-    def __init__(self, hosts: Iterable[torch.Tensor], device: torch.device) -> None:
-        self._device = device
+    Attributes:
+        device: where the copies are.
+        weights: what stands in the places of the parameters, after `swap_in`.
+    """
+
+    def __init__(self, places: Iterable[Place], device: torch.device) -> None:
+        self.device = device
+        self.weights: list[PrefetchedWeight] = []
         self._streams = module_with_streams(device)
-        # The stream on which memory is taken, and for which it is free again when it is let go.
-        self._taken_on: Any = self._streams.current_stream(device) if self._streams else None
+        self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None
-        self._hosts: list[torch.Tensor] = []
-        self.copied: list[torch.Tensor] = []
+        self._places: list[Place] = []
+        self._copies: list[torch.Tensor] = []
         try:
-            for host in hosts:
-                self._hosts.append(host)
-                self.copied.append(self._start(host))
+            for place in places:
+                self._places.append(place)
+                self._copies.append(self._start(place[-1]))
         except BaseException:
-            self._all_started()
-            self.wait()  # the memory of those that were started is about to be given back
+            self._record()
+            self.drop()
             raise
-        self._all_started()
-        self._values = [values_of(host) for host in self._hosts]
-        self._for_inference = torch.is_inference_mode_enabled()
+        self._record()
+        self._state = self._state_of(self._places)
 
     @torch.no_grad()
     def _start(self, host: torch.Tensor) -> torch.Tensor:
-        """Start to copy a tensor; the copy is laid out as the tensor is."""
-        copy = torch.empty_like(host, device=self._device, requires_grad=False)
+        copy = torch.empty_like(host, device=self.device, requires_grad=False)
         if self._streams is None:
             return copy.copy_(host)
-        # The memory is free when what is queued by now has been computed, by any thread: one
-        # may have queued something, and freed what it used, since the copy before.
-        stream = _copy_stream(self._device)
-        stream.wait_stream(self._streams.current_stream(self._device))
+        # For each weight anew, because another thread may have queued kernels meanwhile, and freed
+        # the memory that they use.
+        stream = _copy_stream(self.device)
+        stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(stream):
             return copy.copy_(host, non_blocking=True)
 
-    def _all_started(self) -> None:
+    def _record(self) -> None:
         if self._streams is not None:
-            self._done = _copy_stream(self._device).record_event()
+            self._done = _copy_stream(self.device).record_event()
 
-    def is_current(self, hosts: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters that were sent, in that order, with the same values."""
-        return (
-            self._for_inference == torch.is_inference_mode_enabled()
-            and list(map(id, hosts)) == list(map(id, self._hosts))
-            and [values_of(host) for host in hosts] == self._values
-        )
+    @staticmethod
+    def _state_of(places: Iterable[Place]) -> Any:
+        # Inference tensors cannot be used where autograd records.
+        values = [(id(module), name, id(host), fingerprint(host)) for module, name, host in places]
+        return torch.is_inference_mode_enabled(), values
 
-    def wait(self) -> None:
-        """Have what is computed from now on wait for the copies."""
-        if self._streams is not None:
-            self._have_wait(self._streams.current_stream(self._device))
+    def is_current(self, places: Iterable[Place]) -> bool:
+        """Return True if these parameters were copied, and have not been changed since."""
+        return self._state == self._state_of(places)
 
-    def arrive(self, places: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> list[Visitor]:
-        """The weights in these places of modules, for what is computed from now on."""
-        self.wait()
-        return [Visitor(*place, copy) for place, copy in zip(places, self.copied)]
+    def swap_in(self) -> None:
+        """Put the copies in the places of the parameters."""
+        self.share()
+        self.weights = [PrefetchedWeight(*at) for at in zip(self._places, self._copies)]
+        for weight in self.weights:
+            weight.swap_in()
+
+    def swap_out(self) -> None:
+        """Put the parameters back, and drop the copies."""
+        for weight in self.weights:
+            weight.swap_out()
+        self.drop()
 
     def share(self) -> None:
-        """Keep the copies for what this thread computes too, on whichever stream."""
-        if self._streams is not None:
-            self.wait()
-            stream = self._streams.current_stream(self._device)
-            for copy in self.copied if stream != self._taken_on else ():
+        """Have this thread's stream wait for the copies, and the allocator for this stream."""
+        if self._streams is None:
+            return
+        stream = self._streams.current_stream(self.device)
+        stream.wait_event(self._done)
+        if stream != self._allocated_on:
+            for copy in self._copies:
                 copy.record_stream(stream)
 
-    def let_go(self) -> None:
-        """Have what uses the copies' memory next wait for them, before they are dropped.
+    def drop(self) -> None:
+        """Drop the copies.
 
-        Those that no one wants have to arrive too, before their memory is used for something else.
+        The stream that allocated them waits for them first. Even an unused copy must arrive before
+        its memory is used for something else.
         """
-        self._have_wait(self._taken_on)
+        if self._streams is not None:
+            self._allocated_on.wait_event(self._done)
+        self.weights, self._copies = [], []
 
-    def _have_wait(self, stream: Any) -> None:
+    def wait_until_read(self) -> None:
+        """Wait until host memory may be changed, because it has been read."""
         if self._done is not None:
-            stream.wait_event(self._done)
+            self._done.synchronize()
 
 
-def values_of(tensor: torch.Tensor) -> tuple[int, int | None]:
-    """A fingerprint of a live tensor: a change in place, or by `W.data = ...`, changes it."""
+def fingerprint(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """Return what a change in place, or by `W.data = ...`, changes about a live tensor."""
     return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
-class Visitor:
-    """One weight on a device, for the parameter that lives on the host."""
+class PrefetchedWeight:
+    """One weight on a device, in the place of a parameter in host memory."""
 
-    def __init__(
-        self, module: nn.Module, name: str, host: torch.Tensor, copy: torch.Tensor
-    ) -> None:
-        self.host = host
-        self._module, self._name = module, name
-        with torch.enable_grad():  # as a parameter requires its gradient under no_grad too
-            self.weight: torch.Tensor = _Visit.apply(host, copy)
-        self._values = values_of(self.weight)
+    def __init__(self, place: Place, copy: torch.Tensor) -> None:
+        self._module, self._name, self.host = place
+        with torch.enable_grad():  # because a parameter requires its gradient under no_grad too
+            self.weight: torch.Tensor = _Copied.apply(self.host, copy)
+        self._fingerprint = fingerprint(self.weight)
 
-    def move_in(self) -> None:
-        """Take the parameter's place in its module."""
+    def swap_in(self) -> None:
+        """Put the weight in the parameter's place."""
         self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
-    def move_out(self) -> None:
-        """Give the place back, unless a hook has filled it; what one has changed goes back too."""
+    def swap_out(self) -> None:
+        """Put the parameter back, with the values that a hook may have given the weight.
+
+        A parameter that a hook has put there stays.
+        """
         if self._module._parameters.get(self._name) is not self.weight:
             return
         self._module._parameters[self._name] = self.host  # type: ignore[assignment]
-        if values_of(self.weight) != self._values:
+        if fingerprint(self.weight) != self._fingerprint:
             with torch.no_grad():
                 self.host.copy_(self.weight)
 
 
-class _Visit(torch.autograd.Function):
-    """A parameter's copy, through which the gradient goes to the parameter."""
+class _Copied(torch.autograd.Function):
+    """Makes the gradient of a copy that of the parameter."""
 
     @staticmethod
     def forward(host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -166,41 +167,43 @@ class _Visit(torch.autograd.Function):
         return gradients[0].to(HOST), None
 
 
-def keeping_on_host(visitors: Iterable[Visitor]) -> contextlib.AbstractContextManager[Any]:
-    """Within it, autograd keeps host parameters instead of their copies on a device.
+def keeping_on_host(
+    weights: Iterable[PrefetchedWeight],
+) -> contextlib.AbstractContextManager[Any]:
+    """Within it, autograd keeps parameters in host memory instead of their copies on a device.
 
-    Backward copies each to the device again when it reaches it. torch has one such pair of hooks
-    in force at a time, so a user's own, such as `save_on_cpu`, see nothing of what is kept here.
+    Backward copies each to the device again when it reaches it. A user's own hooks, such as
+    `save_on_cpu`, see nothing of what is kept here, because torch calls only the innermost pair.
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    # No copies in here: a graph also keeps the hooks that it was made with.
-    hosts = {_storage(visitor.weight): (visitor.host, visitor.weight.dtype) for visitor in visitors}
+    # No copies in here, because a graph also keeps the hooks that it was made with.
+    hosts = {_storage(one.weight): (one.host, one.weight.dtype) for one in weights}
 
-    def keep(tensor: torch.Tensor) -> _Kept | _KeptWeight:
+    def save(tensor: torch.Tensor) -> SavedTensor:
         host, dtype = hosts.get(_storage(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
-            return _Kept(tensor.detach(), tensor._version)
-        part = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return _KeptWeight(host, host._version, tensor.device, part)
+            return SavedTensor(tensor.detach(), tensor._version)
+        view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return SavedWeight(host, host._version, tensor.device, view)
 
-    return torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.restore())
+    return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.restore())
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """An identifier of a tensor's live storage, which views share."""
+    """Return an identifier of a tensor's live storage, which its views share."""
     return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A tensor that is none of the weights, or the host's parameter of one."""
+class SavedTensor:
+    """A tensor that autograd keeps: an activation, or the parameter of a `SavedWeight`."""
 
     tensor: torch.Tensor
     version: int
 
     def restore(self) -> torch.Tensor:
-        """The tensor. With hooks, torch leaves it to them to refuse one that was changed."""
+        """Return the tensor, if it is unchanged; torch leaves that check to the hooks."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -211,17 +214,19 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class _KeptWeight(_Kept):
-    """A weight, or a view of one, that lives on the host."""
+class SavedWeight(SavedTensor):
+    """A weight, or a view of one, of which autograd keeps the parameter in host memory.
+
+    `view` is the shape, strides and offset within a copy.
+    """
 
     device: torch.device
-    part: tuple[tuple[int, ...], tuple[int, ...], int]
-    """Shape, strides and offset, within a copy."""
+    view: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """A copy on the device, if the weight has not been changed."""
+        """Return a copy on the device, if the parameter is unchanged."""
         host = super().restore()
         copy = torch.empty_like(host, device=self.device, requires_grad=False)
-        # Not non_blocking: the weight may be changed as soon as backward has returned.
-        return copy.copy_(host).as_strided(*self.part)
+        # Not non_blocking, because the parameter may be changed once backward has returned.
+        return copy.copy_(host).as_strided(*self.view)

@@ -85,7 +85,7 @@ class InOrder(OutsideBlocks, TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._ends:
-            self._run.turns.check()
+            self._run.queue.check()
         if _is_in_order(func, args, kwargs):
             self._run.wait_for_earlier()
         if func is torch.autograd.grad:  # whose hooks may draw

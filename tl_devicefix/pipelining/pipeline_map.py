@@ -17,10 +17,10 @@ import transformers.utils.logging as hf_logging
 
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.naming import WRAPPED
-from tl_devicefix.dispatch.scheduler import Run, Streams, Turns, running, with_view_of
+from tl_devicefix.dispatch.scheduler import DeviceQueue, Run, Streams, running, with_view_of
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
-from tl_devicefix.offload.copying import values_of
+from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
@@ -160,7 +160,7 @@ def _pipelined(
 ) -> Iterator[Result]:
     """The schedule: start as many runs as may be under way, and one more for each result."""
     devices = _devices_of(model, here=True)
-    turns = Turns()
+    queue = DeviceQueue()
 
     def start(number: int, item: Any) -> Future[Result]:
         """Have a run begin, with the modes of this thread."""
@@ -169,7 +169,7 @@ def _pipelined(
 
     def work(number: int, item: Any, viewed: tuple[Any, Streams]) -> Result:
         view, streams = viewed
-        this_run = Run(number, turns, streams)
+        this_run = Run(number, queue, streams)
         try:
             with running(this_run), InOrder(this_run):
                 return _run_on(view, run, number, item)
@@ -177,10 +177,9 @@ def _pipelined(
             views.append(viewed)
 
     with contextlib.ExitStack() as within:
-        within.callback(turns.visits.clear)
         within.enter_context(seeding_in_order({device.type for device in devices}))
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
-        within.callback(turns.end)  # before the threads are waited for
+        within.callback(queue.end)  # before the threads are waited for
         views: list[tuple[Any, Streams]] = []  # of runs that have ended
         weights, hooks = Weights(model), _Hooks(model)
         bar = within.enter_context(make_bar())
@@ -188,7 +187,7 @@ def _pipelined(
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
         while runs:
-            turns.want(number)
+            queue.request(number)
             if runs[0].exception() is None:  # which waits for the run
                 if (name := weights.changed()) is not None:
                     raise RuntimeError(
@@ -293,4 +292,4 @@ def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
 
 def _state(weight: torch.Tensor) -> Any:
     """A fingerprint of a weight, which a change of the weight changes."""
-    return values_of(weight), weight.requires_grad
+    return fingerprint(weight), weight.requires_grad

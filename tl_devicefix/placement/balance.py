@@ -143,12 +143,12 @@ def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
     ]
 
     def extend(cost: Any, position: int, start: int, end: int, _best: Any) -> Any:
-        visitors = _to_offload(end - start, block, shared, left[position])
-        if visitors is None:
+        n_offloaded = _to_offload(end - start, block, shared, left[position])
+        if n_offloaded is None:
             return None
-        offloaded, squares_of_visiting, squares = cost
+        offloaded, squares_of_offloaded, squares = cost
         squares += (end - start) ** 2
-        return offloaded + visitors, squares_of_visiting + visitors**2, squares
+        return offloaded + n_offloaded, squares_of_offloaded + n_offloaded**2, squares
 
     counts = _best_ranges(len(blocks), len(rooms), (0, 0, 0), extend)
     if counts is None:

@@ -199,6 +199,12 @@ def elsewhere(number: int) -> torch.device:
     return torch.device("meta", number)
 
 
+def module_with_streams(device: torch.device) -> Any:
+    """Return torch's module of a device, where that has streams; None elsewhere."""
+    module = torch.get_device_module(device.type)
+    return module if hasattr(module, "Stream") and device.type != "cpu" else None
+
+
 def is_elsewhere(device: torch.device) -> bool:
     """Return True if a device is one of another host."""
     return device.type == "meta" and device.index is not None

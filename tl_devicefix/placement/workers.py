@@ -18,8 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
 
-# One load at a time, because torch.set_num_threads also sets the value for new threads.
-_setting_threads = threading.Lock()
+one_load = threading.RLock()
+"""Held while a load changes what all threads see: one load at a time.
+
+1. While an empty model or a twin is made, because torch, transformers, accelerate and this package
+   replace classes' methods and settings for that.
+2. While components are brought to devices, because `torch.set_num_threads` also sets how many
+   threads new ones begin with.
+3. While TransformerLens reads a config, because its name for AutoConfig is replaced for that.
+
+The workers of a load may not take it, because the thread that waits for them holds it.
+"""
 
 
 def each_on_its_device(
@@ -46,7 +55,7 @@ def each_on_its_device(
             done()
         return
     begun: list[Future[None]] = []
-    with _setting_threads, contextlib.ExitStack() as stack:
+    with one_load, contextlib.ExitStack() as stack:
         # Share the cores between the threads, because torch would split each small operation over
         # all cores and wait for the slowest one: ten times slower on a busy machine.
         all_cores = torch.get_num_threads()

@@ -12,7 +12,7 @@ import torch
 from transformer_lens import ActivationCache
 
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.carrying import bring_home, is_output_read
+from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
@@ -99,7 +99,7 @@ def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         cache.cache_dict = at_home.of(cache.cache_dict)
     else:
         cache = at_home.of(cache)
-    return bring_home(output, self.placement.home) if is_output_read() else output, cache
+    return bring_home(output, self.placement.home), cache
 
 
 @patches(

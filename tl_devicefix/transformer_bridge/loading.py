@@ -33,6 +33,7 @@ from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.workers import one_load
 from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
     placement_as_it_lies,
@@ -46,7 +47,7 @@ from tl_devicefix.transformer_bridge.components import (
     layout_of,
 )
 from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers, constructing
+from tl_devicefix.twin import Numbers, choice_of_numbers
 
 
 @patches(
@@ -132,7 +133,7 @@ def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     options = bound.arguments
     if options.get("hf_model") is None and options.get("load_weights", True):
-        with contextlib.ExitStack() as elsewhere, constructing:
+        with contextlib.ExitStack() as elsewhere, one_load:
             return _boot_checkpoint(boot, options, elsewhere)
     if options.get("hf_model") is None and options.get("device") is None:
         options["device"] = simulated_device()

@@ -31,7 +31,7 @@ from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
-from tl_devicefix.offload.visiting import pin
+from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, in_short

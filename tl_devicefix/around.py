@@ -1,0 +1,113 @@
+"""One protocol for all that stands around a module's forward: `Around`.
+
+A call of blocks.8, which lives on cuda:1:
+
+    CarryTo.pre_forward       brings the arguments to cuda:1    a forward pre-hook of torch's
+      users' pre-hooks        see them on cuda:1
+        SkipBlock.forward     returns what is known, or         the instance's `forward`
+        StopAfter.forward     ends the model's forward after it
+          OffloadedForward    brings the weights, and takes them away again
+            the class's forward: TransformerLens's, a fused block's, or a remote block's
+      BringHome.post_forward  brings the output home            a forward hook of torch's
+      users' hooks            see it at home
+
+`RunWhereItIs.forward` is around modules that users put into a block, `AlibiAt.pre_forward` around
+blocks that need a table on their device. A fused block's forward and a remote block's are those of
+a class, because copies and pickles of a block keep its class. A dry run adds hooks of torch's own
+while it lasts, because it notes which component runs even where a pre-hook fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Forward = Callable[..., Any]
+Kind = TypeVar("Kind", bound="Around")
+
+
+class Around:
+    """Stands around a module's forward, as accelerate's `ModelHook` does.
+
+    To add another, write one or more of these three, and attach it where `align` attaches others:
+
+    - `pre_forward` returns the arguments. It runs before users' pre-hooks, which see what it gives.
+    - `forward` returns the output, of `run(*args, **kwargs)` or without running the module. It may
+      undo something in `finally`.
+    - `post_forward` returns the output. It runs before users' hooks, but not after an error.
+
+    One object may be attached to many modules. It is copied and pickled with them, so it should
+    hold no module but its own.
+    """
+
+    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Return the arguments that users' pre-hooks and the forward get."""
+        return args, kwargs
+
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+        """Return the output; `run` is the forward that this stands around."""
+        return run(*args, **kwargs)
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """Return the output that users' hooks and the caller get."""
+        return output
+
+    def attach(self, module: nn.Module) -> None:
+        """Stand around a module's forward, outermost."""
+        kind = type(self)
+        if kind.pre_forward is not Around.pre_forward:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        if kind.forward is not Around.forward:
+            # Not by setattr, because the components of a Bridge hand it on to what they wrap.
+            vars(module)["forward"] = _Forward(self, module)
+        if kind.post_forward is not Around.post_forward:
+            module.register_forward_hook(self.post_forward, prepend=True)
+
+    @classmethod
+    def detach(cls, module: nn.Module) -> None:
+        """Take all of this class from a module, also those that a copied module brought along."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                if isinstance(getattr(hook, "__self__", None), cls):
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+        outer, forward = None, vars(module).get("forward")
+        while isinstance(forward, _Forward):
+            if not isinstance(forward.around, cls):
+                outer = forward
+            elif outer is not None:
+                outer.inner = forward.inner
+            elif forward.inner is not None:
+                vars(module)["forward"] = forward.inner
+            else:
+                del vars(module)["forward"]
+            forward = forward.inner
+
+    @classmethod
+    def of(cls: type[Kind], module: nn.Module) -> Kind | None:
+        """Return the one of this class whose `forward` is around a module's; None without it."""
+        forward = vars(module).get("forward")
+        while isinstance(forward, _Forward):
+            if isinstance(forward.around, cls):
+                return forward.around
+            forward = forward.inner
+        return None
+
+
+class _Forward:
+    """The `forward` of one module, while an `Around` has one. `inner` is the next, if any."""
+
+    def __init__(self, around: Around, module: nn.Module) -> None:
+        self.around, self.module, self.inner = around, module, vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.around.forward(self.module, self.run, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the next forward, which is the class's own if there is no other."""
+        forward = self.inner or type(self.module).forward.__get__(self.module)
+        return forward(*args, **kwargs)
