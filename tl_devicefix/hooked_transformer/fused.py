@@ -172,10 +172,10 @@ class Bound:
             return _Weights(self.modules, self.as_modules)
         now = [w for named in self._parameters for w in named.values() if w is not None]
         weights, as_of = self._kept
-        if weights is not None and len(now) == len(as_of):
-            # The same memory, seen in the same way.
-            if all(map(torch.Tensor.is_set_to, now, as_of)):
-                return weights
+        # The same memory, seen in the same way.
+        are_same = len(now) == len(as_of) and all(map(torch.Tensor.is_set_to, now, as_of))
+        if weights is not None and are_same:
+            return weights
         weights = _Weights(self.modules, self.as_modules)
         if self._keeps and weights.are_views:
             self._kept = weights, [weight.detach() for weight in now]
@@ -447,8 +447,8 @@ def _attention(
     joint = weights.qkv if inputs[0] is inputs[1] is inputs[2] else None
     # Not with hooks on them, because one that is kept would keep the memory of all three.
     if joint is not None and hooked.isdisjoint(_OF_QKV):
-        qkv = F.linear(inputs[0], *joint).view(batch, n, -1, d_head)
         parts = n_heads, n_kv_heads, n_kv_heads
+        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)
         q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
     else:
         q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
