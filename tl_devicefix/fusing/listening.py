@@ -27,12 +27,6 @@ RECORDING = "transformers.utils.output_capturing"
 """The module of the hooks by which transformers records the outputs that it is asked for."""
 
 
-def has_hooks(module: Any) -> bool:
-    """Return True if calling a module does more than its class's forward."""
-    attributes = module.__dict__
-    return any(hooks_of(attributes)) or "forward" in attributes
-
-
 def records(hook: Any) -> bool:
     """Return True for a hook by which transformers records outputs of layers."""
     return getattr(hook, "__module__", None) == RECORDING
@@ -68,13 +62,14 @@ class Listeners:
         are_harmless: Callable[[dict[int, Any]], bool] = operator.not_,
     ) -> None:
         _count_assignments()
-        self._n_assigned, self._as_of = _n_assigned, -1
+        self._n_assigned = _n_assigned
         self._named = [(name, vars(module)) for name, module in named]
         self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless
-        self._hooked: frozenset[str] = frozenset()
-        self._listened: list[dict[str, Any]] = []
+        # In one assignment, because several threads may run a model: the number up to which all
+        # hooks are known, the names of what has some, and its attributes.
+        self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
 
     def is_current(self) -> bool:
         """Return True if no module was assigned to another since this was made."""
@@ -82,27 +77,25 @@ class Listeners:
 
     def look(self) -> frozenset[str]:
         """Return the names of the modules that have hooks now."""
-        as_of = RemovableHandle.next_id
-        if as_of != self._as_of:
-            self._as_of = as_of
-            self._hooked = self._now()
-        elif self._hooked and not all(map(any, map(hooks_of, self._listened))):  # some have gone
-            self._hooked = self._now()
-        return self._hooked
+        as_of, hooked, listened = self._seen
+        is_new = as_of != RemovableHandle.next_id
+        # Where there were hooks, some may have gone.
+        if is_new or (hooked and not all(map(any, map(hooks_of, listened)))):
+            self._seen = _, hooked, _ = self._now()
+        return hooked
 
-    def _now(self) -> frozenset[str]:
-        self._listened = []
+    def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
+        as_of = RemovableHandle.next_id
         if _has_any_global_hook():
-            self._as_of = -1  # to look again, because such a hook may go
-            return self._names
+            return -1, self._names, []  # to look again, because such a hook may go
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
-            return frozenset()
-        hooked = set()
+            return as_of, frozenset(), []
+        hooked, listened = set(), []
         for name, attributes in self._named:
             if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):
-                self._listened.append(attributes)
+                listened.append(attributes)
                 hooked.add(name)
-        return frozenset(hooked)
+        return as_of, frozenset(hooked), listened
 
 
 def unsupported_mode() -> str | None:

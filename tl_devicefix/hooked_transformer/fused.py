@@ -138,49 +138,47 @@ class Bound:
         self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
         """Modules that are always called, because they may do anything."""
         parts = block._modules.items()
-        self._all_parameters = [part._parameters for _, part in parts if part._parameters]
-        self._n_parameters = list(map(len, self._all_parameters))
+        parametrized = (m for m in block.modules() if type(m) is not HookPoint)
+        self._all_parameters = [module._parameters for module in parametrized]
+        self._names = list(map(tuple, self._all_parameters))
         self.as_modules = self.always.union(n for n, part in parts if not _is_known(n, part))
         # The weights of an offloaded block are elsewhere next time.
         self._keeps = "forward" not in block.__dict__
         parts = (block._modules[name] for name in ("attn", "mlp") if name in block._modules)
         self._parameters = [part._parameters for part in parts]
-        self._as_of: list[torch.Tensor] = []
-        self._weights: _Weights | None = None
-        self._ignored_state: Any = None
+        # In one assignment, because several threads may run a model.
+        self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
+        self._ignored: tuple[Any, Any, bool] = None, None, False
 
     def is_current(self) -> bool:
-        """Return True if no module was exchanged, and no parameter deleted, since this was made."""
-        n_parameters = list(map(len, self._all_parameters))
-        return self.listeners.is_current() and n_parameters == self._n_parameters
+        """Return True if no module was exchanged, and no parameter named anew, since then."""
+        # As `torch.nn.utils.prune` puts another parameter in the place of one.
+        names = list(map(tuple, self._all_parameters))
+        return self.listeners.is_current() and names == self._names
 
     def ignores_wholly(self, attn: Any) -> bool:
         """Return True if scores that do not count are minus infinity, which users can change."""
         ignored = attn._buffers["IGNORE"]
         state = ignored.data_ptr(), None if ignored.is_inference() else ignored._version
-        if state != self._ignored_state:
-            self._ignored, self._ignored_state = ignored.detach(), state  # keeps the address
-            self._ignores_wholly = not has_values(ignored) or bool(ignored.isneginf())
-        return self._ignores_wholly
+        if state != self._ignored[0]:
+            is_inf = not has_values(ignored) or bool(ignored.isneginf())
+            self._ignored = state, ignored.detach(), is_inf  # keeps the address
+        return self._ignored[2]
 
     def weights(self) -> _Weights:
         """Return views of the weights, as matmuls take them."""
         if torch.is_grad_enabled():
             return _Weights(self.modules, self.as_modules)
-        if self._weights is None or not self._are_same():
-            self._weights = _Weights(self.modules, self.as_modules)
-            now = (weight for named in self._parameters for weight in named.values())
-            self._as_of = [weight.detach() for weight in now if weight is not None]
-            if not self._keeps or not self._weights.are_views:
-                made, self._weights, self._as_of = self._weights, None, []
-                return made
-        return self._weights
-
-    def _are_same(self) -> bool:
-        """Return True if each weight is the same memory, seen in the same way."""
-        attn, *mlp = self._parameters
-        now = (*attn.values(), *(mlp[0].values() if mlp else ()))
-        return len(now) == len(self._as_of) and all(map(torch.Tensor.is_set_to, now, self._as_of))
+        now = [w for named in self._parameters for w in named.values() if w is not None]
+        weights, as_of = self._kept
+        # The same memory, seen in the same way.
+        are_same = len(now) == len(as_of) and all(map(torch.Tensor.is_set_to, now, as_of))
+        if weights is not None and are_same:
+            return weights
+        weights = _Weights(self.modules, self.as_modules)
+        if self._keeps and weights.are_views:
+            self._kept = weights, [weight.detach() for weight in now]
+        return weights
 
 
 def _is_foreign(name: str, module: Any) -> bool:
@@ -207,7 +205,7 @@ def _is_known(name: str, module: Any) -> bool:
     if name == "mlp":
         return "hook_mid" not in module._modules
     norms = (module._modules.get(norm) for norm in ("q_norm", "k_norm"))
-    return all(norm is None or type(norm) is RMSNorm for norm in norms)
+    return all(norm is None or _is_known("q_norm", norm) for norm in norms)
 
 
 def _why_pattern(attn: Any) -> str | None:
@@ -448,13 +446,13 @@ def _attention(
     joint = weights.qkv if inputs[0] is inputs[1] is inputs[2] else None
     # Not with hooks on them, because one that is kept would keep the memory of all three.
     if joint is not None and hooked.isdisjoint(_OF_QKV):
-        qkv = F.linear(inputs[0], *joint).view(batch, n, -1, d_head)
         parts = n_heads, n_kv_heads, n_kv_heads
+        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)
         q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
     else:
         q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
-        k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, -1, n_kv_heads, d_head))
-        v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, -1, n_kv_heads, d_head))
+        k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, n, n_kv_heads, d_head))
+        v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, n, n_kv_heads, d_head))
     if cfg.use_qk_norm:
         q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)
         k = norm("k_norm", k.reshape(-1, d_head)).view(k.shape)

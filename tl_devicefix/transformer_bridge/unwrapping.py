@@ -258,7 +258,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., d_model], normalised."""
-        weight, norm = self._parameters["weight"], vars(self)["_norm"]
+        weight, norm = self._parameters.get("weight"), vars(self)["_norm"]
         if weight is None or weight.dtype != x.dtype:
             return norm(x)  # type: ignore[no-any-return]
         return torch.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)

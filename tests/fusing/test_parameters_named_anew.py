@@ -1,0 +1,61 @@
+"""A fused block follows parameters that are deleted, or that others take the place of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from attending import assert_either_way
+from packaging.version import Version
+from torch.nn.utils import prune
+
+import tl_devicefix
+from tl_devicefix.monkeypatch.versions import installed
+
+pytestmark = pytest.mark.skipif(installed() < Version("3.8"), reason="its blocks are not fused")
+
+
+@pytest.fixture
+def fused_copy(on_cpu):
+    """`fused_copy("llama")`: a model with fused blocks."""
+    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_cpu(name)))
+
+
+def delete_norm_of_queries(model):
+    norm = model.blocks[1].attn.q_norm
+    doubled = norm.w.data * 2
+    del norm.w
+    norm.w = doubled
+
+
+CHANGES = {
+    "prune a weight": (
+        "gpt2",
+        lambda model: prune.random_unstructured(model.blocks[1].mlp, "b_in", 0.5),
+    ),
+    "delete a norm's weight": ("qwen3", delete_norm_of_queries),
+    "no bias": ("llama", lambda model: setattr(model.blocks[1].mlp, "b_out", None)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_forward_sees_it(change, fused_copy, tokens):
+    name, act = CHANGES[change]
+    model = fused_copy(name)
+    model(tokens)
+    act(model)
+    assert_either_way(model, lambda model: model(tokens))
+
+
+@torch.no_grad()
+def test_an_empty_batch(fused_copy, tokens):
+    assert_either_way(fused_copy("llama"), lambda model: model(tokens[:0]))
+
+
+def test_alibi_first_used_in_inference_mode(fused_copy, tokens):
+    model = fused_copy("bloom")
+    with torch.inference_mode():
+        model(tokens)
+    assert_either_way(model, lambda model: model(tokens[:, :1]))
