@@ -317,9 +317,9 @@ def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
 
 
 @cache
-def _remote_class(cls: Any, mixin: type) -> type:
-    # The mixin is the last base, because Python lets a module change its class only if the first one
-    # is the class that it had.
+def _remote_class(cls: Any, mixin: Any) -> type:
+    # The mixin comes last, because Python lets a module change its class only to one whose first
+    # base is the class that it had.
     of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
     has = {"__module__": __name__, **(of_block if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
@@ -448,10 +448,11 @@ class _Step:
 
     def _entry(self) -> EntryState:
         self.grown = RemoteHandle(self.record.remote.host)
-        tensors: dict[str, torch.Tensor] | int = tensors_of(self.entry)
-        unread = [t for t in tensors.values() if isinstance(t, RemoteTensor) and not t.is_fetched]
+        here = tensors_of(self.entry)
+        tensors: dict[str, torch.Tensor] | int = here
+        unread = [t for t in here.values() if isinstance(t, RemoteTensor) and not t.is_fetched]
         handles = {tensor.handle for tensor in unread}
-        if len(unread) == len(tensors) and len(handles) == 1:
+        if len(unread) == len(here) and len(handles) == 1:
             (handle,) = handles
             if handle.host is self.grown.host:
                 if torch.is_grad_enabled() and handle.has_graph:
@@ -554,8 +555,8 @@ class _RemoteRun(RemoteHandle):
             reply = self._reply
             for number, point, shape, dtype in reply["cached"]:
                 step = self._steps[number]
-                activation = self._remote.kept(step.cached[point], "", shape, dtype)
-                step.block.get_submodule(point)(activation)
+                cached = self._remote.kept(step.cached[point], "", shape, dtype)
+                step.block.get_submodule(point)(cached)
             for number, *state in reply["grown"]:
                 self._steps[number].has_grown(*state)
             if not reply["tap"]:
