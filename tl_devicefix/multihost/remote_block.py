@@ -194,23 +194,13 @@ class RemoteModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
-        if not (is_note or name.startswith("hook_") or name in _SET_BY_LIBRARIES):
-            self._refuse(f"{name} was")
+        if not (is_note or name in _SET_BY_LIBRARIES):
+            self._check_name(name)
         super().__setattr__(name, value)
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse a module, unless it is for a hook point's place."""
-        if not name.startswith("hook_"):
+    def _check_name(self, name: str) -> None:
+        if not name.startswith("hook_"):  # a module may be put in a hook point's place
             self._refuse(f"{name} was")
-        super().add_module(name, module)
-
-    def register_parameter(self, name: str, param: Any) -> None:
-        """Refuse a parameter."""
-        self._refuse(f"{name} was")
-
-    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
-        """Refuse a buffer."""
-        self._refuse(f"{name} was")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert what is at home: modules in the place of hook points."""
@@ -233,19 +223,26 @@ class RemotePart(RemoteModule):
     """A module within a remote block."""
 
 
-def _refusing(method: str) -> Callable[..., Any]:
-    def register(self: RemotePart, hook: Any, *args: Any, **kwargs: Any) -> Any:
-        # A Bridge of TransformerLens wires its blocks here as there.
-        of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
-        if not (of_bridge or records(hook)):
-            self._refuse("hooks of torch's were")
-        return getattr(nn.Module, method)(self, hook, *args, **kwargs)
+def _checked(method: str, check: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    def register(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, given)
+        return getattr(nn.Module, method)(self, given, *args, **kwargs)
 
     return register
 
 
+def _check_hook(part: RemotePart, hook: Any) -> None:
+    # A Bridge of TransformerLens wires its blocks here as there.
+    of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
+    if not (of_bridge or records(hook)):
+        part._refuse("hooks of torch's were")
+
+
+for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
+    setattr(RemoteModule, _method, _checked(_method, RemoteModule._check_name))
 for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "backward"):
-    setattr(RemotePart, f"register_{_kind}_hook", _refusing(f"register_{_kind}_hook"))
+    _method = f"register_{_kind}_hook"
+    setattr(RemotePart, _method, _checked(_method, _check_hook))
 
 
 class RemoteBlock(RemoteModule):
@@ -313,7 +310,8 @@ def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
                     tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
         if not isinstance(module, HookPoint):
             vars(module)[_REMOTE] = record
-            module.__class__ = _remote_class(type(module), RemotePart if path else RemoteBlock)
+            cls: Any = type(module)
+            module.__class__ = _remote_class(cls, RemotePart if path else RemoteBlock)
 
 
 @cache
