@@ -212,7 +212,7 @@ class RemoteModule(nn.Module):
 
 _SET_BY_LIBRARIES = frozenset(
     (
-        *("training", "cfg", "config", "alibi"),
+        *("training", "name", "cfg", "config", "alibi"),
         *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
     )
 )
