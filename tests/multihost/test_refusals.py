@@ -1,5 +1,6 @@
 """What a worker would not see is refused, and changes nothing."""
 
+import copy
 import shutil
 from unittest import mock
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from transformers import StaticCache
 
+from tl_devicefix.dispatch.views import view_of
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
@@ -60,41 +62,56 @@ def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
     assert not torch.equal(own[0], before[0])
 
 
+def _first_weight(block):
+    module = next(module for module in block.modules() if module._parameters)
+    return module, next(iter(module._parameters))
+
+
 PUT_IN = {
-    "a module": lambda block, patch: patch.setitem(block._modules, "mlp", nn.Identity()),
-    "a module within one": lambda block, patch: patch.setitem(
-        block.mlp._modules, "probe", nn.Linear(2, 2)
-    ),
-    "a forward": lambda block, patch: patch.setitem(vars(block.attn), "forward", lambda x: None),
-    "a method": lambda block, patch: patch.setitem(vars(block.attn), "mine", lambda x: x),
-    "a parameter": lambda block, patch: patch.setitem(
-        held := next(m._parameters for m in block.modules() if m._parameters),
-        *(next(iter(held)), nn.Parameter(ONE)),
-    ),
-    "a buffer": lambda block, patch: patch.setitem(block.attn._buffers, "mask", ONE),
-    "a class": lambda block, patch: patch.setattr(
-        block.mlp, "__class__", type("Mine", (type(block.mlp),), {"forward": lambda self, x: x})
-    ),
-    "an attribute": lambda block, patch: patch.setitem(
-        vars(block.ln1), "eps" if hasattr(block.ln1, "eps") else "name", 3.0
-    ),
-    "a hook of torch's": lambda block, patch: patch.setitem(
-        block.mlp._forward_hooks, 1 << 40, lambda module, args, output: output * 0
-    ),
+    "module": lambda block: setattr(block, "mlp", nn.Identity()),
+    "module within one": lambda block: block.mlp.add_module("probe", nn.Linear(2, 2)),
+    "forward": lambda block: setattr(block.attn, "forward", lambda x: None),
+    "parameter": lambda block: setattr(*_first_weight(block), nn.Parameter(ONE)),
+    "buffer": lambda block: block.attn.register_buffer("mask", ONE),
+    "attribute": lambda block: setattr(block.ln1, "eps", 3.0),
+    "torch hook": lambda block: block.mlp.register_forward_hook(lambda *args: None),
 }
 
 
-@pytest.mark.parametrize("name", PUT_IN)
-def test_what_is_put_in(name, spread, tokens):
+@pytest.mark.parametrize("put_in", PUT_IN.values(), ids=PUT_IN)
+def test_remote_block_refuses_local_edits(put_in, spread, tokens):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
-        with pytest.MonkeyPatch.context() as patch:
-            PUT_IN[name](model.blocks[2], patch)
-            no_effect = "2 runs on node-b, .* no effect: .*(not loaded|replaced|another|on its)"
-            with pytest.raises(RuntimeError, match=no_effect):
-                model(tokens)
+        with pytest.raises(RuntimeError, match=r"^blocks\.2 runs on node-b, .* put into it here"):
+            put_in(model.blocks[2])
         assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("view", [copy.deepcopy, view_of])
+def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
+    with pytest.raises(RuntimeError, match="mlp was put into it here"):
+        view(spread("llama")).blocks[2].mlp = nn.Identity()
+
+
+def test_code_exchanged_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):
+    model = spread("llama")
+    with torch.no_grad():
+        expected = model(tokens)
+        monkeypatch.setitem(vars(model.blocks[2].mlp), "forward", lambda x: x * 0)
+        assert torch.equal(model(tokens), expected)
+        assert not model.blocks[2].mlp(torch.ones(1, 1, 16)).any()
+
+
+def test_hook_on_a_whole_block_may_keep_its_output(alone, spread, tokens):
+    kept = []
+    for model in (alone("llama"), spread("llama")):
+        hook = model.blocks[2].register_forward_hook(lambda *args: kept.append(args[-1]))
+        with torch.no_grad():
+            model(tokens), model(tokens)
+        hook.remove()
+    outputs = [output if isinstance(output, torch.Tensor) else output[0] for output in kept]
+    assert torch.equal(outputs[1], outputs[3])
 
 
 def test_what_is_put_on_a_whole_block_acts(spread, tokens):
@@ -279,10 +296,12 @@ def changed(change, file):
 )
 def test_a_checkpoint_that_differs(change, message, load, checkpoints, tmp_path, monkeypatch, host):
     """Workers read a copy, under the name of the first."""
-    copy, here = tmp_path / "copy", worker.differences
-    shutil.copytree(checkpoints("llama"), copy)
-    monkeypatch.setattr(worker, "differences", lambda files, name, hub: here(files, str(copy), hub))
-    change(copy)
+    there, here = tmp_path / "copy", worker.differences
+    shutil.copytree(checkpoints("llama"), there)
+    monkeypatch.setattr(
+        worker, "differences", lambda files, name, hub: here(files, str(there), hub)
+    )
+    change(there)
     host.calls.clear()
     with pytest.raises(ValueError, match=f"^node-b {message} for '.*': give all hosts the same fi"):
         load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})

@@ -11,6 +11,7 @@ from typing import Any
 
 from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.remote_block import RemoteModel, attach
+from tl_devicefix.multihost.worker import worker_of
 from tl_devicefix.placement.devices import Host, host_of, is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
@@ -60,7 +61,7 @@ def loading_elsewhere(
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
             forget = host.take_forgotten()
             request = models[host].number, load, name, passed_on, device_map, forget
-            loads.append(pool.submit(host.connection.call, "load", *request))
+            loads.append(pool.submit(worker_of(host).load, *request))
         yield {block: models[host] for block, (host, _) in places.items()}
         for loaded in loads:
             loaded.result()
@@ -80,7 +81,7 @@ def check_files(hosts: list[Host], name: str, hub: dict[str, Any]) -> None:
     """
     files = files_of(name, hub)
     for host in hosts:
-        wrong = host.connection.call("differences", files, name, hub) if files else []
+        wrong = worker_of(host).differences(files, name, hub) if files else []
         if wrong:
             raise ValueError(
                 f"{host.connection.name} {wrong[0]} for {name!r}: give all hosts the same files"

@@ -1,216 +1,352 @@
-"""A block of another host: its hook points are here, its weights there, and its forward is a call.
+"""A block of another host: its hook points are here, its weights there, its forward is a call.
 
-`attach` makes one of a block without values. Nothing of the user's code leaves home: at a hook
-point on which somebody listens, the worker stops, and the activation is here, a plain tensor.
+`attach` makes one of a block without values. User code runs here only. At a hook point with a hook,
+the worker pauses, and the hook gets the activation as a plain tensor.
 
-    block 5, nobody listens    waits: its output is a `RemoteTensor`
-    block 6, nobody listens    waits
+    block 5, no hooks          waits: its output is a `RemoteTensor`
+    block 6, no hooks          waits
     block 7, a hook on hook_z  begin([5, 6])  --->
                                begin([7])     <---  output of block 6
                                hook(z)        <---  z
                                proceed(...)   --->
-    block 8, nobody listens    waits          <---  output of block 7
+    block 8, no hooks          waits          <---  output of block 7
     ln_final, at home          begin([8])     --->
                                               <---  output of block 8
 
-A hook that only looks, as `run_with_cache` adds them, stops nobody: the activation stays there, and
-comes when it is read. KV caches stay there too.
+A hook that only looks, such as those of `run_with_cache`, pauses nothing: the activation stays
+there, and comes when it is read. Code that you exchange in your process acts in your process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers.cache_utils import Cache
+from transformer_lens.hook_points import HookPoint
 
+from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
+from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
 from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.multihost.refusals import AsLoaded, Unseen, refuse_what_is_on
-from tl_devicefix.multihost.worker import (
+from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
-    HAS_MLP_IN,
-    config_at,
-    configs_of,
+    EntryState,
+    is_cache,
     layer_of_cache,
+    set_tensors,
+    settings_of,
+    tensors_of,
+)
+from tl_devicefix.multihost.worker import (
+    HAS_MLP_IN,
+    Reply,
+    Request,
+    Step,
+    config_at,
     settings,
-    state_of,
+    worker_of,
 )
 from tl_devicefix.placement.devices import Host
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)
-_SENT = (type(None), bool, int, float, str, torch.dtype, torch.Tensor)
 
 
-class Kept:
-    """What a host keeps by a number, until this is let go of."""
+class RemoteHandle:
+    """A number of something that a worker keeps, until this object is freed."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.number, self.has_graph = host, next(_numbers), False
+        # Not at exit, because workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
         return self
 
 
-class RemoteModel(Kept):
-    """A model, as a host has it that has some of its blocks."""
+class RemoteModel(RemoteHandle):
+    """A model, as a host has it that has some of its blocks.
+
+    Attributes:
+        home: the device on which fetched tensors are.
+        changed: names of settings that have been changed since it was loaded. They are sent with
+            each run, because the blocks there may share one config, and a setting may go back.
+    """
 
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
+        self.changed: set[str] = set()
 
-    def weight(self, name: str) -> torch.Tensor:
-        """A weight or buffer, at home."""
-        return self.host.connection.call("weight", self.number, name).to(self.home)  # type: ignore[no-any-return]
+    def weight(self, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+        """Return a weight or buffer, which is fetched when it is used."""
 
-    def weight_called(self, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
-        """A weight, which is fetched when it is used."""
-        fetch = partial(self.weight, name)
+        def fetch() -> torch.Tensor:
+            return worker_of(self.host).weight(self.number, name).to(self.home)
+
         is_there = f"{name} is on {self.host.connection.name}"
         made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, is_there)
         return made
 
-    def fetched_later(self, kept: Kept, which: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
-        """A tensor that the host keeps."""
+    def kept(self, handle: RemoteHandle, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+        """Return an activation that the host keeps, or a named tensor of a KV cache."""
 
         def fetch() -> torch.Tensor:
-            return self.host.connection.call("kept", kept.number, which).to(self.home)  # type: ignore[no-any-return]
+            return worker_of(self.host).kept(handle.number, name).to(self.home)
 
-        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home)
-        made._kept = kept  # type: ignore[attr-defined]
+        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, handle=handle)
         return made
 
 
-class _Layer:
-    """Facts about a remote block, as it was made.
+class _Record:
+    """Facts about a remote block when it was loaded; its copies and views share them.
 
     Attributes:
-        forms: of what it returns, by the names of its arguments: a tensor, or a tuple of one. If it
+        forms: what it returns, by the names of its arguments: a tensor, or a tuple of one. If it
             returns anything else, or has not run yet, it does not wait.
     """
 
-    def __init__(self, remote: RemoteModel, index: int, block: Any) -> None:
+    def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
         self.remote, self.index = remote, index
         self.forms: dict[Any, type] = {}
         self.look_at(block)
 
-    def look_at(self, block: Any) -> None:
+    def look_at(self, block: nn.Module) -> None:
         """Take the block as it is for what its host has."""
-        self.as_loaded = AsLoaded(block)
-        self._configs = {path: dict(vars(cfg)) for path, cfg in configs_of(block).items()}
+        named = list(block.named_modules())
+        self.points = [path for path, module in named if isinstance(module, HookPoint)]
+        configs = {path: config_at(block, path) for path, _ in named}
+        first = {
+            id(config): path for path, config in reversed(configs.items()) if _is_known(config)
+        }
+        self._configs = {path: dict(vars(configs[path])) for path in first.values()}
 
-    def changed_settings(self, block: Any) -> dict[str, dict[str, Any]]:
-        """What is set otherwise since then, of each config in the block."""
-        changed = {}
-        for path, before in self._configs.items():
+    def listened(self, block: nn.Module) -> dict[str, bool]:
+        """Return the hook points that have hooks; True for those whose hooks only look."""
+        listened = {}
+        for path in self.points:
+            module = block.get_submodule(path)
+            hooks = [hook for of_kind in hooks_of(vars(module)) for hook in of_kind.values()]
+            hooks = [hook for hook in hooks if not records(hook)]
+            if type(module) is not HookPoint or "forward" in vars(module):  # as an SAE is put there
+                listened[path] = False
+            elif hooks:
+                listened[path] = all(map(only_looks, hooks))
+        return listened
+
+    def changed_settings(self, block: nn.Module) -> dict[str, dict[str, Any]]:
+        """Return the settings that its worker has to have, by the paths of the configs."""
+        changed = self.remote.changed
+        for path, loaded in self._configs.items():
             now = vars(config_at(block, path))
-            changed[path] = {
-                name: value
-                for name, value in now.items()
-                if before.get(name) is not value and isinstance(value, _SENT)
-            }
-        return {path: changes for path, changes in changed.items() if changes}
+            plain_ones = ((k, value) for k, value in now.items() if isinstance(value, _SENT))
+            changed.update(name for name, value in plain_ones if loaded.get(name) != value)
+        return {
+            path: {k: now[k] for k in changed & now.keys() if isinstance(now[k], _SENT)}
+            for path, now in ((path, vars(config_at(block, path))) for path in self._configs)
+        }
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+    def refusal(self, why: str, remedy: str = "undo it") -> RuntimeError:
+        """Return the error for something that the worker would not know of."""
+        return RuntimeError(
+            f"blocks.{self.index} runs on {self.remote.host.connection.name}, where this has no "
+            f"effect: {why}; {remedy}, or load the model on this host's devices alone"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
         return self
 
 
-class RemoteBlock(nn.Module):
-    """A block whose weights are on another host."""
+_SENT = (type(None), bool, int, float, str, torch.dtype)
+
+
+def _is_known(config: Any) -> bool:
+    return package_of(type(config)) in ("transformer_lens", "transformers")
+
+
+# --------------------------------------------------------------------------------------------
+# Modules
+
+
+class RemoteModule(nn.Module):
+    """A module of a remote block. It refuses what is put into it, because its worker has others."""
 
     is_remote = True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it as a module, past the Bridge's own way to call a block."""
-        return nn.Module.__call__(self, *args, **kwargs)
+    def _refuse(self, what: str) -> None:
+        record: _Record = vars(self)[_REMOTE]
+        raise record.refusal(f"{what} put into it here", "use a hook on a hook point")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_note = name.startswith("_") and not isinstance(value, nn.Module)
+        if not (is_note or name in _SET_BY_LIBRARIES):
+            self._check_name(name)
+        super().__setattr__(name, value)
+
+    def _check_name(self, name: str) -> None:
+        if not name.startswith("hook_"):  # a module may be put in a hook point's place
+            self._refuse(f"{name} was")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Convert what is at home, as an SAE in a hook point's place."""
+        """Convert what is at home: modules in the place of hook points."""
         refuse_to_convert(self, fn)
-        for module in self.modules():
-            tensors = *module._parameters.values(), *module._buffers.values()
-            if not any(type(tensor) is RemoteTensor for tensor in tensors):
-                nn.Module._apply(module, fn, recurse=False)
+        for child in self.children():
+            child._apply(fn)
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it there; within a forward of the model, together with the blocks that follow."""
-        layer: _Layer = vars(self)[_REMOTE]
-        for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):  # of a Bridge's
-            if hasattr(self, name):
-                changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
-                args, kwargs = changed or (args, kwargs)
-        x, *others = args
-        step = _Step(self, layer, tuple(others), kwargs)
-        kept, chain = kept_in_forward(), None
-        if type(x) is RemoteTensor and not x.is_fetched:
-            chain = getattr(x, "_chain", None)
-        if chain is None or not chain.goes_on_by(x, step):
-            chain = _Chain(layer.remote, plain(x))
-        form = layer.forms.get(step.form)
-        output = chain.add(step)
-        if step.taps or _FORWARD not in kept or form is None:
-            output.read()
-            return chain.returned
-        kept[_FORWARD] = chain
-        return (output,) if form is tuple else output
+
+_SET_BY_LIBRARIES = frozenset(
+    (
+        *("training", "name", "cfg", "config", "alibi"),
+        *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
+    )
+)
+"""Attributes that TransformerLens sets here, which `Step` or `call_everywhere` has sent too."""
 
 
-_FORWARD = "remote blocks"
+class RemotePart(RemoteModule):
+    """A module within a remote block."""
+
+
+def _checked(method: str, check: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    def register(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        check(self, given)
+        return getattr(nn.Module, method)(self, given, *args, **kwargs)
+
+    return register
+
+
+def _check_hook(part: RemotePart, hook: Any) -> None:
+    # A Bridge of TransformerLens wires its blocks here as there.
+    of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
+    if not (of_bridge or records(hook)):
+        part._refuse("hooks of torch's were")
+
+
+for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
+    setattr(RemoteModule, _method, _checked(_method, RemoteModule._check_name))
+for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "backward"):
+    _method = f"register_{_kind}_hook"
+    setattr(RemotePart, _method, _checked(_method, _check_hook))
+
+
+class RemoteBlock(RemoteModule):
+    """A block whose weights are on another host. Hooks on it as a whole act here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":  # it acts here, around the call
+            vars(self)[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
+_WAITING = "remote blocks"
+
+
+def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Any:
+    """Run it there; within a forward of the model, together with the blocks that follow."""
+    record: _Record = vars(self)[_REMOTE]
+    for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):  # a Bridge's
+        if hasattr(self, name):
+            changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
+            args, kwargs = changed or (args, kwargs)
+    x, *others = args
+    step = _Step(self, record, others, kwargs)
+    kept = kept_in_forward()
+    waiting: _WaitingBlocks | None = kept.get(_WAITING)
+    if waiting is None or not waiting.continue_with(x, record.remote):
+        waiting = _WaitingBlocks(record.remote, plain(x))
+    output = waiting.add(step)
+    form = record.forms.get(step.form)
+    # A block with taps runs at once, because its hooks come before those of later blocks.
+    is_watched = step.taps or self._forward_hooks or self._backward_hooks
+    if is_watched or _WAITING not in kept or form is None:
+        output.read()
+        return waiting.returned
+    kept[_WAITING] = waiting
+    return (output,) if form is tuple else output
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Within it, in a model's forward, remote blocks may wait for those that follow."""
     kept = kept_in_forward()
-    kept[_FORWARD] = None
+    kept[_WAITING] = None
     yield
-    if kept[_FORWARD] is not None and not kept[_FORWARD].has_begun:
-        kept[_FORWARD].run()  # as nobody has read its output
+    if kept[_WAITING] is not None:
+        kept[_WAITING].run_rest()  # because hooks look at them, although nobody reads the output
 
 
 def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
-    """Make a block a remote one."""
-    for path, module in block.named_modules():
+    """Make a block a remote one.
+
+    Args:
+        block: a block without values.
+        remote: the model on its host.
+        layer: its index.
+        name: its name in the model.
+    """
+    record = _Record(remote, layer, block)
+    for path, module in list(block.named_modules()):
         for tensors in (module._parameters, module._buffers, vars(module)):
             for key, tensor in tensors.items():
                 if isinstance(tensor, torch.Tensor):
                     full = ".".join(filter(None, (name, path, key)))
-                    tensors[key] = remote.weight_called(full, tensor.shape, tensor.dtype)
-    cls: Any = type(block)
-    block.__class__ = _remote_class(cls)
-    vars(block)[_REMOTE] = _Layer(remote, layer, block)
+                    tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
+        if not isinstance(module, HookPoint):
+            vars(module)[_REMOTE] = record
+            cls: Any = type(module)
+            module.__class__ = _remote_class(cls, RemotePart if path else RemoteBlock)
+
+
+@cache
+def _remote_class(cls: Any, mixin: Any) -> type:
+    # The mixin comes last, because Python lets a module change its class only to one whose first
+    # base is the class that it had.
+    of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
+    has = {"__module__": __name__, **(of_block if mixin is RemoteBlock else {})}
+    return type(f"Remote{cls.__name__}", (cls, mixin), has)
+
+
+def is_remote(block: Any) -> bool:
+    """Return True for a block on another host."""
+    return isinstance(block, RemoteBlock)
 
 
 def call_everywhere(model: Any, method: str, arguments: dict[str, Any]) -> None:
     """Call a method that changes weights on all hosts that have blocks of a model."""
     blocks = list(filter(is_remote, model.modules()))
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
-        weights = remote.host.connection.call("apply", remote.number, method, arguments)
+        weights = worker_of(remote.host).apply(remote.number, method, arguments)
         for name, (shape, dtype) in weights.items():
             path, _, key = name.rpartition(".")
-            module = model.get_submodule(path)
-            module._parameters[key] = remote.weight_called(name, shape, dtype)
+            model.get_submodule(path)._parameters[key] = remote.weight(name, shape, dtype)
     for block in blocks:
         vars(block)[_REMOTE].look_at(block)
 
 
-def refuse_to_convert(model: nn.Module, convert: Any) -> None:
-    """Refuse to move weights of other hosts, or change their dtype, before any is converted."""
-    blocks = filter(is_remote, model.modules())
-    for weight in (weight for block in blocks for weight in block.parameters()):
+def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse to move weights of other hosts, or to change their dtype.
+
+    Raises:
+        RuntimeError: before any weight is converted.
+    """
+    for weight in model.parameters():
         if type(weight) is RemoteTensor:
             like = torch.empty(0, dtype=weight.dtype, device=weight.device)
             if convert(like) is not like:
@@ -220,256 +356,258 @@ def refuse_to_convert(model: nn.Module, convert: Any) -> None:
                 )
 
 
-@cache
-def _remote_class(cls: Any) -> type:
-    return type(f"Remote{cls.__name__}", (RemoteBlock, cls), {"__module__": __name__})
-
-
-def is_remote(block: Any) -> bool:
-    """Whether a block is on another host."""
-    return isinstance(block, RemoteBlock)
-
-
 # --------------------------------------------------------------------------------------------
 # Runs
 
 
-def _kinds(point: Any) -> list[str]:
-    """Of which kinds the hooks of a hook point are; a module in its place is a forward one."""
-    return [kind for kind in ("fwd", "bwd") if getattr(point, f"{kind}_hooks", kind == "fwd")]
+def _why_not_now() -> str | None:
+    """Return what is on in this process that would change numbers here only; None if nothing."""
+    if (why := unsupported_mode()) is not None:
+        return why
+    is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
+    recording = sys.modules.get(RECORDING)
+    if recording and recording._active_collector.get() and not is_of_bridge:
+        return "transformers was asked for hidden states or attentions"
+    if torch._C._is_any_autocast_enabled():
+        return "torch.autocast is on"
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not isinstance(mode, OutsideBlocks | DeviceContext):
+            return f"a {type(mode).__name__} is active"
+    return None
 
 
 class _Step:
-    """A block in a run: its arguments, and the hook points on which somebody listens."""
+    """A block in a run: its arguments, and its hook points that have hooks.
 
-    def __init__(self, block: Any, layer: _Layer, args: Any, kwargs: dict[str, Any]) -> None:
-        self.block, self.layer, self.form = block, layer, (len(args), *kwargs)
+    It refuses what its worker would not know of, before anything has run:
+
+    1. what is on in this process: autocast, torch.func, torch.compile, modes of torch functions,
+       and of transformers' layers, training;
+    2. a KV cache that does not grow by appending.
+
+    And after each hook, in `check_after_hook`: what that has done to the same block.
+    """
+
+    def __init__(self, block: Any, record: _Record, args: list[Any], kwargs: Any) -> None:
+        self.block, self.record, self.form = block, record, (len(args), *kwargs)
+        why = _why_not_now()
+        if why is None and block.training and not hasattr(block, "cfg"):  # it may have dropout
+            why = "the model is in training mode"
+        if why is not None:
+            raise record.refusal(why)
         self.entry: Any = None
-        with self._refusing():
-            refuse_what_is_on()
-            if block.training and not hasattr(block, "cfg"):  # of transformers', which drop out
-                raise Unseen("the model is in training mode")
-            listened = layer.as_loaded.listened(block)
-            self.arguments = self._without_cache(list(args)), self._without_cache(kwargs)
+        self.arguments = self._marked(dict(enumerate(args))), self._marked(kwargs)
+        listened = record.listened(block)
         self.taps = [name for name, looks in listened.items() if not looks]
-        self.looks = {name: Kept(layer.remote.host) for name, looks in listened.items() if looks}
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except Unseen as reason:
-            host = self.layer.remote.host.connection.name
-            raise RuntimeError(
-                f"blocks.{self.layer.index} runs on {host}, where this has no effect: {reason}; "
-                "undo it, or load the model on this host's devices alone"
-            ) from None
+        self.cached = {
+            name: RemoteHandle(record.remote.host) for name, looks in listened.items() if looks
+        }
 
     def check_after_hook(self, name: str, changes_others: bool) -> None:
-        """Check that the hooks on a tap have done nothing that the worker would not see."""
-        with self._refusing():
-            for point, looks in self.layer.as_loaded.listened(self.block).items():
-                if point not in self.taps and not (looks and point in self.looks):
-                    raise Unseen(f"a hook on {name} has put one on {point} of the same block")
-            if changes_others:
-                raise Unseen(f"a hook on {name} changes an activation of an earlier hook point")
+        """Check that hooks on a tap have done nothing that the worker would not know of."""
+        for point, looks in self.record.listened(self.block).items():
+            if point not in self.taps and not (looks and point in self.cached):
+                raise self.record.refusal(
+                    f"a hook on {name} has put one on {point} of the same block"
+                )
+        if changes_others:
+            raise self.record.refusal(
+                f"a hook on {name} changes an activation of an earlier hook point",
+                "return a new tensor there instead",
+            )
 
-    def _without_cache(self, arguments: Any) -> Any:
-        """Arguments as they are sent, with a mark in the place of a KV cache."""
-        names = range(len(arguments)) if isinstance(arguments, list) else list(arguments)
-        sent = type(arguments)(arguments)
-        for name in names:
-            value = arguments[name]
+    def _marked(self, arguments: dict[Any, Any]) -> dict[Any, Any]:
+        """Return arguments with a mark in the place of a KV cache."""
+        marked = dict(arguments)
+        for name, value in arguments.items():
             if hasattr(value, "past_keys"):
-                self.entry, sent[name] = value, ENTRY
-            elif isinstance(value, Cache):
-                self.entry, sent[name] = layer_of_cache(value, self.layer.index), CACHE
+                self.entry, marked[name] = value, ENTRY
+            elif is_cache(value):
+                self.entry, marked[name] = layer_of_cache(value, self.record.index), CACHE
                 if self.entry is None:
-                    raise Unseen(
+                    raise self.record.refusal(
                         f"a {type(value).__name__} is used: only a DynamicCache goes there"
                     )
-        return sent
+        return marked
 
-    def message(self) -> dict[str, Any]:
-        """It, as the worker is told of it."""
+    def message(self) -> Step:
+        """Return it as the worker is told of it."""
+        args, kwargs = self.arguments
         return {
-            "layer": self.layer.index,
-            "arguments": self.arguments,
+            "layer": self.record.index,
+            "arguments": (list(args.values()), kwargs),
             "taps": {name: _kinds(self.block.get_submodule(name)) for name in self.taps},
-            "looks": {name: kept.number for name, kept in self.looks.items()},
+            "cached": {name: handle.number for name, handle in self.cached.items()},
             "fused": is_fused(self.block) and is_enabled(),
             "has_mlp_in": vars(self.block).get(HAS_MLP_IN),
-            "config": self.layer.changed_settings(self.block),
+            "config": self.record.changed_settings(self.block),
             "entry": None if self.entry is None else self._entry(),
         }
 
-    def _entry(self) -> dict[str, Any]:
-        self.grown = Kept(self.layer.remote.host)
-        kind, plain_ones, tensors = state_of(self.entry)
-        remote: dict[str, Any] = tensors
-        kept = {getattr(tensor, "_kept", None) for tensor in tensors.values()}
-        of: Any = kept.pop() if len(kept) == 1 else None
-        is_there = of and of.host is self.grown.host
-        if is_there and not any(tensor.is_fetched for tensor in remote.values()):
-            if torch.is_grad_enabled() and of.has_graph:
-                raise RuntimeError(
-                    "gradients do not pass through a KV cache of blocks on another host: run what "
-                    "fills the cache, or what uses it, within torch.no_grad()"
-                )
-            tensors = of.number
-        state = {"class": kind, "plain": plain_ones, "tensors": tensors}
-        return {**state, "new": self.grown.number}
+    def _entry(self) -> EntryState:
+        self.grown = RemoteHandle(self.record.remote.host)
+        here = tensors_of(self.entry)
+        tensors: dict[str, torch.Tensor] | int = here
+        unread = [t for t in here.values() if isinstance(t, RemoteTensor) and not t.is_fetched]
+        handles = {tensor.handle for tensor in unread}
+        if len(unread) == len(here) and len(handles) == 1:
+            (handle,) = handles
+            if handle.host is self.grown.host:
+                if torch.is_grad_enabled() and handle.has_graph:
+                    raise RuntimeError(
+                        "gradients do not pass through a KV cache of blocks on another host: run "
+                        "what fills the cache, or what uses it, within torch.no_grad()"
+                    )
+                tensors = handle.number
+        return {
+            "kind": type(self.entry).__name__,
+            "settings": settings_of(self.entry),
+            "tensors": tensors,
+            "new": self.grown.number,
+        }
 
-    def has_grown(self, plain_ones: dict[str, Any], geometry: dict[str, Any]) -> None:
-        """Have keys and values that the worker keeps."""
-        remote, self.grown.has_graph = self.layer.remote, torch.is_grad_enabled()
-        vars(self.entry).update(plain_ones)
-        for name, like in geometry.items():
-            setattr(self.entry, name, remote.fetched_later(self.grown, name, *like))
-            if "device" not in plain_ones and type(self.entry).__module__.startswith(
-                "transformers"
-            ):
-                self.entry.dtype, self.entry.device = like[1], remote.home
+    def has_grown(self, settings: dict[str, Any], geometry: dict[str, Any]) -> None:
+        """Have the entry's keys and values be those that the worker keeps."""
+        self.grown.has_graph = torch.is_grad_enabled()
+        vars(self.entry).update(settings)
+        kept = partial(self.record.remote.kept, self.grown)
+        set_tensors(self.entry, {name: kept(name, *like) for name, like in geometry.items()})
 
 
-class _Chain:
-    """Blocks of one host that run one after the other, once somebody reads what they give."""
+def _kinds(point: Any) -> list[str]:
+    """Return the kinds of a hook point's hooks; a module in its place is a forward one."""
+    return [kind for kind in ("fwd", "bwd") if getattr(point, f"{kind}_hooks", kind == "fwd")]
+
+
+class _WaitingBlocks:
+    """Consecutive blocks of one host in a forward: one call runs them, once the last is read."""
 
     def __init__(self, remote: RemoteModel, x: torch.Tensor) -> None:
-        self._remote, self._x = remote, x
+        self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
         self._steps: list[_Step] = []
-        self._outputs: list[weakref.ref[RemoteTensor]] = []
-        self._has_graph = torch.is_grad_enabled()
+        self._output: RemoteTensor | None = None
         self.returned: Any = None
-        self.has_begun = False  # it may have ended by a hook that stops the forward
 
-    def goes_on_by(self, x: Any, step: _Step) -> bool:
-        """Whether a block that is given `x` follows."""
-        return (
-            self._outputs[-1]() is x
-            and step.layer.remote is self._remote
-            and self._has_graph == torch.is_grad_enabled()
-        )
+    def continue_with(self, x: Any, remote: RemoteModel) -> bool:
+        """Return True if a block of `remote` that is given `x` follows."""
+        is_next = x is self._output and remote is self._remote
+        return is_next and not x.is_fetched and self._has_graph == torch.is_grad_enabled()
 
     def add(self, step: _Step) -> RemoteTensor:
-        """Let a block follow; returns its output."""
+        """Let a block follow; return its output."""
         self._steps.append(step)
-        like = self._x.shape, self._x.dtype, self._x.device
-        output: RemoteTensor = RemoteTensor(self.run, *like, has_graph=self._has_graph)
-        output._chain = self  # type: ignore[attr-defined]
-        self._outputs.append(weakref.ref(output))
+        like = self._x.shape, self._x.dtype, self._x.device  # [batch, pos, d_model]
+        self._output = RemoteTensor(partial(self._run, len(self._steps)), *like, waits=True)
+        return self._output
+
+    def run_rest(self) -> None:
+        """Run the blocks, unless somebody has read the output."""
+        if self._output is not None:
+            self._output.read()
+
+    def _run(self, n_steps: int) -> torch.Tensor:
+        if n_steps != len(self._steps):
+            raise RuntimeError(
+                f"the output of blocks.{self._steps[n_steps - 1].record.index} stayed on "
+                f"{self._remote.host.connection.name}, where the next block took it: keep it by a "
+                "hook on a hook point"
+            )
+        with torch.set_grad_enabled(self._has_graph):
+            self.returned = _RemoteRun(self._remote, self._steps).run(self._x)
+        is_tensor = isinstance(self.returned, torch.Tensor)
+        output: torch.Tensor = self.returned if is_tensor else self.returned[0]
         return output
 
-    def run(self) -> torch.Tensor:
-        """Run what has not run yet; returns the output of the last block."""
-        x, first, self.has_begun = self._x, 0, True
-        with torch.set_grad_enabled(self._has_graph):
-            for number in range(len(self._steps)):
-                output = self._outputs[number]()
-                if output is not None or number + 1 == len(self._steps):  # somebody may read it
-                    run = _Run(self._remote, self._steps[first : number + 1])
-                    self.returned = run.run(x)
-                    is_tensor = isinstance(self.returned, torch.Tensor)
-                    x = self.returned if is_tensor else self.returned[0]
-                    if output is not None:
-                        output._value = x
-                    first = number + 1
-        self._x, self._steps, self._outputs = x, [], []
-        return x
 
-
-class _Run(Kept):
-    """A run of some blocks by their worker."""
+class _RemoteRun(RemoteHandle):
+    """A run of blocks by their worker; see `worker.py` for the protocol."""
 
     def __init__(self, remote: RemoteModel, steps: list[_Step]) -> None:
         super().__init__(remote.host)
         self._remote, self._steps = remote, steps
-        self._reply: dict[str, Any] = {}
+        self._reply: Reply
         self.n_parts = 0
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them, and the hooks."""
-        messages = [step.message() for step in self._steps]
-        given = tree_leaves([x, [message["arguments"] for message in messages]])
+    def run(self, x: torch.Tensor) -> Any:
+        """Run the blocks and the hooks; return what the last block returns."""
+        steps = [step.message() for step in self._steps]
+        given = tree_leaves([x, [step["arguments"] for step in steps]])
         leaves = [
             index
             for index, item in enumerate(given)
             if torch.is_grad_enabled() and isinstance(item, torch.Tensor) and item.requires_grad
         ]
-        request = {
+        request: Request = {
             "x": x,
-            "steps": messages,
+            "steps": steps,
             "leaves": leaves,
             "graph": torch.is_grad_enabled(),
             "settings": settings(),
             "facts": kept_in_forward().get(FACTS),
         }
-        # The tensors that both sides have, by their numbers: a hook may be given one of them again.
-        both = [x]
-        given_back, method = [given[index] for index in leaves], "begin"
-        message: Any = request
-        token = None
+        ask = partial(self._begin, request)
+        # The tensors that the worker has too, in its order: a hook may get one of them again.
+        shared, inputs, token = [x], [given[index] for index in leaves], None
         while True:
-            output, token = self._part(token, given_back, method, message)
-            number, name, same_as = self._reply["step"], self._reply["tap"], self._reply["same_as"]
-            self._show_looked()
-            for of_step, *state in self._reply["grown"]:
-                self._steps[of_step].has_grown(*state)
-            if not name:
-                return self._returned(output)
-            activation = output if same_as is None else both[same_as]
-            versions = [_version(tensor) for tensor in (*both, activation)]
-            values = activation.detach().clone()  # edits of `.data` or by numpy are not counted
-            step = self._steps[number]
-            hooked = step.block.get_submodule(name)(activation)
-            others = ((x, was) for x, was in zip(both, versions) if x is not activation)
-            step.check_after_hook(name, any(_version(x) != was for x, was in others))
-            was = versions[-1]
-            in_place = hooked is activation and (
-                was is None or _version(activation) != was or not torch.equal(activation, values)
-            )
+            value, token = self._part(token, inputs, ask)
+            reply = self._reply
+            for number, point, shape, dtype in reply["cached"]:
+                step = self._steps[number]
+                cached = self._remote.kept(step.cached[point], "", shape, dtype)
+                step.block.get_submodule(point)(cached)
+            for number, *state in reply["grown"]:
+                self._steps[number].has_grown(*state)
+            if not reply["tap"]:
+                return self._returned(value)
+            same_as = reply["same_as"]
+            activation = value if same_as is None else shared[same_as]
+            hooked, in_place = self._hooked(activation, shared)
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
-                both.append(hooked)
-            given_back = (
-                [hooked] if is_changed or (same_as is None and hooked.requires_grad) else []
-            )
-            method, message = "proceed", (hooked if is_changed else None, in_place)
+                shared.append(hooked)
+            needs_gradient = is_changed or (same_as is None and hooked.requires_grad)
+            inputs = [hooked] if needs_gradient else []
+            ask = partial(self._proceed, hooked if is_changed else None, in_place)
 
-    def _show_looked(self) -> None:
-        """Give hooks that only look what is kept for them."""
-        for number, point, shape, dtype in self._reply["looked"]:
-            step = self._steps[number]
-            kept = self._remote.fetched_later(step.looks[point], "", shape, dtype)
-            step.block.get_submodule(point)(kept)
+    def _hooked(self, activation: Any, shared: list[torch.Tensor]) -> tuple[Any, bool]:
+        """Run a tap's hooks; return the activation after them, and True if they wrote to it."""
+        step, name = self._steps[self._reply["step"]], self._reply["tap"]
+        others = [(tensor, _version(tensor)) for tensor in shared if tensor is not activation]
+        version = _version(activation)
+        before = activation.detach().clone()  # because writes by `.data` and numpy are not counted
+        hooked = step.block.get_submodule(name)(activation)
+        step.check_after_hook(name, any(_version(tensor) != was for tensor, was in others))
+        is_written = _version(activation) != version or not torch.equal(activation, before)
+        return hooked, hooked is activation and is_written
 
     def _returned(self, output: torch.Tensor) -> Any:
-        """What the last block returns, in the form that it does."""
-        last = self._steps[-1]
-        form = self._reply["value"]
-        if isinstance(form, torch.Tensor):
-            last.layer.forms[last.form] = torch.Tensor
+        """Return what the last block does, in the same form."""
+        last, value = self._steps[-1], self._reply["value"]
+        if isinstance(value, torch.Tensor):
+            last.record.forms[last.form] = torch.Tensor
             return output
-        if len(form) == 1:
-            last.layer.forms[last.form] = tuple
-        return (output, *_at(form[1:], self._remote.home))
+        if len(value) == 1:
+            last.record.forms[last.form] = tuple
+        home = self._remote.home
+        return (output, *tree_map_only(torch.Tensor, lambda part: part.to(home), value[1:]))
 
-    def _part(self, token: Any, inputs: list[Any], method: str, message: Any) -> Any:
+    def _part(self, token: Any, inputs: list[Any], ask: Callable[[], torch.Tensor]) -> Any:
         if not torch.is_grad_enabled():
-            return self.ask(method, message), None
-        return _Part.apply(self, method, message, token, *inputs)
+            return ask(), None
+        return _Part.apply(self, ask, token, *inputs)
 
-    def ask(self, method: str, message: Any) -> torch.Tensor:
-        """Ask the worker; returns the activation, at home."""
-        connection = self.host.connection
-        if method == "begin":
-            message = {**message, "forget": self.host.take_forgotten()}
-            arguments = [self._remote.number, message]
-        else:
-            sent, in_place = message
-            arguments = [sent, sent is not None and sent.requires_grad, in_place]
-        with torch.inference_mode(False):  # so that changes of tensors are counted
-            self._reply = connection.call(method, self.number, *_sent(arguments))
+    def _begin(self, request: Request) -> torch.Tensor:
+        forget = self.host.take_forgotten()
+        return self._replied("begin", self._remote.number, _sent(request), forget)
+
+    def _proceed(self, given: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+        needs_gradient = given is not None and given.requires_grad
+        return self._replied("proceed", _sent(given), needs_gradient, in_place)
+
+    def _replied(self, method: str, *arguments: Any) -> torch.Tensor:
+        """Ask the worker; return the activation, at home."""
+        with torch.inference_mode(False):  # so that writes to the activation are counted
+            self._reply = getattr(worker_of(self.host), method)(self.number, *arguments)
             self.has_graph = self._reply["has_graph"]
             self.n_parts += 1
             value = self._reply["value"]
@@ -478,13 +616,16 @@ class _Run(Kept):
 
 
 class _Part(torch.autograd.Function):
-    """What a worker computes between two hook points. A token keeps the parts in order."""
+    """One part of a run, in home's graph.
+
+    Each takes a token from the part before, so that autograd runs them in order, the last first.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, method: str, message: Any, token: Any, *inputs: Any) -> Any:  # type: ignore[override]
-        ctx.run, ctx.part, ctx.devices = run, run.n_parts, [item.device for item in inputs]
+    def forward(ctx: Any, run: _RemoteRun, ask: Any, token: Any, *inputs: Any) -> Any:  # type: ignore[override]
+        ctx.run, ctx.number, ctx.devices = run, run.n_parts, [item.device for item in inputs]
         ctx.set_materialize_grads(False)
-        output = run.ask(method, message)
+        output = ask()
         if not run.has_graph:
             ctx.mark_non_differentiable(output)
         return output, torch.zeros(())
@@ -497,24 +638,18 @@ class _Part(torch.autograd.Function):
                 "create_graph=True, or load the model on this host's devices alone"
             )
         task = torch._C._current_graph_task_id()
-        arguments = ctx.run.number, ctx.part, _sent(gradient), task
-        gradients = ctx.run.host.connection.call("backward", *arguments)
-        at_home = (None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices))
-        gradients = list(at_home)
-        gradients += [None] * (len(ctx.devices) - len(gradients))
-        of_token = torch.zeros(()) if ctx.needs_input_grad[3] else None
-        return None, None, None, of_token, *gradients
+        worker, run = worker_of(ctx.run.host), ctx.run.number
+        gradients = worker.backward(run, ctx.number, _sent(gradient), task)
+        at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
+        at_home += [None] * (len(ctx.devices) - len(at_home))
+        return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed; None if that is not counted."""
+    """Return how often a tensor was written to; None if that is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
-def _at(value: Any, device: torch.device) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
-
-
 def _sent(value: Any) -> Any:
-    """What is sent: tensors on the CPU, without gradients."""
+    """Return what is sent: tensors on the CPU, without gradients."""
     return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)

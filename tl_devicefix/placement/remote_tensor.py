@@ -1,13 +1,18 @@
 """A tensor of another host, which comes home when its values are used.
 
-Whoever has it sees its shape, its dtype, and home as its device. So what reads weights or cached
-activations needs to know nothing of other hosts.
+It shows its shape, its dtype, and home as its device, so code that reads weights or cached
+activations needs to know nothing of other hosts. There are three kinds:
+
+1. A weight is fetched at each use, because it may be large, and cannot be changed.
+2. A cached activation, or a part of a KV cache, is fetched once.
+3. The output of blocks that have not run yet: to read it runs them. It does not leave the model's
+   forward.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,74 +20,76 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Fetch = Callable[[], torch.Tensor]
-_OF: Any = torch.Tensor
+_T: Any = torch.Tensor
 _FACTS = frozenset(
     [
-        *(
-            _OF.size,
-            _OF.dim,
-            _OF.ndimension,
-            _OF.numel,
-            _OF.nelement,
-            _OF.element_size,
-            _OF.__len__,
-        ),
-        *(_OF.is_floating_point, _OF.is_complex, _OF.is_inference, _OF.get_device),
-        *(_OF.shape.__get__, _OF.dtype.__get__, _OF.device.__get__, _OF.ndim.__get__),
-        *(_OF.layout.__get__, _OF.itemsize.__get__, _OF.nbytes.__get__, _OF.is_meta.__get__),
-        *(_OF.is_cuda.__get__, _OF.is_sparse.__get__, _OF.is_quantized.__get__),
+        *(_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.__len__),
+        *(_T.is_floating_point, _T.is_complex, _T.is_inference, _T.get_device),
+        *(_T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__),
+        *(_T.layout.__get__, _T.itemsize.__get__, _T.nbytes.__get__, _T.is_meta.__get__),
+        *(_T.is_cuda.__get__, _T.is_sparse.__get__, _T.is_quantized.__get__),
     ]
 )
-"""What is known of a tensor without its values."""
-_FACTS_OF_GRADIENTS = frozenset(
-    [_OF.requires_grad.__get__, _OF.grad.__get__, _OF.grad_fn.__get__, _OF.is_leaf.__get__]
+"""Functions that need no values."""
+_WITHOUT_GRAPH = frozenset(
+    [_T.requires_grad.__get__, _T.grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__]
 )
-_SAME = frozenset([_OF.detach, _OF.data.__get__])
+"""Functions that need no values of a tensor that has no graph."""
 
 
 class RemoteTensor(torch.Tensor):
-    """An activation of another host, which is fetched once; or a weight.
+    """A tensor of another host; see the module.
 
-    A weight is fetched each time that it is used, and cannot be changed: `weight_is` says where it
-    is, as "blocks.7.attn.W_Q is on node-b". An activation that `has_graph` is fetched before
-    anybody asks about its gradient.
+    Attributes:
+        handle: what keeps a cached activation on its host; None of other kinds.
     """
 
+    handle: Any
     _is_param: bool  # so torch takes it for a parameter
     _weight_is: str
-    _has_graph: bool
-    _fetch: Fetch
+    _waits: bool
+    _fetch: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
 
     @staticmethod
     def __new__(
         cls: Any,
-        fetch: Fetch,
+        fetch: Callable[[], torch.Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         weight_is: str = "",
-        has_graph: bool = False,
+        waits: bool = False,
+        handle: Any = None,
     ) -> Any:
-        """Make one that is `fetch()`, of this shape and dtype; the device is home."""
+        """Make one whose values `fetch` returns.
+
+        Args:
+            fetch: returns a plain tensor at home.
+            shape: its shape, as it is known before it is fetched; and so `dtype`.
+            dtype: see `shape`.
+            device: home.
+            weight_is: of a weight, where it is: "blocks.7.attn.W_Q is on node-b".
+            waits: True for the output of blocks that have not run, because that may have a graph.
+            handle: see the class.
+        """
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._is_param, made._weight_is, made._has_graph = bool(weight_is), weight_is, has_graph
-        made._fetch, made._value = fetch, None
+        made._is_param, made._weight_is, made._waits = bool(weight_is), weight_is, waits
+        made._fetch, made._value, made.handle = fetch, None, handle
         return made
 
     @property
     def is_fetched(self) -> bool:
-        """Whether an activation's values are at home, where they may have been changed."""
+        """True if the values are at home, where somebody may have changed them."""
         return self._value is not None
 
     def read(self) -> torch.Tensor:
-        """Its values, as a plain tensor at home."""
+        """Return the values, as a plain tensor at home."""
         if self._weight_is:
             return self._fetch()
         if self._value is None:
             self._value = self._fetch()
-            del self._fetch
+            del self._fetch  # because it may hold inputs of the blocks that have run
         return self._value
 
     @classmethod
@@ -92,21 +99,19 @@ class RemoteTensor(torch.Tensor):
         kwargs = kwargs or {}
         this = args[0] if args and type(args[0]) is RemoteTensor else None
         if this is not None and this._value is None:
-            if func in _FACTS or (func in _FACTS_OF_GRADIENTS and not this._has_graph):
+            if func in _FACTS or (func in _WITHOUT_GRAPH and not this._waits):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func in _SAME and not this._has_graph:
+            is_same = func in (_T.detach, _T.data.__get__) and not this._waits
+            if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
-            if func is _OF.to and _is_so(this, args[1:], kwargs):
-                return this
-            if this._weight_is and _freezes(func, args):
-                return this
-            if func is _OF.__getitem__ and _is_basic(args[1]) and not this._has_graph:
+            # Because `cache.remove_batch_dim()` indexes all entries, of which few are read.
+            if func is _T.__getitem__ and _is_basic(args[1]) and not this._waits:
                 shape = torch.empty(this.shape, device="meta")[args[1]].shape
                 fetch = functools.partial(_item, this, args[1])
                 return RemoteTensor(fetch, shape, this.dtype, this.device, this._weight_is)
         _refuse_changes(func, args, kwargs)
-        weights: dict[int, str] = {}
+        weights: dict[int, str] = {}  # where the weights are, by their storages here
 
         def read(tensor: RemoteTensor) -> torch.Tensor:
             value = tensor.read()
@@ -114,25 +119,25 @@ class RemoteTensor(torch.Tensor):
                 weights[_storage(value)] = tensor._weight_is
             return value
 
-        result = func(
-            *tree_map_only(RemoteTensor, read, args), **tree_map_only(RemoteTensor, read, kwargs)
-        )
+        args, kwargs = tree_map_only(RemoteTensor, read, (args, kwargs))
+        result = func(*args, **kwargs)
         if not weights:
             return result
 
-        def weight_or_not(part: torch.Tensor) -> torch.Tensor:  # part of a weight, such as W_O[3]
+        def frozen(part: torch.Tensor) -> torch.Tensor:
+            # A view of a weight, such as `W_O.T`, is frozen too: a change of it would be lost.
             where = weights.get(_storage(part))
             if where is None:
                 return part
             return RemoteTensor(lambda: part, part.shape, part.dtype, part.device, where)
 
-        return tree_map_only(torch.Tensor, weight_or_not, result)
+        return tree_map_only(torch.Tensor, frozen, result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Of what torch calls in C++.
+        # Because calls from C++ pass `__torch_function__` by.
         return cls.__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -143,7 +148,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def plain(value: Any) -> Any:
-    """A tensor of another host as a plain one; anything else as it is."""
+    """Return a tensor of another host as a plain one, and anything else as it is."""
     return value.read() if type(value) is RemoteTensor else value
 
 
@@ -151,18 +156,26 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_so(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `tensor.to(...)` asks for what it is already."""
-    return kwargs.keys() <= {"device", "dtype"} and all(
-        value is None
-        or value == tensor.dtype
-        or (isinstance(value, str | torch.device) and torch.device(value) == tensor.device)
-        for value in (*args, *kwargs.values())
+def _changes_nothing(
+    func: Any, tensor: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return True for a `to` the same device and dtype, and for freezing a weight."""
+    if func in (_T.requires_grad_, _T.requires_grad.__set__):
+        return bool(tensor._weight_is) and args == (False,)
+    return (
+        func is _T.to
+        and kwargs.keys() <= {"device", "dtype"}
+        and all(
+            value is None
+            or value == tensor.dtype
+            or (isinstance(value, str | torch.device) and torch.device(value) == tensor.device)
+            for value in (*args, *kwargs.values())
+        )
     )
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether indexing gives a view, whatever the values are."""
+    """Return True if indexing gives a view, whatever the values are."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
@@ -171,27 +184,26 @@ def _item(tensor: RemoteTensor, index: Any) -> torch.Tensor:
     return tensor.read()[index]
 
 
-def _freezes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is `requires_grad_(False)`, as weights of other hosts are anyway."""
-    return func in (_OF.requires_grad_, _OF.requires_grad.__set__) and args[1:] == (False,)
-
-
 def _refuse_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse to change a weight: the block that has it would not see that."""
+    """Refuse to change a weight, because the change would not reach its host."""
     name = func.__name__.partition(".")[0]
     in_place = (
         name in ("__set__", "__setitem__")
         or (name.endswith("_") and not name.endswith("__"))
         or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     )
-    changed = tree_leaves([((*args, *kwargs.values())[:1]) if in_place else (), kwargs.get("out")])
-    refuse_weights(item for item in changed if type(item) is RemoteTensor)
+    changed = tree_leaves([(*args, *kwargs.values())[:1] if in_place else (), kwargs.get("out")])
+    refuse_weights(changed)
 
 
-def refuse_weights(tensors: Any) -> None:
-    """Refuse if one of some tensors is a weight of another host."""
+def refuse_weights(tensors: Iterable[Any]) -> None:
+    """Refuse weights of other hosts.
+
+    Raises:
+        RuntimeError: if one of the tensors is a weight of another host, naming it.
+    """
     for tensor in tensors:
-        if getattr(tensor, "_weight_is", ""):
+        if type(tensor) is RemoteTensor and tensor._weight_is:
             raise RuntimeError(
                 f"{tensor._weight_is}, where weights are frozen: they cannot be changed and get no "
                 "gradients; change a .clone() of it, give the optimiser only parameters with "
