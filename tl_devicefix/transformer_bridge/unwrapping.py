@@ -58,17 +58,17 @@ class Unwrapped:
             elif "forward" in vars(module) and not _is_carried_by_accelerate(module):
                 raise NotPlain(f"a {type(module).__name__} of it has a forward of its own")
             _check_dropout(module)
+        self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
         self.layer = self._of(block)
-        used = set(map(id, self.layer.parameters()))
+        used = self._wrapped.union(map(id, self.layer.modules()), self._split)
         for module in block.modules():
             own = module.original_component if is_wrapper(module) else None
-            if own is None or module is block or id(own) in self._split:
-                continue
-            if any(id(parameter) not in used for parameter in own.parameters(recurse=False)):
-                raise NotPlain(f"a {type(module).__name__} has weights that its layer lacks")
+            if own is not None and id(own) not in used:
+                raise NotPlain(f"a {type(module).__name__} wraps a module that its layer lacks")
 
     def _of(self, module: Any) -> nn.Module:
         while is_wrapper(module):
+            self._wrapped.add(id(module.original_component))
             if computes_itself(module):
                 return NormOfBridge(module, self._copy(module.original_component))
             if _has_code_of_llama_s(module.original_component):
