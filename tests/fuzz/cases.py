@@ -90,8 +90,6 @@ class Draw:
         if "compatible" in model:
             # TransformerLens computes by the config's alone there, and in processed weights' dtype.
             self._left_out |= {("mlp._original_component.act_fn", "tanh"), "half"}
-        if "gpt2" in model:  # whose scale TransformerLens computes where somebody listens
-            self._left_out.add(("attn._original_component.scaling", 0.3))
         if LOSES_CACHE:  # in which two blocks of one number would meet
             self._left_out.add("graft")
 

@@ -88,9 +88,15 @@ def makes_masks() -> bool:
 def eager_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' mask for "eager"; in a forward by SDPA, for SDPA: none where none is needed."""
     config = this_forward().config_of_sdpa
-    if config is not None and kwargs.get("config") is config:
-        return masking_utils.sdpa_mask(*args, **kwargs)
-    return original(*args, **kwargs)
+    if config is None or kwargs.get("config") is not config:
+        return original(*args, **kwargs)
+    mask = masking_utils.sdpa_mask(*args, **kwargs)
+    if mask is None:
+        kept_in_forward()[_LEFT_OUT] = functools.partial(original, *args, **kwargs)
+    return mask
+
+
+_LEFT_OUT = "the mask that SDPA does not need"
 
 
 _patches_kv_cache = functools.partial(
@@ -116,9 +122,11 @@ def place_of_mask(layer: Any) -> int:
 
 def built(mask: Any, residual: torch.Tensor) -> Any:
     """A mask as transformers makes it for "eager", of one that it made for SDPA."""
-    n_queries = residual.shape[1]
-    if mask is None and n_queries > 1:  # all that SDPA needs is that it is causal
-        mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=residual.device).tril_()
+    n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()
+    if mask is None and _LEFT_OUT in kept:
+        return made_once((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
+    if mask is None and n_queries > 1:  # on another host, where all that is known is the causal one
+        mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device).tril_()
         return _added(mask[None, None], residual.dtype)
     if not is_of_pairs(mask):
         return mask

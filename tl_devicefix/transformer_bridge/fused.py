@@ -23,8 +23,9 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
-from tl_devicefix.fusing.listening import Listeners, records, unsupported_mode
+from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     built,
@@ -89,6 +90,8 @@ class FusedWrapper(Fused):
             bound = bound_of(self)
             if bound.may_stand_for(self):
                 return bound.layer(*args, **kwargs)
+            if this_forward().config_of_sdpa is not None and bound.shows_mask(self):
+                args, kwargs = bound.with_built_mask(args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +160,7 @@ class Bound:
         self._is_all = False  # whether the layer may be called instead of the wrapper
         self._mask_at = -1
         children = wrapper._modules
-        around = {wrapper: "around", children.get("hook_in"): "around"}
+        around = {wrapper: "itself", children.get("hook_in"): "around"}
         around[children.get("hook_out")] = "around"
         modules = list(wrapper.modules())
         self._harmless = {key for module in modules for key in _relays(module)}
@@ -177,6 +180,13 @@ class Bound:
     def is_listened(self) -> bool:
         """Return True if somebody listens within the wrapper, and not only around it."""
         return "within" in self._listeners.look()
+
+    def shows_mask(self, wrapper: Any) -> bool:
+        """Return True if a user's hook on a block itself is called, which may edit the mask."""
+        if not wrapper.is_list_item or "itself" not in self._listeners.look():
+            return False
+        hooks = (hook for hooks in hooks_of(wrapper.__dict__) for hook in hooks.values())
+        return unsupported_mode() is not None or any(map(_is_user_s, hooks))
 
     def may_stand_for(self, wrapper: Any) -> bool:
         """Return True if the layer may be called instead of the wrapper, in this very forward."""
@@ -247,6 +257,10 @@ def _runs_its_layer(kind: type) -> bool:
 
 def _attends(module: Any) -> bool:
     return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
+
+
+def _is_user_s(hook: Any) -> bool:
+    return package_of(hook) not in ("tl_devicefix", *LIBRARIES)
 
 
 def _nothing(*_: Any) -> None:

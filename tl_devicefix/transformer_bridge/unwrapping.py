@@ -21,6 +21,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
     JointQKVAttentionBridge,
+    JointQKVPositionEmbeddingsAttentionBridge,
     NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
@@ -49,6 +50,7 @@ class Unwrapped:
     def __init__(self, block: Any, by_sdpa: set[int]) -> None:
         self._by_sdpa = by_sdpa
         self._made: dict[int, nn.Module] = {}
+        self._joint: dict[int, Any] = {}  # wrappers, by the ids of what they stand for
         self._split: set[int] = set()  # ids of modules of which the Bridge has the parts that count
         for module in block.modules():
             if is_wrapper(module):
@@ -92,7 +94,7 @@ class Unwrapped:
         copied = object.__new__(_twin_class(kind))
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE)
-        attributes["_twin_of"] = module
+        attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
         if has_wrappers:  # whose forward calls no hooks of what they stand for
             attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
@@ -109,6 +111,7 @@ class Unwrapped:
         names: tuple[str, ...]
         name: Any
         if isinstance(wrapper, JointQKVAttentionBridge):
+            self._joint[id(wrapper.original_component)] = wrapper
             split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
             name = wrapper.submodules["qkv"].name if "qkv" in wrapper.submodules else None
         elif isinstance(wrapper, JointGateUpMLPBridge):
@@ -143,9 +146,21 @@ class _Twin:
         if name in attributes["_modules"]:
             return attributes["_modules"][name]
         of_module = vars(attributes["_twin_of"])
+        if name == "scaling" in of_module and attributes["_joint"] is not None:
+            return _scale_of(attributes["_joint"])
         if name in of_module and name not in ("_hf_hook", "_old_forward"):
             return of_module[name]
         return super().__getattr__(name)  # type: ignore[misc]
+
+
+def _scale_of(wrapper: Any) -> float:
+    """Return the scale of scores, which a Bridge that splits a projection takes from its config."""
+    config = wrapper.config
+    scale: float = config.d_head**-0.5
+    has_positions = isinstance(wrapper, JointQKVPositionEmbeddingsAttentionBridge)
+    if config.scale_attn_by_inverse_layer_idx and not has_positions:
+        scale /= wrapper._layer_idx + 1
+    return scale
 
 
 @functools.cache
