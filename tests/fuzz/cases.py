@@ -80,16 +80,17 @@ class Draw:
     ) -> None:
         self._random = random_
         self._paths = paths(model)
-        self._is_spread = is_spread
+        self._is_spread, self._is_fused = is_spread, is_fused
         # Over devices, torch's error about devices follows where a grafted block's parts are
         # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
         # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
         # backward that a hook ends, the engine has run other nodes before.
-        left_out: set[Any] = {"graft", "_forward_pre_hooks", "buffer", "raise"}
+        left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"}
         self._left_out = left_out if is_spread else {"raise"} if is_fused else set()
-        if "compatible" in model:
-            # TransformerLens computes by the config's alone there, and in processed weights' dtype.
-            self._left_out |= {("mlp._original_component.act_fn", "tanh"), "half"}
+        # A row that sees no token may differ, and these have others see it.
+        shows = {"IGNORE", "zero", "bidirectional"}
+        has_left = random_.random() < 0.5 and "bidirectional" not in model
+        self._left_out |= shows if has_left else {"left"}
         if LOSES_CACHE:  # in which two blocks of one number would meet
             self._left_out.add("graft")
 
@@ -108,6 +109,10 @@ class Draw:
             # Over devices, torch ends the process where a backward meets another dtype, and asks
             # for global hooks as a call ends where a component has hooks that carry.
             if self._is_spread and change[0] in ("set_mode", "global_hook"):
+                continue
+            # Fused and not, backward needs other weights and tables. torch refuses those that were
+            # changed since.
+            if self._is_fused and change[-1] in ("in place", "parametrized"):
                 continue
             if other in str(change) and block not in str(change) and "filter" not in change:
                 return "within", self._random.choice(points), change
@@ -128,7 +133,12 @@ class Draw:
             if name not in ("trial", "return")
         ]
         operation = function.__name__, *arguments
-        return operation if self._left_out.isdisjoint(operation) else self.one_of(operations)
+        drawn = str(operation)
+        # Where a hook makes another dtype of them, only TransformerLens's attention raises.
+        is_cast = self._is_fused and "attn.hook_" in drawn and "upcast" in drawn
+        if is_cast or any(word in drawn for word in self._left_out):
+            return self.one_of(operations)
+        return operation
 
     def _pool(self, hint: Any) -> Sequence[Any]:
         if hint in (Module, Point):
@@ -174,6 +184,7 @@ def outcome(case: Case, *, spread: bool = False) -> Outcome:
             sys.modules["tl_devicefix"].fuse_blocks(trial.model)
         with trial.undo:
             for operation in case.operations:
+                trial.leaves_out = "left" in operation
                 trial.do(operation)
     return Outcome(trial.seen, trial.messages)
 
@@ -269,9 +280,6 @@ def difference(case: Case, expected: bytes) -> str | None:
     has_16_bits = any(word in str(case) for word in ("bfloat16", "half", "'dtype'"))
     exact = case.n_devices == 1 and "compatible" not in case.model and not case.is_fused
     for i, (this, that) in enumerate(itertools.zip_longest(actual.seen, installed.seen)):
-        if case.is_fused and (_is_error(this) or _is_error(that)):
-            # An edit in place may be of what the one forward's backward needs and not the other's.
-            return None
         # Some gradients, as of b_K, are the rounding of others.
         gradients = [x for name, x in installed.seen if "grad" in name and hasattr(x, "amax")]
         scale = max((float(_largest(x)) for x in gradients if "grad" in that[0]), default=0.0)
@@ -279,10 +287,6 @@ def difference(case: Case, expected: bytes) -> str | None:
             messages = "\n".join(("errors:", *actual.messages, "installed:", *installed.messages))
             return f"value {i}: {this}\ninstalled: {that}\n{messages}"
     return None
-
-
-def _is_error(value: Any) -> bool:
-    return value is not None and value[0].endswith("raises RuntimeError")
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

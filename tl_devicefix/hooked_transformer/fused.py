@@ -220,6 +220,8 @@ def _why_pattern(attn: Any) -> str | None:
         return "it has attention sinks"
     if cfg.use_attn_result or cfg.ungroup_grouped_query_attention:
         return "use_attn_result or ungroup_grouped_query_attention is set"
+    if (why := _why_flags(cfg)) is not None:  # of the attention's own config
+        return why
     if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
         return "its positions depend on the length"
     if cfg.positional_embedding_type == "relative_positional_bias":

@@ -25,6 +25,7 @@ from transformer_lens.model_bridge.generalized_components import (
     NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import class_of
@@ -110,6 +111,9 @@ class Unwrapped:
         """Have the parts of a projection stand for it, if the Bridge has split it."""
         names: tuple[str, ...]
         name: Any
+        activation = getattr(wrapper.original_component, "act_fn", None)
+        if getattr(wrapper, "_use_processed_weights", False) and activation is not None:
+            self._made[id(activation)] = _Activation(wrapper.config)
         if isinstance(wrapper, JointQKVAttentionBridge):
             self._joint[id(wrapper.original_component)] = wrapper
             split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
@@ -284,6 +288,18 @@ def _has_code_of_llama_s(norm: Any) -> bool:
     )
     names = "co_code", "co_names", "co_consts"
     return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
+
+
+class _Activation(nn.Module):
+    """The function that a Bridge's own gated MLP reads in its config, whatever its layer has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., d_mlp], activated."""
+        return resolve_activation_fn(self._config)(x)  # type: ignore[no-any-return]
 
 
 class _Joined(nn.Module):
