@@ -164,6 +164,25 @@ def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
     assert_either_way(fused(), run)
 
 
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_gradients_after_inference_mode_are_the_same(kind, fused, tokens):
+    model = fused(kind)
+    with torch.inference_mode():
+        model(tokens)
+    assert_either_way(model, with_gradients(tokens))
+
+
+def test_a_flag_of_an_attention_s_own_config_acts(cls, fused, tokens):
+    model = fused()
+    attn = model.blocks[1].attn
+    if cls != HOOKED:
+        pytest.skip("a Bridge's parts have no `cfg`")
+    attn.cfg = copy.copy(attn.cfg)
+    attn.cfg.use_split_qkv_input = True  # its inputs have no dimension of heads
+    with pytest.raises(RuntimeError, match="subscripts"):
+        model(tokens)
+
+
 def weight_of(model: Any) -> nn.Parameter:
     """A weight of which a fused block keeps a view."""
     attn = model.blocks[1].attn

@@ -28,6 +28,7 @@ from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
+    are_masks_edited,
     built,
     place_of_mask,
     this_forward,
@@ -86,11 +87,13 @@ class FusedWrapper(Fused):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the wrapper stands for and nothing else, if nobody listens to it."""
-        if this_forward().is_of_bridge and is_enabled():
-            bound = bound_of(self)
-            if bound.may_stand_for(self):
+        now = this_forward()
+        if now.is_of_bridge and is_enabled():
+            bound, by_sdpa = bound_of(self), now.config_of_sdpa is not None
+            is_edited = by_sdpa and self.is_list_item and are_masks_edited()
+            if not is_edited and bound.may_stand_for(self):
                 return bound.layer(*args, **kwargs)
-            if this_forward().config_of_sdpa is not None and bound.shows_mask(self):
+            if is_edited or (by_sdpa and bound.shows_mask(self)):
                 args, kwargs = bound.with_built_mask(args, kwargs)
         return super().__call__(*args, **kwargs)
 

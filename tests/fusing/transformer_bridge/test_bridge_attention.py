@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attending import ShapesMade, unfused, with_gradients
+from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
 from hf_models import HF_CONFIGS, N_LAYERS, save_checkpoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -100,6 +100,39 @@ def test_a_function_for_masks_of_a_user_s_own(fused_bridge, tokens):
 
     assert_agrees(actual, expected)
     assert not torch.allclose(actual, bridge(tokens))
+
+
+@pytest.mark.parametrize("of_layer", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused_bridge, tokens):
+    bridge = fused_bridge(name)
+    expected = bridge(tokens)
+
+    def hide_a_token(block: Any, args: Any, kwargs: Any) -> None:
+        mask = next(value for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) == 4)
+        mask[1, :, 1:, 0] = torch.finfo(mask.dtype).min
+
+    block = bridge.blocks[1].original_component if of_layer else bridge.blocks[1]
+    block.register_forward_pre_hook(hide_a_token, with_kwargs=True)
+
+    hidden = assert_either_way(bridge, lambda bridge: bridge(tokens))
+    assert not torch.allclose(hidden, expected)
+
+
+def test_a_bridge_scales_scores_by_its_own_config(fused_bridge, tokens):
+    bridge = fused_bridge("gpt2")
+    expected = bridge(tokens)
+
+    bridge.blocks[1].attn.original_component.scaling = 3.0
+    assert_agrees(bridge(tokens), expected)
+    bridge.cfg.scale_attn_by_inverse_layer_idx = True
+    assert not torch.allclose(assert_either_way(bridge, lambda bridge: bridge(tokens)), expected)
+
+
+def test_a_folded_gated_mlp_activates_by_the_config(fused_bridge, tokens):
+    bridge = fused_bridge("llama", compatible=True)
+    bridge.blocks[1].mlp.original_component.act_fn = torch.nn.Tanh()
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
 def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, tokens):
