@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 from block_variants import VARIANTS, config_of
-from operations import CHANGES, LOSES_CACHE, RUNS, Trial
+from operations import CHANGES, LOSES_CACHE, RUNS, Trial, tokens
 from pools import BETWEEN, BLOCKS, IS_BRIDGE, POOLS, Module, Point, Weight
 
 EXTRAS: dict[str, Any] = {
@@ -69,7 +69,10 @@ def draw(seed: int) -> Case:
     is_fused = random_.random() < FUSED
     draw = Draw(random_, model, is_spread=n_devices > 1, is_fused=is_fused)
     operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
-    return Case(model, n_devices, [*operations, draw.one_of(RUNS)], is_fused)
+    case = Case(model, n_devices, [*operations, draw.one_of(RUNS)], is_fused)
+    if is_fused and has_16_bits(case):  # the likeliest token is a matter of their rounding
+        case.operations[:] = [op for op in case.operations if op[0] != "generate"]
+    return case
 
 
 class Draw:
@@ -110,9 +113,9 @@ class Draw:
             # for global hooks as a call ends where a component has hooks that carry.
             if self._is_spread and change[0] in ("set_mode", "global_hook"):
                 continue
-            # Fused and not, backward needs other weights and tables. torch refuses those that were
-            # changed since.
-            if self._is_fused and change[-1] in ("in place", "parametrized"):
+            # Fused and not, backward needs other weights and tables, and torch refuses those that
+            # were changed since. Half way, a fused block casts where TransformerLens's raises.
+            if self._is_fused and change[-1] in ("in place", "parametrized", "float64", "bfloat16"):
                 continue
             if other in str(change) and block not in str(change) and "filter" not in change:
                 return "within", self._random.choice(points), change
@@ -180,6 +183,9 @@ def outcome(case: Case, *, spread: bool = False) -> Outcome:
         devices = tl_devicefix.simulate(n_devices)
     with devices:
         trial = Trial(build(case.model, n_devices), lambda: build(case.model, n_devices, seed=2))
+        if IS_BRIDGE and "replace_hook_dicts" in str(case.operations):
+            # TransformerLens registers hooks of its own in a block's first forward, which go too.
+            trial.model(tokens(1))
         if spread and case.is_fused:
             sys.modules["tl_devicefix"].fuse_blocks(trial.model)
         with trial.undo:
@@ -277,16 +283,20 @@ def difference(case: Case, expected: bytes) -> str | None:
     installed: Outcome = pickle.loads(expected)
     actual = outcome(case, spread=True)
     # This package folds weights in an order of its own.
-    has_16_bits = any(word in str(case) for word in ("bfloat16", "half", "'dtype'"))
     exact = case.n_devices == 1 and "compatible" not in case.model and not case.is_fused
     for i, (this, that) in enumerate(itertools.zip_longest(actual.seen, installed.seen)):
         # Some gradients, as of b_K, are the rounding of others.
         gradients = [x for name, x in installed.seen if "grad" in name and hasattr(x, "amax")]
         scale = max((float(_largest(x)) for x in gradients if "grad" in that[0]), default=0.0)
-        if not equal(this, that, exact, scale, has_16_bits):
+        if not equal(this, that, exact, scale, has_16_bits(case)):
             messages = "\n".join(("errors:", *actual.messages, "installed:", *installed.messages))
             return f"value {i}: {this}\ninstalled: {that}\n{messages}"
     return None
+
+
+def has_16_bits(case: Case) -> bool:
+    """Return True if a case computes with 16 bits anywhere."""
+    return any(word in str(case) for word in ("bfloat16", "half", "'dtype'"))
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
