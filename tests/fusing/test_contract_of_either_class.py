@@ -165,11 +165,11 @@ def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
-def test_gradients_after_inference_mode_are_the_same(kind, fused, tokens):
+def test_gradients_of_one_token_after_inference_mode(kind, fused, tokens):
     model = fused(kind)
     with torch.inference_mode():
         model(tokens)
-    assert_either_way(model, with_gradients(tokens))
+    assert_either_way(model, with_gradients(tokens[:, :1]))
 
 
 def test_a_flag_of_an_attention_s_own_config_acts(cls, fused, tokens):
