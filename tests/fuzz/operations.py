@@ -382,7 +382,7 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Pads) ->
     """Three forwards with a KV cache, of a HookedTransformer."""
     cache_class = find_class("TransformerLensKeyValueCache", "HookedTransformerKeyValueCache")
     cache = cache_class.init_cache(trial.model.cfg, trial.model.cfg.device, 2)
-    logits = []
+    logits: list[torch.Tensor] = []
     with grad_mode(grad):
         for length in (n, more, 1):
             mask = mask_of(length, pads if length == n > 1 and not logits else "")
