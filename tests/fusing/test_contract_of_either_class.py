@@ -244,6 +244,14 @@ def test_a_change_acts_in_the_next_forward(change, fused, tokens):
         assert not torch.allclose(after, before)
 
 
+def test_a_norm_s_bias_may_have_another_dtype(cls, fused, tokens):
+    model = fused("gpt2", **({"fold_ln": False} if cls == HOOKED else {}))
+    norm = model.blocks[1].ln1
+    bias = norm.b if cls == HOOKED else norm.original_component.bias
+    bias.data = bias.data.bfloat16()
+    assert_either_way(model, lambda model: model(tokens))
+
+
 def test_dropout_in_training_acts(cls, fused, tokens):
     model = fused("gpt2").train()
 

@@ -123,7 +123,7 @@ class Draw:
                 # Not from a block's last hook point: torch looks for hooks as a call begins, and
                 # may not call them as it ends.
                 return "within", BETWEEN[0], change
-            if "blocks" not in str(change):
+            if "blocks" not in str(change) and "'embed'" not in str(change):
                 return "within", self._random.choice(BETWEEN), change
 
     def one_of(self, operations: list[Any]) -> tuple[Any, ...]:

@@ -78,8 +78,8 @@ class Trial:
         except RecursionError:  # how deep it got depends on the calls around it
             del self.seen[n_seen:]
         except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
-            # Which of these two a module that is not there gives, does not matter.
-            is_lookup = isinstance(error, (KeyError, AttributeError))
+            # Which of these a module gives that is not there, or of another kind, does not matter.
+            is_lookup = isinstance(error, (KeyError, AttributeError, TypeError))
             error_name = "LookupError" if is_lookup else type(error).__name__
             self.seen.append((f"{name} raises {error_name}", None))
             self.model.zero_grad()

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -221,6 +222,9 @@ class Bound:
         by_sdpa = [attention for attention in wrapped if why_no_sdpa(attention) is None]
         if by_sdpa:
             self.by_sdpa, self.config = True, by_sdpa[0].config
+        elif any(weight.dtype == torch.float64 for weight in block.parameters()):
+            # In which the lowest score of float64 is minus infinity, and a row of these NaN.
+            raise NotPlain("transformers' eager attention has a softmax in float32")
         for attention in wrapped:
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
                 raise NotPlain(why)

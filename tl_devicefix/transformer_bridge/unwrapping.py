@@ -256,6 +256,8 @@ class NormOfBridge(nn.Module):
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if not self._is_usual or weight is None or weight.dtype != x.dtype:
             return self._in_steps(x)  # type: ignore[no-any-return]
+        if bias is not None and bias.dtype != x.dtype:
+            return self._in_steps(x)  # type: ignore[no-any-return]
         eps = getattr(self.config, "eps", 1e-5)
         if self._is_rms:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
@@ -283,6 +285,8 @@ class RMSNorm(nn.Module):
 
 def _has_code_of_llama_s(norm: Any) -> bool:
     """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
+    if "weight" not in norm._parameters:  # such as one that is parametrized
+        return False
     code, of_llama = (
         getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm)
     )

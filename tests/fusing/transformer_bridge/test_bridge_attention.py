@@ -8,7 +8,8 @@ import pytest
 import torch
 from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
-from hf_models import HF_CONFIGS, N_LAYERS, save_checkpoint
+from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
+from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -133,6 +134,19 @@ def test_a_folded_gated_mlp_activates_by_the_config(fused_bridge, tokens):
     bridge = fused_bridge("llama", compatible=True)
     bridge.blocks[1].mlp.original_component.act_fn = torch.nn.Tanh()
     assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+def test_a_norm_may_be_parametrized(fused_bridge, tokens):
+    bridge = fused_bridge("llama")
+    norm = bridge.blocks[1].ln1.original_component
+    parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+def test_padding_in_float64_changes_no_row_of_a_token(fused_bridge, tokens):
+    mask = padded(tokens, slice(2))
+    bridge = fused_bridge("gemma-2", compatible=True).to(torch.float64)
+    assert_either_way(bridge, lambda bridge: bridge(tokens, attention_mask=mask)[mask.bool()])
 
 
 def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, tokens):
