@@ -15,6 +15,7 @@ import operator
 import os
 import pickle
 import random
+import re
 import sys
 import tempfile
 import typing
@@ -87,13 +88,13 @@ class Draw:
         # Over devices, torch's error about devices follows where a grafted block's parts are
         # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
         # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
-        # backward that a hook ends, the engine has run other nodes before.
-        left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"}
-        self._left_out = left_out if is_spread else {"raise"} if is_fused else set()
+        # backward that a hook ends, the engine has run other nodes before. Where a hook makes
+        # another dtype of what attention computes, TransformerLens's own raises, and a fused casts.
+        self._left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"} if is_spread else set()
+        self._left_out |= {"raise", "attn.hook_.*upcast"} if is_fused else set()
         # A row that sees no token may differ, and these have others see it.
-        shows = {"IGNORE", "zero", "bidirectional"}
-        has_left = random_.random() < 0.5 and "bidirectional" not in model
-        self._left_out |= shows if has_left else {"left"}
+        is_left = random_.random() < 0.5 and "bidirectional" not in model
+        self._left_out |= {"IGNORE", "zero", "bidirectional"} if is_left else {"left"}
         if LOSES_CACHE:  # in which two blocks of one number would meet
             self._left_out.add("graft")
 
@@ -136,12 +137,8 @@ class Draw:
             if name not in ("trial", "return")
         ]
         operation = function.__name__, *arguments
-        drawn = str(operation)
-        # Where a hook makes another dtype of them, only TransformerLens's attention raises.
-        is_cast = self._is_fused and "attn.hook_" in drawn and "upcast" in drawn
-        if is_cast or any(word in drawn for word in self._left_out):
-            return self.one_of(operations)
-        return operation
+        is_left_out = re.search("|".join(self._left_out), str(operation))
+        return self.one_of(operations) if is_left_out else operation
 
     def _pool(self, hint: Any) -> Sequence[Any]:
         if hint in (Module, Point):

@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 import pools
 import torch
+import transformer_lens
 from packaging.version import Version
-from pools import IS_BRIDGE, find_class
+from pools import IS_BRIDGE
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
@@ -380,8 +381,8 @@ def weight(
 
 def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Pads) -> None:
     """Three forwards with a KV cache, of a HookedTransformer."""
-    cache_class = find_class("TransformerLensKeyValueCache", "HookedTransformerKeyValueCache")
-    cache = cache_class.init_cache(trial.model.cfg, trial.model.cfg.device, 2)
+    name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
+    cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
     logits: list[torch.Tensor] = []
     with grad_mode(grad):
         for length in (n, more, 1):
