@@ -140,9 +140,10 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 def make_hf_model(config: PretrainedConfig, *dtypes: torch.dtype) -> PreTrainedModel:
     """A tiny model in which every norm and every bias matters, converted to each dtype in turn."""
-    model = AutoModelForCausalLM.from_config(config)
+    with torch.device("cpu"):  # because the first test to ask may have set another default device
+        model = AutoModelForCausalLM.from_config(config)
+        randomize(model)
     model.config.architectures = [type(model).__name__]
-    randomize(model)
     for dtype in dtypes:
         model = model.to(dtype)
     return model.eval()

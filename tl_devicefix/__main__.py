@@ -1,6 +1,6 @@
 """The command line: `estimate`, `activations`, `demo` and `selfcheck`.
 
-It is parsed before anything large is imported, so that help and mistakes are told at once.
+Arguments are parsed before large imports, so that help and mistakes appear at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if run(chosen) else 1
     except expected as error:
         print(error, file=sys.stderr)
-        return 2  # as of a misspelt option
+        return 2  # such as a misspelt option
 
 
 def _set_up() -> None:
@@ -43,21 +43,21 @@ def _set_up() -> None:
 
     from tl_devicefix.patches import enable
 
-    enable()  # a command is an explicit wish, also where TL_DEVICEFIX_DISABLE is set
+    enable()  # even with TL_DEVICEFIX_DISABLE, because a command is an explicit wish
     hf_logging.disable_progress_bar()
-    # TransformerLens 3 says at each load that HookedTransformer is deprecated.
+    # because TransformerLens 3 warns at each load that HookedTransformer is deprecated
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that takes options by their whole names, as others may come that begin so too."""
+    """A parser of whole option names, because a later option may begin with the same letters."""
 
     def __init__(self, examples: str = "", **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of a command too
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also for commands
         chosen, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = re.findall("--[a-z-]+", self.format_usage())

@@ -1,4 +1,4 @@
-"""The two classes of models, and what differs between them: one adapter a class.
+"""The differences between the two model classes: one adapter for each.
 
 An adapter is a module, `hooked_transformer/adapter.py` or `transformer_bridge/adapter.py`.
 """
@@ -17,37 +17,37 @@ class Adapter(Protocol):
     """The interface to a class of models."""
 
     NAME: str
-    """Of the class, for sentences."""
+    """The name of the class, for messages."""
     model_class: type
     RUNS: tuple[str, ...]
-    """Methods that run a model: where a subclass has its own, its blocks may run otherwise."""
+    """Methods that run a model. A subclass with its own may run its blocks differently."""
     SETUP: tuple[str, str]
-    """When its hook points were registered, and what registers them again."""
+    """The moment when its hook points are registered, and the call that repeats it."""
     MINDS_TRAINING: bool
-    """Whether its modules do something else in training mode."""
+    """True if its modules act differently in training mode."""
 
     def view_of(self, model: Any) -> Any:
-        """A view of a model: modules and hooks of its own, the same weights."""
+        """Make a view of a model: modules and hooks of its own, the same weights."""
 
     def realign(self, model: Any, placement: Placement | None) -> None:
-        """Have the config and the hooks follow what was moved or put in."""
+        """Update the config and the hooks after parts were moved or assigned."""
 
     def passes_stream_alone(self, model: Any) -> bool:
-        """Whether blocks hand on the residual stream and nothing else."""
+        """Return True if blocks hand on the residual stream and nothing else."""
 
     def option_names(self, config_or_model_name: Any) -> Sequence[str]:
-        """What the config depends on, as loading takes it."""
+        """Return the names of the loader's options on which the config depends."""
 
     def read_blueprint(
         self, config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
     ) -> Any:
-        """The model that would be loaded: a `planning.plan.Blueprint`."""
+        """Return the `planning.plan.Blueprint` of the model that would be loaded."""
 
 
 @cache
 def adapters() -> dict[str, Adapter]:
-    """Adapters of the installed TransformerLens: name of the class -> its adapter."""
-    # Imported here, as TransformerLens may lack the one class or the other.
+    """Return the adapters of the installed TransformerLens by class name."""
+    # Imported here, because a TransformerLens may lack one of the classes.
     installed: list[Any] = []
     if has_hooked_transformer():
         from tl_devicefix.hooked_transformer import adapter as of_hooked_transformer
@@ -61,12 +61,12 @@ def adapters() -> dict[str, Adapter]:
 
 
 def is_model(model: Any) -> bool:
-    """Whether this is a model of one of the two classes."""
+    """Return True if this is a model of one of the two classes."""
     return isinstance(model, tuple(adapter.model_class for adapter in adapters().values()))
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The adapter of a model's class.
+    """Return the adapter of a model's class.
 
     Raises:
         TypeError: if it is of neither class.

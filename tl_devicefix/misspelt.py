@@ -11,13 +11,13 @@ _NEAR = 0.85
 
 
 def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) -> str:
-    """The end of a sentence that names the nearest: "; did you mean 'balanced'?", or nothing."""
+    """Return "; did you mean 'balanced'?" with the nearest name, or "" if none is near."""
     close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=at_least)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class UnknownName(KeyError):
-    """A name of nothing that there is; the message says what may be meant."""
+    """Raised for an unknown name; the message suggests a near one."""
 
     def __str__(self) -> str:
         """Return the sentence, which a KeyError would quote."""
@@ -42,7 +42,7 @@ def check_iterable(called: str, value: Any) -> None:
 
 
 def which_hook_point(name: object, hook_points: Collection[str]) -> str:
-    """As `did_you_mean`; "resid_post" alone is meant of some block, so the first shows the form."""
+    """Suggest a hook point, as `did_you_mean`; "resid_post" alone suggests the first block's."""
     for full_name in hook_points:
         if full_name.endswith((f".{name}", f".hook_{name}")):
             return f"; did you mean {full_name!r}, or that of another block?"

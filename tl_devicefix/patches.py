@@ -32,13 +32,13 @@ __all__ = [
 
 
 def table() -> tuple[Patch, ...]:
-    """Every patch for the installed TransformerLens.
+    """Return every patch for the installed TransformerLens.
 
     Raises:
         UnsupportedTransformerLens: if it is not one that is known.
     """
     check_version()
-    # Imported here, as they import what only a TransformerLens that is known has.
+    # Imported here, because they import names that an unknown TransformerLens may lack.
     for module in (
         "dispatch.hook_names",
         "dispatch.mixing",
@@ -88,12 +88,12 @@ class PatchReport(tuple[Patch, ...]):
     """
 
     version: Version
-    """That of TransformerLens."""
+    """The version of TransformerLens."""
     is_enabled: bool
-    """Whether the patches were in place when the report was made."""
+    """True if the patches were in place when the report was made."""
 
     def __repr__(self) -> str:
-        # One line, so that a notebook does not show the table twice.
+        # One line, because a notebook would show the printed table again.
         return f"PatchReport({len(self)} patches of transformer_lens {self.version})"
 
 
@@ -104,7 +104,7 @@ class ModelReport(dict[str, str]):
     """
 
     def __repr__(self) -> str:
-        # One line, so that a notebook does not show the table twice.
+        # One line, because a notebook would show the printed table again.
         return f"ModelReport({len(self)} blocks)"
 
 

@@ -1,4 +1,4 @@
-"""What tracebacks hold and tell: their frames are let go of; errors get notes."""
+"""Free the memory held by tracebacks, and add hints to errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterator
 
 
 def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
-    """Clear the frames of an error that is handled, and of those that it came from.
+    """Clear the frames of a handled error and of its causes, because they keep tensors alive.
 
-    Frames that still run are left, and errors whose `id` is in `but_not`, with what they came from.
+    Frames that still run are left, and so are the errors whose `id` is in `but_not`, with their
+    causes.
     """
     seen = set(but_not)
     errors: list[BaseException | None] = [error]
@@ -43,7 +44,7 @@ def note(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def noting_mixed_devices() -> Iterator[None]:
-    """Within it, an error about tensors of several devices says what to write."""
+    """Add the remedy to errors about tensors of several devices, within a `with` block."""
     try:
         yield
     except RuntimeError as error:
@@ -52,10 +53,10 @@ def noting_mixed_devices() -> Iterator[None]:
 
 
 def note_mixed_devices(error: RuntimeError) -> None:
-    """End an error's message with the remedy, if it is about several devices and has not got it.
+    """Append the remedy to the message of an error about several devices.
 
-    A note would be lost where `str(error)` is logged. One about a tensor on the CPU is left as it
-    is: there, `mix_devices` would not help.
+    We change the message because a note is lost where `str(error)` is logged. Errors about a tensor
+    on the CPU stay as they are, because `mix_devices` would not help there.
     """
     about_devices = "same device" in str(error) or "expected device" in str(error)
     is_noted = ON_MIXED_DEVICES in str(error)

@@ -40,8 +40,8 @@ from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transfor
 _log = logging.getLogger(__name__)
 
 constructing = threading.RLock()
-"""transformers, accelerate and what makes empty models here change classes while they construct a
-model: one thread at a time."""
+"""One thread at a time makes a model, because transformers, accelerate and our own empty models
+change classes while they do."""
 
 Numbers = Literal["warn", "refuse", "ignore"]
 """What a load does if its twin differs from transformers."""
@@ -164,7 +164,7 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
 
 
 def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
-    """The first layer of each kind: layers are alike if they are in all lists of layers."""
+    """Return the first layer of each kind. Equal entries in all lists make layers alike."""
     lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
     kinds = [repr(entries) for entries in zip(*lists)]
     layers = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:_MOST_LAYERS]
@@ -172,7 +172,7 @@ def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
 
 
 def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
-    """The settings of the twin that differ from the config's."""
+    """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -190,7 +190,7 @@ def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str,
         elif value is None:
             continue
         elif name.endswith("_token_id"):
-            sizes[name] = 0  # whichever: it is in the vocabulary
+            sizes[name] = 0  # any token of the vocabulary will do
         elif name in _WINDOWS:
             sizes[name] = windows[value]
         elif _NEURON_COUNTS.search(name):
@@ -203,7 +203,7 @@ def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str,
             sizes[name] = value * _CLIP
         elif name == "num_key_value_heads":
             sizes[name] = n_groups
-        elif name == "attention_types":  # GPT-Neo, which makes attention_layers of it
+        elif name == "attention_types":  # GPT-Neo derives attention_layers from it
             sizes[name] = [[[config.attention_layers[layer]], 1] for layer in layers]
     return {
         **sizes,
@@ -218,7 +218,7 @@ def _randomise(model: nn.Module) -> None:
     """Give every weight a value that matters, but none so large that rounding does."""
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     seeded = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():  # a tied one once
+    for name, parameter in model.named_parameters():  # so that a tied one is set once
         parameter.normal_(generator=seeded)
         if parameter is embedding:
             parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
@@ -319,7 +319,7 @@ _NO_CAUSE = (
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it, nothing that the caller has set for torch or transformers reaches a twin.
+    """Keep the caller's settings of torch and transformers away from a twin.
 
     One thread at a time, because torch's and transformers' settings are those of the process.
     """
@@ -379,7 +379,7 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
 
 
 def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any, ...]]:
-    """Each module: its path without numbers, its class, its parameters, whether it has hooks."""
+    """Return each module's path without numbers, class, parameters, and if it has hooks."""
     module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -1,4 +1,4 @@
-"""Count the style of the documentation's pages, and fail where one is over its budget.
+"""Count the style of pages, docstrings, comments and test names; fail where one is over its limit.
 
     python docs/building/style.py
 
@@ -8,6 +8,7 @@ user pages together, so that one page may have more of something and another les
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -69,6 +70,49 @@ STYLES = (
 )
 
 
+_COMMENT = r"(?:^|  )# (?!-|type: |noqa|fmt: )(.*)"
+"""A comment that is written for readers, at a line's start or end."""
+
+
+class CodeStyle(NamedTuple):
+    """A figure of the style of code, and its limit."""
+
+    name: str
+    value: float
+    at_least: float = 0
+    at_most: float = float("inf")
+
+
+def docstrings(tree: ast.Module) -> list[str]:
+    """Return the docstrings of a module, its classes and its functions."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [docstring for docstring in found if docstring]
+
+
+def code_styles() -> list[CodeStyle]:
+    """Count the package's docstrings and comments, and the tests' names."""
+    sources = [path.read_text() for path in (REPOSITORY / "tl_devicefix").rglob("*.py")]
+    lines = [line.strip() for source in sources for line in source.splitlines()]
+    found = [docstring for source in sources for docstring in docstrings(ast.parse(source))]
+    vague = [text for text in found if re.match(r"(?:Whether|What|Of|Those|Whoever)\b", text)]
+    comments = [comment for line in lines for comment in re.findall(_COMMENT, line)]
+    english = "\n".join([*found, *comments])
+    because = 1000 * len(re.findall(r"\bbecause\b", english, re.I)) / words(english)
+    tests = [path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    names = [name for test in tests for name in re.findall(r"def (test_\w+)", test)]
+    return [
+        CodeStyle('docstrings that begin with "Whether", "What", "Of"', len(vague), at_most=140),
+        CodeStyle('"because" per 1000 words of docstrings and comments', because, at_least=0.6),
+        CodeStyle("comments, in % of lines", 100 * len(comments) / len(lines), at_least=1),
+        CodeStyle(
+            "test names of more than 60 characters",
+            sum(len(name) > 60 for name in names),
+            at_most=140,
+        ),
+    ]
+
+
 def prose(page: str) -> str:
     """The words of a page: no code, comments, links' targets or markup."""
     page = re.sub(r"^( *)```.*?^\1```$", "", page, flags=re.DOTALL | re.MULTILINE)
@@ -110,6 +154,11 @@ def main() -> int:
         if not style.at_least <= rates[style.name] <= style.at_most:
             limit = f"at least {style.at_least}" if style.at_least else f"at most {style.at_most}"
             faults.append(f"{style.name}: {rates[style.name]:.1f} per 1000 words, not {limit}")
+    for figure in code_styles():
+        print(f"{figure.name:60}{figure.value:7.1f}")
+        if not figure.at_least <= figure.value <= figure.at_most:
+            limits = f"at least {figure.at_least}, at most {figure.at_most}"
+            faults.append(f"{figure.name}: {figure.value:.1f}, and it has to be {limits}")
     print("\n".join(faults) or "all as it should be")
     return 1 if faults else 0
 

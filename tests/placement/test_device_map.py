@@ -106,6 +106,14 @@ def test_the_devices_that_are_named_are_used(sizes, options, devices, machine):
     assert ", ".join(names) == devices
 
 
+@pytest.mark.parametrize("options", [{"n_devices": 3}, {"device_map": "balanced"}, {}])
+def test_one_size_is_the_max_memory_of_each_device(options, config, machine):
+    placement = plan(config(), max_memory="1GiB", **options)
+    assert placement.devices == plan(config(), **options).devices
+    with pytest.raises(ValueError, match="would hold .* but has 1.0 KiB to use"):
+        plan(config(), max_memory="1KiB", **options)
+
+
 def test_max_memory_of_devices_that_n_devices_leaves_out_names_the_cure(config, machine, caplog):
     placement = plan(config(), n_devices=2, max_memory={1: "1GiB", 2: "1GiB"})
     assert [device.index for device in placement.devices] == [0, 1]

@@ -1,1 +1,1 @@
-"""Activations of many batches, written to disk while devices compute, and read back as caches."""
+"""Activations of many batches: written to disk while devices compute, read back as caches."""

@@ -23,16 +23,16 @@ from xxhash import xxh3_128
 VERSION = 4
 INDEX = "index.json"
 TEMPORARY = ".part"
-"""The names of files end with it until they are complete."""
+"""The suffix of files that are not complete."""
 
 TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"
 """Names of the tensors that are stored beside activations."""
 NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")
-"""Activations whose second axis is a head, and not a position."""
+"""Activations whose second axis is heads, not positions."""
 
 Axis = Literal["example", "token"]
 Pieces = Mapping[str, Sequence[torch.Tensor]]
-"""By name, tensors on the CPU that follow each other along their first axis."""
+"""Name -> tensors on the CPU that follow each other along their first axis."""
 
 CODES = {
     "float64": "F64",
@@ -48,7 +48,7 @@ CODES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""By torch's names of dtypes, those of safetensors."""
+"""torch's name of a dtype -> safetensors's."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Entry:
         name: as a cache has it.
         dtype: torch's name of it, such as "bfloat16".
         shape: of one row.
-        axis: whether a row is of an example or of a saved token.
+        axis: what a row belongs to, an example or a saved token.
     """
 
     name: str
@@ -94,11 +94,11 @@ class Shard:
 
     @property
     def examples(self) -> str:
-        """The range of examples, as the file has it too."""
+        """The range of examples, as the file's metadata has it."""
         return f"{self.start}:{self.stop}"
 
     def rows(self, entry: Entry) -> int:
-        """How many rows it has of an entry."""
+        """Return the number of an entry's rows in this shard."""
         return self.tokens if entry.axis == "token" else self.stop - self.start
 
 
@@ -112,7 +112,7 @@ class Index:
         entries: in a cache's order; tokens and masks first.
         examples_per_shard: in each but the last.
         shards: in order.
-        is_complete: whether it has all examples that there were.
+        is_complete: True if all examples of the call are here.
         version: of this format.
     """
 
@@ -126,7 +126,7 @@ class Index:
 
     @property
     def n_examples(self) -> int:
-        """How many are stored."""
+        """The number of stored examples."""
         return self.shards[-1].stop if self.shards else 0
 
     @property
@@ -136,12 +136,12 @@ class Index:
 
 
 def shard_name(number: int) -> str:
-    """The name of a shard's file."""
+    """Return the name of a shard's file."""
     return f"shard-{number:05d}.safetensors"
 
 
 def read_index(directory: Path) -> Index:
-    """The index of a directory.
+    """Read the index of a directory.
 
     Raises:
         FileNotFoundError: if it has none.
@@ -174,13 +174,13 @@ def read_index(directory: Path) -> Index:
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Put an index in the place of the last one."""
+    """Replace a directory's index."""
     text = json.dumps(asdict(index), indent=1) + "\n"
     write_file(directory / INDEX, lambda file: file.write(text.encode()))
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file that has its name only when all of it is on the disk.
+    """Write a file under a temporary name, sync it, and rename it.
 
     If `write` fails, nothing is left of it.
     """
@@ -202,12 +202,12 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int, str]:
-    """Write a safetensors file of tensors that are in pieces, which are not put together first.
+    """Write a safetensors file from pieces of tensors, without concatenating them in memory.
 
     Returns:
         Its bytes, and its checksum.
     """
-    # As safetensors does: the widest dtypes first, so that each tensor is aligned.
+    # The widest dtypes first, as safetensors does, so that each tensor is aligned.
     by_width = sorted(pieces.items(), key=lambda item: -item[1][0].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
     end = 0
@@ -237,14 +237,14 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name in torch, without "torch."."""
+    """Return a dtype's name in torch, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def shard_faults(directory: Path, index: Index, checksums: bool) -> Iterator[str]:
-    """A sentence for each shard that is not as it was written.
+    """Yield a sentence for each shard that differs from what was written.
 
-    Without `checksums`, none is read: only missing files and other sizes are found.
+    Without `checksums`, only missing files and wrong sizes are found, because no file is read.
     """
     for shard in index.shards:
         path = directory / shard.file
@@ -306,7 +306,7 @@ class Stored:
         return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
     def numbers(self, index: Any) -> int | Sequence[int]:
-        """The number of an example from 0 on, or those of several.
+        """Resolve an index to an example's number, or to several.
 
         Raises:
             TypeError: if `index` is no number, slice or list of numbers.
@@ -328,7 +328,7 @@ class Stored:
         return [examples[n] for n in index] if isinstance(index, list) else examples[index]
 
     def of_shard(self, number: int) -> torch.Tensor:
-        """All rows that a shard has, mapped: parts are read as they are used.
+        """Map all rows of a shard; the disk is read when they are used.
 
         Each call maps the file anew, so that changes to the tensor stay in it.
         """
@@ -349,11 +349,11 @@ class Stored:
         return rows
 
     def rows_of_shards(self) -> list[int]:
-        """How many rows each shard has."""
+        """Return the number of rows of each shard."""
         return [shard.rows(self.entry) for shard in self._index.shards]
 
     def _pieces(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """The rows of some examples, in order; of examples that follow each other, at once."""
+        """Return the rows of some examples, in one piece for each run of consecutive ones."""
         pieces: list[torch.Tensor] = []
         mapped: dict[int, torch.Tensor] = {}
         at = 0
@@ -372,7 +372,7 @@ class Stored:
         return pieces
 
     def _rows(self, shard: int, start: int, stop: int) -> slice:
-        """The rows that a shard has of some of its examples."""
+        """Return the range of rows that belong to some examples of a shard."""
         if self.entry.axis == "example":
             return slice(start, stop)
         if shard not in self._ends:

@@ -1,6 +1,7 @@
-"""`load_activations`: activations on disk, of which only those are read that you ask for.
+"""`load_activations`: open activations on disk, and read only those that you index.
 
-TransformerLens is imported by what returns its classes: importing it takes longer than reading.
+TransformerLens is imported only where its classes are returned, because that import takes longer
+than reading.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 
 
 class _NoModel:
-    """Stands for the model of a cache that was opened without one, and says what to write."""
+    """Stands in for the model of a cache without one; its error says what to write."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -79,7 +80,7 @@ class SavedActivations:
         self.is_complete = index.is_complete
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Return the number of examples."""
         return self.index.n_examples
 
     def __contains__(self, name: object) -> bool:
@@ -143,7 +144,7 @@ class SavedActivations:
                     f"the activations are of a model with {name}={self.model[name]}, but the "
                     f"model that you pass has {name}={own}"
                 )
-        self.tokens.numbers(examples)  # refuses other indices
+        self.tokens.numbers(examples)  # raises for other indices
         if (placement := getattr(model, "placement", None)) is not None:
             home = placement.home
         else:
@@ -187,7 +188,7 @@ class SavedActivations:
             seed=seed,
             device=device,
             epochs=epochs,
-            group_bytes=largest // 2,  # three are in memory, and batches: less than two shards
+            group_bytes=largest // 2,  # three groups and the batches take less than two shards
             by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
         )
 

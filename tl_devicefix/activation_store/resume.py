@@ -27,7 +27,7 @@ _FIELDS = (
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make a directory, and let no other process save to it, within a `with` block."""
+    """Make a directory, and lock it against other processes within a `with` block."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -44,14 +44,14 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not by closing: a DataLoader's worker may have the file open for longer.
+            # Not by closing, because a DataLoader's worker may keep the file open for longer.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def saved_index(directory: Path, resume: bool) -> Index | None:
-    """The index of activations that were saved before, if any, without last shards that are gone.
+    """Return the index of earlier activations, if any, without last shards that are gone.
 
-    Raises an error if more cannot be saved to them.
+    Raises an error if saving cannot continue there.
     """
     if not (directory / INDEX).exists():
         if (directory / shard_name(0)).exists():
@@ -73,7 +73,7 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     if all(exists):
         return index
     first = exists.index(False)
-    if not first or any(exists[first:]):  # later shards would be written over, or be lost
+    if not first or any(exists[first:]):  # because later shards would be lost
         more = f", or delete those after {index.shards[first].file} too" if first else ""
         raise FileNotFoundError(
             f"{directory / index.shards[first].file} is missing, and resume=True computes only the "
@@ -94,7 +94,7 @@ def check_disk(directory: Path, needed: int) -> None:
 
 
 def model_fields(model: Any) -> dict[str, Any]:
-    """A model's name, class and shapes, as an index has them."""
+    """Return a model's name, class and shapes for the index."""
     config = model.cfg
     return {
         "name": str(getattr(config, "model_name", "")),
@@ -111,7 +111,7 @@ class Saved(SavedActivations):
     """
 
     def compare_index(self, index: Index) -> None:
-        """Compare the index with the one that would be written now."""
+        """Compare the saved index with the one of this call."""
         before, now = _fields(self.index), _fields(index)
         for field in {**before, **now}:
             if before.get(field) != now.get(field):
@@ -135,7 +135,7 @@ class Saved(SavedActivations):
                 )
 
     def other_data(self, difference: str) -> ValueError:
-        """The error for batches that are not those that saving was begun with."""
+        """Return the error for batches that differ from those on disk."""
         return self._other(f"{difference}; give the same batches as the first call")
 
     def _other(self, difference: str) -> ValueError:
@@ -146,7 +146,7 @@ class Saved(SavedActivations):
 
 
 def _fields(index: Index) -> dict[str, str]:
-    """The values that must not change, by their names in messages."""
+    """Return the values that must not change, by their names in messages."""
     return {
         **{f"the model's {name}": str(value) for name, value in index.model.items()},
         **{f"the version of {name}": version for name, version in index.made_by.items()},

@@ -97,7 +97,7 @@ def save_activations(
         OSError: if the disk is too small, before anything is written; or if it is full.
         HostLost: if another host is lost. The shards that the index lists are complete.
     """
-    adapter_of(model)  # refuses anything but a model
+    adapter_of(model)  # raises for anything but a model
     n_runs = n_in_flight(model, max_in_flight)
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
@@ -142,7 +142,7 @@ class _Saving:
         self._arguments = arguments
 
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
-        """Run the first batch; then write an index of no shards, or compare with what is on disk.
+        """Run the first batch; then write an empty index, or compare with the one on disk.
 
         Raises an error for batches that cannot be stored, and for a disk that is too small.
         """
@@ -204,7 +204,7 @@ class _Saving:
                     bar.update(len(copied.tokens) - copied.skip)
                     n_saved += sum(copied.tokens[copied.skip :])
                     arriving.append(copied)
-                    if len(arriving) > 1:  # devices wait for slow copies too
+                    if len(arriving) > 1:  # so that devices wait for slow copies too
                         arriving.popleft().wait()
                 bar.total = bar.n  # the last batch may have had fewer examples
                 bar.refresh()
@@ -217,7 +217,7 @@ class _Saving:
             writer.close(is_complete)
 
     def _left(self, writer: Writer) -> Iterator[Batch]:
-        """The batches that are not on disk yet. Compares those that are."""
+        """Yield the batches that are not on disk yet, and compare the others."""
         seen, on_disk_already = 0, self._index.n_examples
         for number, batch in enumerate(chain([self._first], self._batches)):
             n_examples, width = batch.inputs.shape
@@ -244,9 +244,9 @@ class _Saving:
             )
 
     def _run(self, view: Any, batch: Batch) -> Copied:
-        """Run a batch, and start to copy what is saved of it."""
+        """Run a batch, and start to copy the activations to save."""
         computed: dict[str, torch.Tensor] = {}
-        if batch.inputs is self._first.inputs:  # which `begin` has run
+        if batch.inputs is self._first.inputs:  # `begin` has run it already
             computed, self._of_first = self._of_first, {}
         tensors = computed or self._forward(view, batch)
         before, now = self._entries, self._entries_of(batch, tensors)

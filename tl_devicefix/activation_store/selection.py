@@ -1,4 +1,4 @@
-"""Which activations are saved: by name, transformed, in a dtype, of which batches and tokens."""
+"""Select the activations to save: by name, batch and token; transformed and converted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Selection:
                 raise ValueError(f"{must_be}, but is {shown(function)}")
 
     def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """Which tokens are saved, `[batch, pos]` on the CPU; None for all."""
+        """Return the mask of tokens to save, `[batch, pos]` on the CPU; None for all."""
         if self.token_mask is None:
             return None
         if self.token_mask == "attention_mask":
@@ -61,7 +61,7 @@ class Selection:
                 f"token_mask must return a tensor of booleans {list(tokens.shape)}, as the tokens, "
                 f"but returned {returned}"
             )
-        return saved.to("cpu", copy=True)  # it is written later, and may be a buffer used again
+        return saved.to("cpu", copy=True)  # because it is written later, and may be a reused buffer
 
     def of(
         self, cache: Mapping[str, Any], n_examples: int, saved: torch.Tensor | None
@@ -91,7 +91,7 @@ class Selection:
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
-        """Whether this very name is: a Bridge caches some activations under a second one too."""
+        """Return True if this name is meant, because a Bridge caches some under a second one."""
         if callable(self.names_filter):
             return bool(self.names_filter(name))
         return self.names_filter is None or name in self.names_filter
@@ -126,7 +126,7 @@ class Selection:
     def entries_of(
         self, tensors: Mapping[str, torch.Tensor], n_rows: int, stop_at_layer: int | None
     ) -> dict[str, Entry]:
-        """How a batch's activations are stored, of `n_rows` examples or saved tokens.
+        """Return the index entries of a batch's activations, with `n_rows` examples or tokens.
 
         Raises:
             ValueError: for activations that cannot be, and names that the forward did not give.
@@ -162,7 +162,7 @@ class Selection:
 
 
 def checked_names(names_filter: Any, model: Any) -> Any:
-    """A `names_filter` as `run_with_cache` takes it, which would ignore names that do not exist."""
+    """Check a `names_filter`, because `run_with_cache` ignores names that do not exist."""
     if names_filter is None or callable(names_filter):
         return names_filter
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
@@ -196,12 +196,12 @@ class Batch(NamedTuple):
 
     @property
     def saved(self) -> torch.Tensor | None:
-        """Which tokens' activations are saved; None for all."""
+        """The mask of tokens whose activations are saved; None for all."""
         return self.stored.get(TOKEN_MASK)
 
 
 def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iterator[Batch]:
-    """The batches that a user gives; see `save_activations`."""
+    """Yield the batches that a user gives; see `save_activations`."""
     for number, item in enumerate(items):
         inputs, mask = _tokens_and_mask(item, number)
         if isinstance(inputs, list):
@@ -215,7 +215,7 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
                 f"{list(inputs.shape)} of {inputs.dtype}: "
                 "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
-        inputs = inputs.clone()  # a loader may put its next batch into the same memory
+        inputs = inputs.clone()  # because a loader may reuse the memory for its next batch
         mask = None if mask is None else _as_tensor(mask).clone()
         if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
@@ -236,12 +236,12 @@ def _as_tensor(values: Any) -> torch.Tensor:
 
 
 def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:
-    """The tokens or texts of an item, and its mask."""
+    """Return the tokens or texts of an item, and its mask."""
     tokens, mask = item, None
     if isinstance(item, Mapping):
         tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
-        (tokens,) = item  # as a DataLoader of a TensorDataset has them
+        (tokens,) = item  # as from a DataLoader of a TensorDataset
     if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
         return list(tokens), None
     try:

@@ -1,9 +1,12 @@
 """Batches of tokens' activations in a shuffled order, for training on them.
 
-The order is made of blocks: rows that follow each other on disk. All blocks are shuffled. A group
-of them is read at a time, each row to the place in memory that the order gives it, while the group
-before it is handed out. So memory is bounded, disks read pieces of a size that they are good at,
-and each row is copied once.
+A block is a run of rows on disk. All blocks are shuffled and split into groups:
+
+    disk    [b0 b1 b2 b3 b4 b5 ...]        blocks of 256 KiB, in order
+    order   [b4 b0 b9 | b2 b7 b1 | ...]    groups of shuffled blocks
+    memory  group 1: its rows, shuffled    handed out, while a thread reads group 2
+
+So memory is bounded, disks read large pieces, and each row is copied once.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
-        # An index is left to torch: `resolve` would import TransformerLens for it.
+        # torch resolves an index, because `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         self._handed_out = 0
@@ -99,7 +102,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             batch = next(self._running)
             batch = batch if self._device is None else batch.to(self._device)
         except BaseException:
-            self.close()  # so that the next try reads this batch again, from its first row
+            self.close()  # because the next try has to read this batch again
             raise
         self._handed_out += 1
         return batch
@@ -108,7 +111,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         epoch, batch = divmod(self._handed_out, self._batches_of_epoch)
         groups = _Groups(self._rows, self._group_rows, self._shuffle, self._seed)
         row = batch * self._batch_size
-        # Not a method of this object, so that dropping it ends the thread.
+        # Not a method, because the thread has to end when this object is dropped.
         read = _ahead(groups.read(epoch, row, self._epochs))
         return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 
@@ -165,7 +168,7 @@ class TokenBatches(Iterator[torch.Tensor]):
 
 
 def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same; a thread reads one while the one before it is used."""
+    """Yield the same groups, while a thread reads the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="activations reader") as reader:
         future = reader.submit(next, groups, None)
         while (group := future.result()) is not None:
@@ -176,7 +179,7 @@ def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _batches(
     groups: Iterator[torch.Tensor], batch_size: int, left: int, of_epoch: int
 ) -> Generator[torch.Tensor, None, None]:
-    """The rows of groups as batches: `left` of the first epoch, then `of_epoch` of each."""
+    """Cut groups into batches: `left` rows in the first epoch, then `of_epoch` rows each."""
     parts: list[torch.Tensor] = []
     missing = min(batch_size, left)
     for rows in groups:
@@ -205,14 +208,14 @@ class _Rows:
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
     def mapped(self, shard: int) -> np.ndarray:
-        """Those of a shard, `[rows, bytes]`: numpy copies bytes fastest."""
+        """Return a shard's tokens as `[rows, bytes]`, because numpy copies bytes fastest."""
         rows = self._stored.of_shard(shard)
         rows = rows.flatten(0, 1) if self._is_flat else rows
         return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
 
 class _Groups:
-    """The blocks of each group, and the order in which a group's rows are handed out."""
+    """The blocks of each group, and the order of the rows within a group."""
 
     def __init__(self, rows: _Rows, group_rows: int, shuffle: bool, seed: int) -> None:
         block_rows = max(1, BYTES_OF_BLOCK // rows.bytes)
@@ -229,9 +232,9 @@ class _Groups:
         self._mapped: dict[int, np.ndarray] = {}
 
     def _of(self, epoch: int) -> tuple[torch.Tensor, ...]:
-        """The blocks of each group of an epoch: (shard, first row, rows) of each block.
+        """Return the blocks of each group of an epoch, as (shard, first row, number of rows).
 
-        A block is in the group in which its last row is.
+        A block belongs to the group in which its last row is.
         """
         blocks = self._blocks
         if self._shuffle:
@@ -240,7 +243,7 @@ class _Groups:
         return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
 
     def read(self, epoch: int, skip: int, epochs: int | None) -> Iterator[torch.Tensor]:
-        """The rows of one group after the other, from an epoch's row `skip` on, as handed out."""
+        """Yield the shuffled rows of each group, from an epoch's row `skip` on."""
         while epochs is None or epoch < epochs:
             for number, blocks in enumerate(self._of(epoch)):
                 size = int(blocks[:, 2].sum())
@@ -251,8 +254,8 @@ class _Groups:
             epoch += 1
 
     def _read(self, blocks: Any, size: int, places: torch.Tensor | None) -> torch.Tensor:
-        """The rows of some blocks, each at its place; None leaves them as they lie."""
-        out, at = np.empty((size, self._rows.bytes), np.uint8), 0  # numpy's has huge pages
+        """Read the rows of some blocks, each to its place; None keeps the order on disk."""
+        out, at = np.empty((size, self._rows.bytes), np.uint8), 0  # numpy uses huge pages
         for shard, start, count in sorted(blocks):
             if shard not in self._mapped:
                 self._mapped[shard] = self._rows.mapped(shard)
@@ -262,7 +265,7 @@ class _Groups:
         return torch.from_numpy(out).view(self._rows.dtype).view(size, *self._rows.shape)
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
-        """One that is the same wherever it is drawn, so that others need not be drawn before."""
+        """Draw a permutation that depends on its group alone, so that others can be skipped."""
         drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
         return torch.randperm(count, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""Activations on their way to disk: copied beside what devices compute, and written by a thread."""
+"""Copy activations to the host while devices compute, and write them in a thread."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Copied(NamedTuple):
 
     Attributes:
         rows: by name; complete after `wait()`.
-        tokens: how many of each example are saved.
-        skip: how many of its examples are on disk already.
+        tokens: the number of saved tokens of each example.
+        skip: the number of its examples that are on disk already.
         arrivals: events of the copies.
     """
 
@@ -71,21 +71,21 @@ def start_copies(
 
 @functools.cache
 def _copy_stream(device: torch.device) -> Any:
-    """Not that of `offload/copying.py`, on which weights come to the device."""
+    """Return the stream for saving; `offload/copying.py` has its own for weights."""
     return module_with_streams(device).Stream(device)
 
 
 class Writer:
     """A thread that writes batches in order to shards, and adds each shard to the index.
 
-    Which example is in which shard depends on the index only, not on when it is written. Host
-    memory has room for two shards, so that one is written while the next one fills, and for the
-    batches that are run meanwhile. With less, the writer could wait for a batch that waits for it.
+    The index alone decides which shard gets an example. Host memory has room for two shards, one
+    that is written and one that fills, and for the batches that run meanwhile. With less room, the
+    writer could wait for a batch that waits for the writer.
 
     Args:
-        directory: where to.
-        index: of what is on disk; shards are added after its last.
-        n_batches: how many batches there is room for besides two shards.
+        directory: the directory to write to.
+        index: the index on disk; shards are added after its last one.
+        n_batches: the number of batches to have room for besides two shards.
     """
 
     def __init__(self, directory: Path, index: Index, n_batches: int) -> None:
@@ -98,7 +98,7 @@ class Writer:
         self._writes: deque[Future[None]] = deque()  # batches that may not be on disk yet
 
     def make_room(self, n_examples: int) -> None:
-        """Wait until host memory has room for more examples; raises what went wrong in writing."""
+        """Wait until host memory has room for more examples; raises the errors of the thread."""
         self._largest = max(self._largest, n_examples)
         self._n_taken += n_examples
         most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
@@ -108,14 +108,14 @@ class Writer:
             self._writes.popleft().result()
 
     def put(self, copied: Copied) -> None:
-        """Queue a batch to be written, for which `make_room` has made room."""
+        """Queue a batch to be written, after `make_room`."""
         self._writes.append(self._pool.submit(self._unless_ended, self._add, copied))
 
     def close(self, is_complete: bool) -> None:
-        """Wait until all is written; on an interrupt, the shard that is being written.
+        """Wait until everything is written; after an interrupt, only for the current shard.
 
-        Unless that was all there is, examples that fill no shard are left out: whoever resumes
-        computes them again.
+        Unless the data is complete, examples that fill no shard are dropped, and computed again on
+        resuming.
         """
         try:
             if is_complete:
@@ -125,12 +125,12 @@ class Writer:
             self._has_ended = True
             raise
         finally:
-            self._pool.shutdown()  # until then, nobody else may write to the directory
+            self._pool.shutdown()  # because until then nobody else may write to the directory
         for written in self._writes if is_complete else ():
             written.result()
 
     def _unless_ended(self, write: Callable[..., None], *args: Copied) -> None:
-        """Write, unless that has failed before: shards that follow would lack examples."""
+        """Write, unless that failed before, because later shards would lack examples."""
         if self._has_ended:
             return
         try:
@@ -151,7 +151,7 @@ class Writer:
         self._n_examples = self._n_tokens = 0
 
     def _add(self, copied: Copied) -> None:
-        """Add a batch's examples to the shards where they belong."""
+        """Add a batch's examples to their shards."""
         copied.wait()
         ends = [0, *accumulate(copied.tokens)]
         start, count = copied.skip, len(copied.tokens)

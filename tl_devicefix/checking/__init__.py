@@ -87,7 +87,7 @@ class Report:
 
     @property
     def well(self) -> bool:
-        """Whether nothing is wrong (any more)."""
+        """True if nothing is wrong, or everything is repaired."""
         return not self.findings
 
     def __bool__(self) -> bool:
@@ -106,7 +106,7 @@ _MOST_OF_A_KIND = 8
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line for each, but not hundreds of one kind."""
+    """List the findings, but not hundreds of one kind."""
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
         by_kind[finding.kind].append(f"- {finding}")

@@ -24,12 +24,12 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 Kind = Literal[
-    "processing",  # the weights are in part those from before
-    "config",  # cfg.device or cfg.n_devices is not what the placement says
-    "device",  # a tensor is not where the placement says
-    "setup",  # a module was put in, and the model not told
-    "hooks",  # left behind
-    "numbers",  # the load found that they are not transformers'
+    "processing",  # some weights are unprocessed
+    "config",  # cfg.device or cfg.n_devices differs from the placement
+    "device",  # a tensor is on another device than the placement says
+    "setup",  # a module was assigned without model.setup()
+    "hooks",  # a leftover hook
+    "numbers",  # the load found that the numbers differ from transformers'
 ]
 
 
@@ -54,7 +54,7 @@ class Finding:
 
 
 def config_findings(model: Any) -> Iterator[Finding]:
-    """A `cfg.device` or `cfg.n_devices` that is not the placement's."""
+    """Find a `cfg.device` or `cfg.n_devices` that differs from the placement."""
     placement, cfg = _placement_of(model), model.cfg
     if placement is None:
         return
@@ -68,7 +68,7 @@ def config_findings(model: Any) -> Iterator[Finding]:
 
 
 def _placement_of(model: Any) -> Placement | None:
-    """The model's placement; None if it was built on one device."""
+    """Return the model's placement; None if it was built on one device."""
     return getattr(model, "placement", None)
 
 
@@ -77,13 +77,13 @@ def _placement_of(model: Any) -> Placement | None:
 
 
 def _attached(model: Any) -> dict[nn.Module, str]:
-    """The modules of SAEs and the like, which run where they are, and the path of their root."""
+    """Return the modules of attached SAEs and the like, with the path of their root."""
     roots = [(path, module) for path, module in model.named_modules() if runs_where_it_is(module)]
     return {module: path for path, root in roots for module in root.modules()}
 
 
 def _tensors(model: Any, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
-    """The tensors of a model, but those of attached modules, whose place is their owner's."""
+    """Yield the tensors of a model, without attached modules, because users place these."""
     placement = _placement_of(model)
     only = resolve(model.cfg.device) if placement is None else None
     for path, module in named_modules(model):
@@ -92,7 +92,7 @@ def _tensors(model: Any, attached: dict[nn.Module, str]) -> Iterator[PlacedTenso
         for name, value, is_weight in held_tensors(module):
             device = only or model.placement.device_for(joined(path, name), is_weight)
             if is_elsewhere(device) and type(value) is not RemoteTensor:
-                device = model.placement.home  # as of a block that replaces a remote one
+                device = model.placement.home  # such as a block that replaces a remote one
             yield PlacedTensor(path, name, module, value, is_weight, device)
 
 
@@ -106,7 +106,7 @@ def bring_back(model: Any) -> None:
 
 
 def device_findings(model: Any) -> Iterator[Finding]:
-    """The largest modules of which all is misplaced, or else tensors, by the module they are in."""
+    """Find misplaced tensors, joined to the largest modules that are misplaced as a whole."""
     attached = _attached(model)
     tensors = list(_tensors(model, attached))
     modules = _misplaced_modules(tensors, set(attached.values()))
@@ -126,16 +126,16 @@ def device_findings(model: Any) -> Iterator[Finding]:
         fix = f'{expression(path)}.to("{planned}")'
         if _placement_of(model) is not None:
             by = "the placement"
-            if planned == HOST:  # .to(...) would move the buffers too
+            if planned == HOST:  # because .to(...) would move the buffers too
                 fix = "tl_devicefix.check(model, repair=True)"
         message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
         yield Finding("device", name, message, fix)
 
 
 def _misplaced_modules(tensors: list[PlacedTensor], apart: set[str]) -> set[str]:
-    """The modules all of whose tensors are on one device and belong on one other.
+    """Return the modules whose tensors are all on one device and belong on another.
 
-    None that holds a module apart: to move the one would move the other.
+    A module that contains an attached module is left out, because moving it would move both.
     """
     holding = {path for other in apart for path in _enclosing(other)}
     places: dict[str, set[tuple[torch.device, torch.device]]] = defaultdict(set)
@@ -164,20 +164,20 @@ def _enclosing(path: str) -> Iterator[str]:
 
 
 def setup_findings(model: Any, when: str, fix: str) -> Iterator[Finding]:
-    """Modules whose hook points the model does not know, or that no input is brought to."""
+    """Find modules with unknown hook points, and modules to which no input is carried."""
     placement, registered = _placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
     for path, module in named_modules(model):
         if isinstance(module, HookPoint) and module not in registered:
             paths.append(path.rpartition(".")[0])
-    for path in dict.fromkeys(paths):  # the outermost
+    for path in dict.fromkeys(paths):  # only the outermost one
         if not any(path != other and path.startswith(f"{other}.") for other in paths):
             name = path or "model"
             yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
 
 
 def numbers_findings(model: Any) -> Iterator[Finding]:
-    """The warning of the load that the model's numbers are not transformers'."""
+    """Find the load's warning that the model's numbers differ from transformers'."""
     if (warning := getattr(model, "numbers_warning", None)) is not None:
         yield Finding("numbers", "model", warning)
 
@@ -187,7 +187,7 @@ def numbers_findings(model: Any) -> Iterator[Finding]:
 
 
 def hook_findings(model: Any) -> Iterator[Finding]:
-    """Hooks of users that are left: the next run has them too. Permanent ones are to stay."""
+    """Find users' leftover hooks, which act on the next run too. Permanent ones may stay."""
     for path, module in named_modules(model):
         handles: list[Any] = []
         if isinstance(module, HookPoint):
@@ -209,13 +209,13 @@ def hook_findings(model: Any) -> Iterator[Finding]:
 def _name_of_handle(handle: Any) -> str:
     if (hook := getattr(handle, "user_hook", None)) is not None:
         return _name(hook)
-    # TransformerLens 2.x keeps no user_hook, but its repr as the name of what it registers.
+    # TransformerLens 2.x has no user_hook, but the repr of one as a name.
     registered = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)
     name = str(getattr(registered, "__name__", "unknown"))
     return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
 
 
 def _name(hook: Any) -> str:
-    """The name of a hook; not the repr of a partial, which may show a whole cache."""
+    """Return the name of a hook, because the repr of a partial may show a whole cache."""
     hook = getattr(hook, "func", hook)
     return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]

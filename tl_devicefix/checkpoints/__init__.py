@@ -1,1 +1,1 @@
-"""Where weights come from: read one component at a time, in HookedTransformer's format."""
+"""Sources of weights: read one component at a time, in HookedTransformer's format."""

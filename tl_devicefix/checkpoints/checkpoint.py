@@ -37,7 +37,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
-    # Never what is only called so: a directory, or a name that TransformerLens does not list.
+    # Only for names that TransformerLens lists, because a directory may be called so by chance.
     listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
     if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
         kwargs.setdefault("trust_remote_code", True)
@@ -49,7 +49,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
                 model_name,
                 **{_DTYPE_ARGUMENT: "auto"},
                 output_loading_info=True,
-                # So that shapes that do not fit are reported with the rest, and refused below.
+                # Wrong shapes are reported with the rest, because all are refused below.
                 ignore_mismatched_sizes=True,
                 **kwargs,
             )
@@ -76,11 +76,11 @@ _DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56"
 
 @contextlib.contextmanager
 def _dtypes_as_stored() -> Iterator[None]:
-    """Within it, this thread's `from_pretrained` keeps the dtypes of the files.
+    """Make this thread's `from_pretrained` keep the dtypes of the files, within a `with` block.
 
-    transformers converts each tensor to the dtype of the empty parameter that it is for, which is
-    the one in config.json. So the empty parameters get their dtypes from the files, just before
-    these are read; what needs no conversion stays mapped.
+    transformers converts each tensor to the dtype of its empty parameter, which is the one in
+    config.json. So we set the dtypes of empty parameters from the files just before they are read.
+    Tensors that need no conversion stay mapped.
     """
     installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
 
@@ -101,14 +101,14 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     widest dtype of the tensors that have no parameter of theirs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        return  # because the quantiser decides what it unpacks to
+        return  # because the quantiser decides the dtype that it unpacks to
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     stored: dict[str, torch.dtype | None] = {}
     for file in files:
         if file.suffix in (".safetensors", ".bin"):
             with naming(file):
                 for name, _, dtype in headers(file):
-                    # Many files leave out what all names but the head's begin with.
+                    # Many files leave out the prefix of all names but the head's.
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None

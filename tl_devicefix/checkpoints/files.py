@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, and what transformers' loading report says of them.
+"""The contents of a checkpoint's files, and transformers' loading report on them.
 
 transformers fills missing tensors with random numbers and only warns; here that is an error.
 """
@@ -20,16 +20,15 @@ from safetensors import SafetensorError, safe_open
 
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
 
-# What transformers, safetensors and torch raise for files, and values of a config, that are not as
-# they should be.
+# Errors of transformers, safetensors and torch for damaged files and wrong values of a config.
 UNREADABLE = (
     OSError, ValueError, RuntimeError, EOFError, AttributeError, ArithmeticError, AssertionError,
     LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
 )  # fmt: skip
 
 
-# What wav2vec 2.0 and HuBERT put in place of masked sound, in training only; many checkpoints of
-# them have none.
+# The embedding of masked sound in wav2vec 2.0 and HuBERT. Only training needs it, so many
+# checkpoints lack it.
 _UNREAD = re.compile(r"masked_spec_embed$")
 
 # Masks and rotary tables that old checkpoints store (GPT-2, GPT-J, GPT-Neo): never needed.
@@ -43,7 +42,7 @@ def check_report(
     model: torch.nn.Module,
     refuse_unexpected: bool = False,
 ) -> None:
-    """Turn transformers' loading report into an error, because it makes up what is missing.
+    """Turn transformers' loading report into an error, because it makes up missing tensors.
 
     Args:
         report: as `from_pretrained(..., output_loading_info=True)` returns it.
@@ -103,10 +102,10 @@ def stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
     try:
         is_directory = is_checkpoint_directory(model_name)
         folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
-    except ValueError:  # nothing of it has been fetched
+    except ValueError:  # none of its files has been fetched
         return {}
     stored: _Stored = {}
-    for name in ("model.safetensors", "pytorch_model.bin"):  # as transformers looks for them
+    for name in ("model.safetensors", "pytorch_model.bin"):  # in the order of transformers
         files, index = [folder / name], folder / f"{name}.index.json"
         if not files[0].is_file() and index.is_file():
             with naming(index):
@@ -128,7 +127,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        # In place of its own reason, torch says how to unpickle the file all the same.
+        # Our own reason, because torch's says how to unpickle the file all the same.
         reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(
@@ -155,7 +154,7 @@ def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]
             names = opened.keys()
             tensors = [(name, opened.get_slice(name)) for name in names]
             return [(n, tuple(t.get_shape()), _DTYPES.get(t.get_dtype())) for n, t in tensors]
-    is_zip = zipfile.is_zipfile(file)  # before torch 1.6 they were none
+    is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are no archives
     held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
     known = set(_DTYPES.values())
     return [(n, tuple(t.shape), t.dtype if t.dtype in known else None) for n, t in held.items()]

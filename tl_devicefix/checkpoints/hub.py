@@ -1,7 +1,7 @@
 """Checkpoints by name, on the Hugging Face hub or in a directory: tokenizers, configs and dtypes.
 
-known_configs.json has, of each model, the fields of its config that TransformerLens reads; it is no
-substitute for a checkpoint's own config, so only planning uses it.
+known_configs.json has the fields that TransformerLens reads of each model's config. Only planning
+uses it, because a checkpoint's own config may differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model",
 _OF_REPOSITORY = ("revision", "subfolder")
 _OF_ACCESS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 HUB_ARGUMENTS = (*_OF_REPOSITORY, *_OF_ACCESS)
-"""Those of `from_pretrained`'s arguments that say which files to fetch, and how."""
+"""Arguments of `from_pretrained` that say which files to fetch, and how."""
 
 
 def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -40,14 +40,14 @@ def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's message in one line, with its type where that says more."""
+    """Return an error's message in one line, with its type where that says more."""
     text = " ".join(str(error).split())
     speaks = isinstance(error, (OSError, RuntimeError, ValueError))
     return text if speaks and text else f"{type(error).__name__}: {text}"
 
 
 def is_checkpoint_directory(model_name: str) -> bool:
-    """Whether this names a local directory with a Hugging Face checkpoint in it."""
+    """Return True if this names a local directory with a Hugging Face checkpoint in it."""
     return (Path(model_name) / "config.json").is_file()
 
 
@@ -83,10 +83,7 @@ def refuse_directory(model_name: str) -> None:
 
 
 def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
-    """The folder in which a checkpoint's config.json is, once that is fetched.
-
-    Of the names in `listed`, one may be meant.
-    """
+    """Fetch a checkpoint's config.json and return its folder; errors suggest a name of `listed`."""
     try:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
@@ -99,7 +96,7 @@ def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
 
 
 def has_tokenizer(name: str, **kwargs: Any) -> bool:
-    """Whether a checkpoint, in a directory or on the hub, has a tokenizer."""
+    """Return True if a checkpoint, in a directory or on the hub, has a tokenizer."""
     return any(
         cached_file(
             name,
@@ -114,7 +111,7 @@ def has_tokenizer(name: str, **kwargs: Any) -> bool:
 
 @contextlib.contextmanager
 def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Within it, TransformerLens fetches tokenizers as the caller wants the model fetched.
+    """Make TransformerLens fetch tokenizers as the model is fetched, within a `with` block.
 
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
@@ -140,7 +137,7 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
 
 
 def read_config(name: str, **kwargs: Any) -> Any:
-    """The fields that transformers reads from a checkpoint's config.json."""
+    """Return the fields that transformers reads from a checkpoint's config.json."""
     with reading_config(name):
         config = as_saved(AutoConfig.from_pretrained(name, **kwargs))
         if not isinstance(architectures := config.architectures or [], list):
@@ -160,11 +157,11 @@ def as_saved(config: Any) -> Any:
     rope = getattr(text, "rope_parameters", None)
     if _READS_ROPE_PARAMETERS or not rope:
         return config
-    scaling = dict(rope.get("full_attention", rope))  # Gemma 3's differ between kinds of attention
+    scaling = dict(rope.get("full_attention", rope))  # Gemma 3 has several
     theta, partial = scaling.pop("rope_theta", None), scaling.pop("partial_rotary_factor", None)
     settings = {
         "rope_theta": theta,
-        "rotary_emb_base": theta,  # of a GPT-NeoX, as the next but one
+        "rotary_emb_base": theta,  # GPT-NeoX's name, like rotary_pct below
         "partial_rotary_factor": partial,
         "rotary_pct": partial,
         "rope_local_base_freq": rope.get("sliding_attention", {}).get("rope_theta"),
@@ -178,10 +175,10 @@ def as_saved(config: Any) -> Any:
 
 @contextlib.contextmanager
 def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Within it, whatever wrong values of a config.json make Python raise is one sentence of it."""
+    """Turn errors from wrong values of a config.json into one sentence, within a `with` block."""
     try:
         yield
-    except (ImportError, NotImplementedError):  # nothing is wrong with it
+    except (ImportError, NotImplementedError):  # the config itself is fine
         raise
     except errors as error:
         if is_out_of_memory(error):
@@ -196,7 +193,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """The fields that transformers would read from a model's config.json."""
+    """Return the fields that transformers would read from a known model's config.json."""
     if name not in known_fields():
         return None
     fields = dict(known_fields()[name])
@@ -211,7 +208,7 @@ def known_fields() -> dict[str, dict[str, Any]]:
     """Name -> the fields of the model's config.json on the hub; not to be changed."""
     entries = json.loads((Path(__file__).parent / "known_configs.json").read_text())
     fields: dict[str, dict[str, Any]] = {}
-    for entry in entries:  # each says only in what it differs from the one it is like
+    for entry in entries:  # an entry lists only its differences from the model that it is `like`
         like = fields[entry["like"]] if "like" in entry else {}
         for name in entry["names"]:
             fields[name] = {**like, **entry["config"]}

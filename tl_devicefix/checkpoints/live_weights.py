@@ -1,9 +1,13 @@
-"""What a live Hugging Face model's modules would hold without adapters, quantisation or offloading.
+"""The weights of a live Hugging Face model, without adapters, quantisation or offloading.
 
-The real weights, module by module: those that accelerate offloaded are read from the CPU or the
-disk, those that bitsandbytes packed are dequantised, and active PEFT adapters are merged in float32
-or wider. Only the module that is asked for is copied, and the given model is never changed. peft
-and bitsandbytes are optional: their classes are recognised without importing them.
+For each module:
+
+- weights that accelerate offloaded are read from the CPU or the disk;
+- weights that bitsandbytes packed are dequantised;
+- active PEFT adapters are merged in float32 or wider.
+
+One module is copied at a time, and the given model is never changed. peft and bitsandbytes are
+optional, so we recognise their classes by name without importing them.
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from tl_devicefix.placement.memory import is_out_of_memory
 
 
 def is_from(package: str, thing: object) -> bool:
-    """Whether an object is an instance of a class of that package."""
+    """Return True if an object is an instance of a class of that package."""
     return any(package_of(kind) == package for kind in type(thing).__mro__)
 
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
-    """The model within a PeftModel and its tuner; a model that is neither is itself."""
+    """Return the model within a PeftModel and its tuner; any other model unchanged."""
     model: Any = hf_model
     while is_from("peft", model):
         for name in getattr(model, "active_adapters", ()):
@@ -70,7 +74,7 @@ def _refuse_adapter(kind: str) -> NoReturn:
 
 
 def in_use(module: Any) -> Any:
-    """Which of its versions of a module a PEFT wrapper calls; other modules are themselves."""
+    """Return the version of a module that a PEFT wrapper calls; other modules unchanged."""
     if not is_from("peft", module):
         return module
     if "token_adapter" in module._modules:
@@ -85,11 +89,11 @@ def in_use(module: Any) -> Any:
 
 
 def merged(layer: Any) -> nn.Module:
-    """The base layer of a copied adapter layer, changed to what the layer computes now."""
+    """Merge the active adapters of a copied layer, and return its base layer."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
         return layer.get_base_layer().to("meta")
     layer.__class__ = _class_over_floats(type(layer))
-    layer.__dict__.setdefault("fan_in_fan_out", False)  # the classes over bitsandbytes lack it
+    layer.__dict__.setdefault("fan_in_fan_out", False)  # missing over bitsandbytes
     layer.quantization_backend = None
     try:
         if layer.disable_adapters and layer.merged:
@@ -107,7 +111,7 @@ def merged(layer: Any) -> nn.Module:
 
 
 def _class_over_floats(kind: Any) -> Any:
-    """The adapter layer's class for a base layer that is not quantised."""
+    """Return the adapter layer's class for a base layer that is not quantised."""
     package, _, module = kind.__module__.rpartition(".")
     if module != "bnb":
         return kind
@@ -117,7 +121,7 @@ def _class_over_floats(kind: Any) -> Any:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether this is a layer of PEFT around a layer of the base model."""
+    """Return True if this is a layer of PEFT around a layer of the base model."""
     if not is_from("peft", module):
         return False
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
@@ -128,7 +132,7 @@ class LiveWeights:
 
     Attributes:
         model: the model to convert: the given one, out of its PEFT wrappers.
-        computes: whether some values have to be computed, or read from where they are offloaded.
+        computes: True if some values have to be computed, or read from their offload.
     """
 
     def __init__(self, hf_model: nn.Module) -> None:
@@ -141,9 +145,9 @@ class LiveWeights:
         ) or any(parameter.is_meta for parameter in self.model.parameters())
 
     def values(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter or buffer of `module`; if it is on meta, from where it was offloaded to.
+        """Return a parameter or buffer of `module`; one on meta is read from its offload.
 
-        It may be the model's own, so copy it; it stays on meta if there are no values anywhere.
+        Copy it, because it may be the model's own. It stays on meta if it has no values anywhere.
         """
         if not tensor.is_meta:
             return tensor
@@ -162,11 +166,12 @@ class LiveWeights:
 
     @torch.no_grad()
     def plain(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module to read in place of `module`: itself if it is plain already.
+        """Return the module to read in place of `module`.
 
-        For an adapter or quantised layer, a new layer as in the base model, in float32 or wider, on
-        `device`; on meta, so with shapes only, if there are no values. For a PEFT wrapper around
-        versions of a module, the one that is in use: the model's own.
+        - A plain module: itself.
+        - An adapter or quantised layer: a new layer of the base model's class, in float32 or wider,
+          on `device`, or on meta if there are no values.
+        - A PEFT wrapper around versions of a module: the version in use.
         """
         module = in_use(module)
         if not _is_quantised(module) and not is_adapter(module):
@@ -181,7 +186,7 @@ class LiveWeights:
         return conv
 
     def _floating(self, module: nn.Module, device: torch.device) -> Any:
-        """A copy on `device` in float32 or wider, dequantised and merged."""
+        """Copy a layer to `device` in float32 or wider, dequantised and merged."""
         module = in_use(module)
         new: Any
         if isinstance(module, nn.Linear) and _is_quantised(module):
@@ -190,7 +195,7 @@ class LiveWeights:
         else:
             new = type(module).__new__(type(module))
             new.__dict__ = {
-                # Containers, as a merge changes them; without the hooks that accelerate put there.
+                # Copy containers, because a merge changes them, and leave out accelerate's hooks.
                 name: copy.copy(value) if isinstance(value, dict | list | set) else value
                 for name, value in vars(module).items()
                 if name not in ("_hf_hook", "_old_forward", "forward")
@@ -210,7 +215,7 @@ class LiveWeights:
         return merged(new) if is_adapter(new) else new
 
     def _moved(self, module: Any, name: str, tensor: Any, device: torch.device) -> torch.Tensor:
-        """A copy of one tensor, never an alias of the model's own: a merge is done in place."""
+        """Copy one tensor. Never an alias of the model's own, because a merge works in place."""
         packed = name == "weight" and _is_quantised(module)
         if device.type != "meta":
             tensor = self.values(module, name, tensor)
@@ -223,7 +228,7 @@ class LiveWeights:
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
 
     def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:
-        """The weight of a bitsandbytes layer, by its own functions; as it is if not packed yet."""
+        """Dequantise the weight of a bitsandbytes layer by its own functions, if it is packed."""
         functional = importlib.import_module("bitsandbytes.functional")
         weight, is_8bit = module.weight, type(module.weight).__name__ == "Int8Params"
         state = module.state if is_8bit else copy.copy(weight.quant_state)
@@ -255,7 +260,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str]]:
-    """Where accelerate holds a module's tensors, and what precedes their names there."""
+    """Return accelerate's map of a module's offloaded tensors, and the prefix of their names."""
     stored: dict[nn.Module, tuple[Mapping[str, Any], str]] = {}
     for module in model.modules():
         outer: Any = getattr(module, "_hf_hook", None)
@@ -268,13 +273,13 @@ def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """Whether this is a linear layer of bitsandbytes, in 4 or 8 bits."""
+    """Return True if this is a linear layer of bitsandbytes, in 4 or 8 bits."""
     kind = type(module._parameters.get("weight")).__name__
     return kind in ("Params4bit", "Int8Params") and isinstance(module, nn.Linear)
 
 
 def _refuse_packed(model: nn.Module) -> None:
-    """Refuse weights that nothing here can unpack."""
+    """Refuse packed weights of an unknown format."""
     settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     settings = settings if isinstance(settings, dict) else getattr(settings, "__dict__", {})
     method = settings.get("quant_method", "bitsandbytes")

@@ -1,8 +1,8 @@
 """Sources of weights, read one component at a time, in HookedTransformer's format.
 
-A Hugging Face model is converted one block at a time, by TransformerLens's own converter. To
-convert one block, it is shown a model that shares the given model's weights but has only that
-block, and whose other matrices have no values; the given model is not touched.
+A Hugging Face model is converted one block at a time, by TransformerLens's own converter. For each
+block, the converter gets a view of the model, which shares the model's weights but has only that
+block, and whose other matrices have no values. The given model is not changed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tl_devicefix.weight_processing import Weights
 
 
 def processing_unit(name: str) -> str:
-    """The unit that a weight is processed in: its component, or for ln_final the unembedding."""
+    """Return the unit that processes a weight: its component, or for ln_final the unembedding."""
     component = component_of(name)
     return "unembed" if component == "ln_final" else component
 
 
 def name_in_unit(name: str) -> str:
-    """The name a processing step sees: "blocks.3.attn.W_Q" -> "attn.W_Q", others whole."""
+    """Return the name that a step sees: "attn.W_Q" for "blocks.3.attn.W_Q", others whole."""
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def full_name(unit: str, name: str) -> str:
-    """The inverse of `name_in_unit`."""
+    """Return the full name, the inverse of `name_in_unit`."""
     return f"{unit}.{name}" if unit.startswith("blocks.") else name
 
 
@@ -43,19 +43,16 @@ class Source(Protocol):
     """Anything that weights can be read from, one processing unit at a time."""
 
     computes: bool
-    """Whether reading makes tensors the size of a component, so that one is read at a time.
-
-    If not, several threads read at once.
-    """
+    """True if reading makes tensors of a component's size, so one thread reads at a time."""
 
     def read(self, unit: str, device: torch.device) -> Weights:
-        """The weights of one unit, by their names within it, wherever they lie.
+        """Return the weights of one unit, by their names within it, on any device.
 
-        They may alias the source's own tensors, so they are for copying only.
+        Copy them, because they may alias the source's own tensors.
 
         Args:
             unit: a component's name; ln_final's weights come with the unembedding's.
-            device: where to compute what has to be computed (merged adapters, dequantised weights).
+            device: the device to merge adapters and dequantise weights on.
         """
 
 
@@ -78,7 +75,7 @@ _META = torch.device("meta")
 
 
 class HuggingFaceSource:
-    """A Hugging Face model, wherever and however its weights lie; it is never changed."""
+    """A Hugging Face model, whose weights may lie anywhere; it is never changed."""
 
     def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
         self._live = LiveWeights(hf_model)
@@ -100,9 +97,9 @@ class HuggingFaceSource:
         return weights
 
     def _convert(self, unit: str, device: torch.device) -> Weights:
-        """Convert one block, then called "blocks.0", or what is outside the blocks."""
+        """Convert one block, which is then called "blocks.0", or the parts outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        # Converters copy matrices, but scale the embedding of a Gemma: in the dtype asked for.
+        # In the wanted dtype, because converters scale the embedding of a Gemma.
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
@@ -112,9 +109,9 @@ class HuggingFaceSource:
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
         converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
-        cfg.from_checkpoint = False  # or TransformerLens would load the checkpoint again
+        cfg.from_checkpoint = False  # or it would be loaded again
         try:
-            # It wants an official name, and then does not use it.
+            # Any official name will do, because it is not used.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
             if missing := [name for name, weight in weights.items() if weight is None]:
                 raise AttributeError(f"it has no {missing[0]}")
@@ -123,7 +120,7 @@ class HuggingFaceSource:
             if is_out_of_memory(error):
                 raise
             named, own = self._cfg.original_architecture, type(self.hf_model).__name__
-            # einops is given None for a weight that is missing.
+            # einops gets None for a missing weight.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             if named == own:
                 raise ValueError(
@@ -137,9 +134,9 @@ class HuggingFaceSource:
 
     @property
     def unread_settings(self) -> str:
-        """Settings that TransformerLens may not have read: ", whose config has a=1 and b=2".
+        """Name settings that TransformerLens may not have read: ", whose config has a=1 and b=2".
 
-        They are other than by default, and no size of its own config has that value.
+        These have another value than the default, and a value that its own config does not have.
         """
         config: Any = self.hf_model.config
         config = getattr(config, "text_config", config)
@@ -154,12 +151,12 @@ class HuggingFaceSource:
         return f", whose config has {' and '.join(unread)}" if unread else ""
 
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
-        """The embedding and the unembedding, less what is read for this unit: both if tied."""
+        """Return the embedding and the unembedding that this unit does not read."""
         if not isinstance(self.hf_model, PreTrainedModel):
             return set()
         embedding = self.hf_model.get_input_embeddings()
         head = self.hf_model.get_output_embeddings()
-        if embedding is None or head is None:  # then the embedding may be read for both
+        if embedding is None or head is None:  # tied weights may be read from the embedding
             return set()
         if not hasattr(head, "weight"):
             raise ValueError(
@@ -173,7 +170,7 @@ class HuggingFaceSource:
 
 
 def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
-    """The one list of blocks in a Hugging Face model."""
+    """Find the list of blocks of a Hugging Face model."""
     hf_config: Any = hf_model.config
     hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
     n_blocks = hf_config.num_hidden_layers
@@ -202,27 +199,27 @@ def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
 class _View:
     """Makes a model that shares a model's weights, but has only the given blocks.
 
-    When there are blocks, matrices outside them have no values: only the blocks' are read.
+    With blocks, matrices outside them have no values, because only the blocks' are read.
     """
 
     live: LiveWeights
     blocks: nn.ModuleList
     layers: list[int]
-    """Which of the blocks the view has: none or one."""
+    """The blocks of the view: none or one."""
     device: torch.device
-    """Where to compute weights that have to be computed first."""
+    """The device to compute merged or dequantised weights on."""
     dtype: torch.dtype | None
-    """To show matrices in; by default their own."""
+    """The dtype of matrices in the view; by default their own."""
     unread: set[nn.Module]
     """Modules outside the blocks whose matrices have no values either."""
     widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def of(self, model: nn.Module) -> nn.Module:
-        """The view of the model."""
+        """Make the view of the model."""
         return self._of(model, is_read=not self.layers)
 
     def _of(self, module: nn.Module, is_read: bool) -> nn.Module:
-        """A copy of a module whose tensors are the module's own, with values if they are read."""
+        """Copy a module, sharing the tensors that are read; others have no values."""
         if module is self.blocks:
             return nn.ModuleList(self._of(self.blocks[i], is_read=True) for i in self.layers)
         is_read = is_read and module not in self.unread
@@ -253,7 +250,7 @@ class _View:
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:
             return tensor
-        # What is tied stays so; with the original, so that no other tensor gets its pointer.
+        # Tied tensors stay tied. Keep the original, because a freed one's id may be reused.
         key = tensor.data_ptr()
         if key not in self.widened:
             widened = tensor.to(torch.promote_types(tensor.dtype, self.dtype))

@@ -1,4 +1,4 @@
-"""The demo: the shipped checkpoint over several devices, and which of its heads do the recall."""
+"""The demo: run the shipped checkpoint over several devices, and find its recall heads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tl_devicefix.simulation import simulate
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 """The small trained checkpoint that ships with the package; see its README."""
 TOLERANCE = 1e-4
-"""How far float32 log probabilities may be apart, folded and unfolded, or on different devices."""
+"""The largest difference of float32 log probabilities that counts as rounding."""
 N_PROMPTS, N_FACTS, SEED = 64, 8, 0
 
 
 def run_demo(n_devices: int) -> bool:
-    """Load the shipped checkpoint over `n_devices`, compare it, and show what its heads do.
+    """Load the shipped checkpoint over `n_devices`, compare it, and show its recall heads.
 
-    Returns whether it agrees with the unfolded Hugging Face model.
+    Returns True if it agrees with the unfolded Hugging Face model.
     """
     with devices_for(n_devices) as where:
         print(where)
@@ -86,7 +86,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
         yield f"Using {n_devices} device(s) of {len(hosts) + 1} hosts."
         return
     n_real = device_count(accelerator.type)
-    is_simulated = accelerator.type == DEVICE_TYPE  # already: loading says if too few
+    is_simulated = accelerator.type == DEVICE_TYPE  # the load says if too few
     if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and n_real >= n_devices):
         yield f"Using {n_devices} {accelerator.type} device(s)."
         return
@@ -99,7 +99,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
 
 
 def hf_logits(tokens: torch.Tensor) -> Float[torch.Tensor, "batch pos d_vocab"]:
-    """The logits of the shipped checkpoint by transformers alone, in float32 on the CPU."""
+    """Compute the shipped checkpoint's logits by transformers alone, in float32 on the CPU."""
     hf_model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     with torch.no_grad():
         return hf_model(tokens.cpu()).logits
@@ -109,9 +109,9 @@ def largest_difference(
     logits: Float[torch.Tensor, "batch pos d_vocab"],
     reference: Float[torch.Tensor, "batch pos d_vocab"],
 ) -> float:
-    """The largest difference between two models' log probabilities, compared on the CPU.
+    """Return the largest difference between two models' log probabilities, compared on the CPU.
 
-    Not of the logits: centring the unembedding moves all logits of a position by one amount.
+    Not of logits, because centring the unembedding moves all logits of a position.
     """
     ours = logits.detach().cpu().log_softmax(dim=-1)
     return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()

@@ -1,7 +1,7 @@
-"""The self-check: may this machine's devices be trusted with a spread model?
+"""The self-check: test whether a model may be spread over this machine's devices.
 
-Some boards corrupt copies between two devices without an error, so every pair is compared through
-the CPU before any model is.
+Some boards corrupt copies between two devices without an error. So every pair of devices is
+compared through the CPU before a model runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devi
 def run_selfcheck(device_type: str | None = None) -> bool:
     """Check copies between all devices, and the demo's parity on 1 to n of them.
 
-    By default on those that TransformerLens would choose. Returns whether everything agreed.
+    By default, these are the devices that TransformerLens would choose. Returns True if all agree.
     """
     print(f"Python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
@@ -80,7 +80,7 @@ def _verdict(checks: list[bool], good: str) -> bool:
 
 
 def _check_copy(source: torch.device, target: torch.device) -> bool:
-    """Whether copies between two devices arrive as they left, both ends read through the CPU."""
+    """Return True if copies between two devices arrive intact, read through the CPU."""
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
@@ -92,7 +92,7 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 
 
 def _check_streams(device: torch.device) -> bool:
-    """Whether a gradient keeps its memory until another stream has read it.
+    """Return True if a gradient keeps its memory until another stream has read it.
 
     torch's autograd says so to the device's guard (`recordDataPtrOnStream`), which a backend may
     lack; then gradients in flight are wrong without an error.
@@ -105,7 +105,7 @@ def _check_streams(device: torch.device) -> bool:
     x = torch.ones(_COPY_ELEMENTS, device=device, requires_grad=True)
     written: list[torch.Tensor] = []
 
-    def keep_busy(gradient: torch.Tensor) -> None:  # the stream that reads this gradient next
+    def keep_busy(gradient: torch.Tensor) -> None:  # the stream that will read this gradient
         for _ in range(products):
             torch.mm(matrix, matrix, out=product)
 
@@ -127,7 +127,7 @@ def _check_streams(device: torch.device) -> bool:
 
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:
-    """Whether the shipped checkpoint gives on n devices what transformers gives on the CPU."""
+    """Return True if the shipped checkpoint gives transformers' numbers on n devices."""
     with contextlib.redirect_stdout(io.StringIO()):
         model = load_checkpoint(n_devices, home)
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])

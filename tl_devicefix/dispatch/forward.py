@@ -1,6 +1,6 @@
-"""The forward of a model on several devices: what leaves it is at home.
+"""The forward of a model on several devices, whose results are at home.
 
-A model whose weights were left half processed, as that was interrupted, is refused from then on.
+A model whose processing was interrupted is refused, because its weights are mixed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def align(
 ) -> None:
     """Make a model run over the devices of `placement`, replacing any earlier alignment.
 
-    A model on one device gets no hooks, unless blocks of it are offloaded. The output comes home of
-    the components that `brings_home`; without `is_own`, users attach no modules of torch's.
+    A model on one device gets no hooks, unless blocks are offloaded. Outputs of the components for
+    which `brings_home` is True come home; without `is_own`, users attach no modules of torch's.
     """
     unalign(model)
     if len(placement.memories) > 1:
@@ -47,7 +47,7 @@ def align(
 
 
 def add_hooks(model: Any, handles: list[Any]) -> None:
-    """Have hooks go when the model is unaligned."""
+    """Register hooks that `unalign` removes."""
     model.__dict__[_HANDLES] += handles
 
 
@@ -61,15 +61,15 @@ def unalign(model: Any) -> None:
 
 
 def is_aligned(model: Any) -> bool:
-    """Whether the model runs over several devices, or has offloaded blocks."""
+    """Return True if the model runs over several devices, or has offloaded blocks."""
     return _HANDLES in model.__dict__
 
 
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of either class, whose results are at home also where it stops at a layer.
+    """Run the forward of either class, and bring its results home, also with `stop_at_layer`.
 
-    A patch and not a hook, as `generate` and `run_with_hooks` call `forward` and pass hooks by.
-    It runs within `one_forward`.
+    A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly. It runs
+    within `one_forward`.
     """
     refuse_unfinished(self)
     refuse_in_run(self)
@@ -93,18 +93,18 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def changing_weights(model: Any) -> Iterator[None]:
-    """Within it, the model's weights are replaced one by one: left by an error, they are mixed."""
+    """Mark the model's weights as mixed within a `with` block, and for good after an error."""
     model.__dict__[_UNFINISHED] = True
     yield
     del model.__dict__[_UNFINISHED]
 
 
 def is_unfinished(model: Any) -> bool:
-    """Whether the model's weights are in part those from before."""
+    """Return True if only some of the model's weights are processed."""
     return _UNFINISHED in model.__dict__
 
 
 def refuse_unfinished(model: Any) -> None:
-    """Refuse a model whose weights are in part those from before."""
+    """Refuse a model of which only some weights are processed."""
     if is_unfinished(model):
         raise RuntimeError(WHY_REFUSED)

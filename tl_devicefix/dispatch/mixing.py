@@ -1,8 +1,8 @@
-"""Torch functions that mix devices: their arguments are brought together, in hooks or a script.
+"""Call torch functions that mix devices with their arguments on one device.
 
-What torch does with several devices itself (`copy_`, `view_as`, indexing by a number) stays as
-torch does it. Where torch refuses, the function is called again with its arguments on one device,
-and what it changed there is written back.
+1. torch is tried first, because some functions take several devices (`copy_`, `view_as`).
+2. If it refuses, the arguments are copied to one device and the function is called again.
+3. Copies that it changed are written back.
 """
 
 from __future__ import annotations
@@ -24,17 +24,14 @@ from tl_devicefix.placement.placement import Placement
 
 
 class OutsideBlocks:
-    """Of a mode for torch functions: it changes nothing that is computed within a block.
-
-    So a block of another host may run without it.
-    """
+    """Marks modes that change nothing within a block, so that remote blocks run without them."""
 
 
 class JoinedAt(OutsideBlocks, TorchFunctionMode):
-    """Within it, torch functions that mix some devices are called with all arguments on one.
+    """A mode in which torch functions that mix these devices get all arguments on one of them.
 
-    What is changed in place, or by `out=`, stays where it is, and what is indexed does too: the
-    others come to it.
+    A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
+    are copied there.
     """
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
@@ -43,11 +40,11 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         self._devices = devices
 
     def devices(self) -> frozenset[torch.device]:
-        """The devices that may be mixed; torch refuses tensors of any other."""
+        """Return the devices that may be mixed; torch refuses tensors on any other."""
         return self._devices
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
-        """Where to bring tensors of these devices, if none is changed in place or indexed."""
+        """Return the device to copy to, if no tensor is changed in place or indexed."""
         return self._device
 
     def __torch_function__(
@@ -70,7 +67,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         except RuntimeError:
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [_version(tensor) for tensor in tensors]:
-                raise  # it may have changed something already, and would change it twice
+                raise  # because a second call might change something twice
         finally:
             _thread.trying = False
         stays = changed or list(_indexed(func, args, kwargs))
@@ -85,12 +82,12 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         target: torch.device,
         changed: list[torch.Tensor],
     ) -> Any:
-        """Call a function with its arguments on a device, and write back what it changed in copies.
+        """Call a function with its arguments on a device, and write back the changed copies.
 
-        That is `out=` on several devices, lists of `torch._foreach_*_`, running statistics.
+        Copies change with `out=` on several devices, `torch._foreach_*_` and running statistics.
         """
         others = self.devices() - {target}
-        # By the `id` of a tensor: it, its copy, and how often that had been changed.
+        # id of a tensor -> the tensor, its copy, and the copy's version before the call
         copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
 
         def joined(value: Any) -> Any:
@@ -102,7 +99,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             return copies[id(value)][1]
 
         result = func(*joined(args), **joined(kwargs))
-        del joined  # which holds itself, and with it the copies
+        del joined  # because it refers to itself, and so keeps the copies
         originals = {}
         for original, copy, version in copies.values():
             if _version(copy) != version or any(original is tensor for tensor in changed):
@@ -113,17 +110,17 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
 
 class _Thread(threading.local):
     trying = False
-    """Whether torch is tried first, by the innermost mode: it is for that one to join."""
+    """True while the innermost mode tries torch, because outer modes must not join then."""
 
 
 _thread = _Thread()
 
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-"""They take tensors of several devices, and copies of these would not be in the graph."""
+"""Left alone, because copies of their tensors would not be in the graph."""
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Plain tuples, lists and dicts, and named tuples, with each entry changed."""
+    """Return a tuple, list, dict or named tuple with each entry changed."""
     if type(value) in (tuple, list):
         return type(value)(change(entry) for entry in value)
     if type(value) is dict:
@@ -134,7 +131,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether there are tensors of several devices in arguments; quick, as it is always asked."""
+    """Return True for arguments on several devices. Fast, because each torch function asks."""
     first = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
@@ -152,12 +149,12 @@ def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor; of a sparse one, for which torch does not tell them, if it were dense."""
+    """Return the bytes of a tensor; for a sparse one those of the dense tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested arguments."""
+    """Yield the tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -168,14 +165,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor has been changed; torch does not count it under `inference_mode`."""
+    """Return a tensor's version; None for inference tensors, because torch does not count those."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _changed_in_place(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """The tensors that a torch function changes, as far as its name and arguments tell."""
+    """Return the tensors that a torch function changes, judged by its name and arguments."""
     name = getattr(func, "__name__", "")
     if "out" in kwargs:
         return tensors_in(kwargs["out"])
@@ -183,7 +180,7 @@ def _changed_in_place(
         training = _argument(args, kwargs, 5, _WITH_STATISTICS[name])
         statistics = [_argument(args, kwargs, i, f"running_{s}") for i, s in _STATISTICS]
         return tensors_in(statistics if training else [])
-    if name.startswith("__"):  # __set__ is that of an attribute, such as `grad`
+    if name.startswith("__"):  # __set__ sets an attribute such as `grad`
         in_place = name in ("__setitem__", "__set__") or name.startswith("__i")
     else:
         in_place = name.endswith("_")
@@ -196,7 +193,7 @@ _STATISTICS = ((1, "mean"), (2, "var"))
 
 
 def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensor that a torch function indexes: often a whole W_E, for a few of its rows."""
+    """Return the tensor that a function indexes: often a whole W_E, for a few of its rows."""
     position = _TABLES.get(getattr(func, "__name__", ""))
     if position is None:
         return iter(())
@@ -246,7 +243,7 @@ class mix_devices(JoinedAt):
                 "mix_devices() takes no device, because it brings tensors home: to bring them to "
                 "another one, write `with gather_on(device), mix_devices():`"
             )
-        super().__init__(HOST, frozenset())  # it says which ones each time that it is asked
+        super().__init__(HOST, frozenset())  # unused, because `devices` and `target` are overridden
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -257,11 +254,11 @@ class mix_devices(JoinedAt):
         return super().__torch_function__(func, types, args, kwargs)
 
     def devices(self) -> frozenset[torch.device]:
-        """The devices in use; none in code that torch compiles."""
+        """Return the devices in use; none in code that torch compiles."""
         return frozenset() if torch.compiler.is_compiling() else devices_in_use()
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
-        """Home, or where an operand is that is larger than all the others together."""
+        """Return home, or the device of an operand that is larger than all others together."""
         home = device_of_result(devices)
         sizes = {id(tensor): bytes_of(tensor) for tensor in tensors if tensor.device in devices}
         largest = max(tensors, key=lambda tensor: sizes.get(id(tensor), -1))
@@ -287,9 +284,9 @@ def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tenso
 
 
 # --------------------------------------------------------------------------------------------
-# In hooks. One sees the activation on its block's device. Written for one device, it adds a
-# steering vector or patches in a cached activation, which are at home: while it runs, these come to
-# the activation's device. What it returns goes on from there too.
+# In hooks. A hook gets the activation on its block's device, but steering vectors and cached
+# activations are at home. While the hook runs, these are copied to the activation's device, and so
+# is the hook's result.
 
 
 _DEVICES = "_tl_devicefix_devices"
@@ -323,10 +320,10 @@ def add_hook(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`HookPoint.add_hook`; on a model on several devices, the hook may mix them.
+    """Wrap `HookPoint.add_hook`, so that hooks may mix the devices of a model.
 
-    One that keeps activations uses its activation alone. There are hundreds of those, so it is
-    added in fewer steps.
+    TransformerLens's own hooks that cache activations are added in fewer steps, because there are
+    hundreds of them and they use one activation alone.
 
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
@@ -350,14 +347,14 @@ def add_hook(
 
 
 def _is_caching(hook: Any) -> bool:
-    """Whether it is TransformerLens's own, which `run_with_cache` adds."""
+    """Return True for the hooks that `run_with_cache` adds."""
     function = hook.func if isinstance(hook, functools.partial) else hook
     name = getattr(function, "__name__", "")
     return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
 
 
 def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
-    """Call a hook as one of torch's; what it returns replaces the activation."""
+    """Call a hook in torch's form; its result replaces the activation."""
     conversion = vars(point).get("hook_conversion")
     if conversion is None:
         return hook(activation, hook=point)
@@ -366,10 +363,7 @@ def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
 
 
 def only_looks(hook: Any) -> bool:
-    """Whether a hook of torch's is TransformerLens's own, which keeps an activation unchanged.
-
-    It runs nobody else's code, unless that of a cache of the user's own class.
-    """
+    """Return True for TransformerLens's caching hooks, which leave the activation unchanged."""
     return getattr(hook, "func", None) is _keep
 
 
@@ -377,17 +371,17 @@ class HookAcrossDevices:
     """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices."""
 
     def __init__(self, hook: Any) -> None:
-        self.__wrapped__ = hook  # as `functools.wraps` names it
+        self.__wrapped__ = hook  # the name that `functools.wraps` uses
 
     def __repr__(self) -> str:
-        # As in TransformerLens: a partial's repr shows its arguments, which may be whole caches.
+        # As in TransformerLens, because a partial's repr may show whole caches.
         if isinstance(self.__wrapped__, functools.partial):
             return f"partial({self.__wrapped__.func!r},...)"
         return repr(self.__wrapped__)
 
     def __call__(self, activation: Any, *, hook: Any) -> Any:
         """Call the hook."""
-        point = vars(hook).get("_target", hook)  # of a Bridge's hook point by another name
+        point = vars(hook).get("_target", hook)  # a Bridge's alias has the hook point itself
         devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
         # A Bridge's hook points may hand out tuples, or None.
         device = getattr(activation, "device", None)
@@ -410,7 +404,7 @@ class HookAcrossDevices:
 
 
 def _at(result: Any, device: torch.device, devices: frozenset[torch.device], name: str) -> Any:
-    """What a hook returned, on its activation's device."""
+    """Bring a hook's result to its activation's device."""
     if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
         return (_at(result[0], device, devices, name),)
     if not isinstance(result, torch.Tensor) or result.device == device:

@@ -1,4 +1,4 @@
-"""What users know things by: a tensor's expression in code, a module's name."""
+"""The names that users know: a tensor's Python expression, a module's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRAPPED = "_original_component"
 
 
 def expression(path: str) -> str:
-    """The Python expression for what has this name in a model."""
+    """Return the Python expression for a name in a model."""
     written = "model"
     for part in path.split(".") if path else ():
         if part.isdigit():
@@ -28,19 +28,19 @@ def expression(path: str) -> str:
 
 
 def joined(path: str, name: str) -> str:
-    """The name of something in the module of this name."""
+    """Join a module's name and a name within it."""
     return f"{path}.{name}" if path else name
 
 
 def listed(names: Sequence[str]) -> str:
-    """["W_in", "b_in"] -> "W_in, b_in"; of many, the first few."""
+    """List names: ["W_in", "b_in"] -> "W_in, b_in"; only the first few of many."""
     if len(names) <= 4:
         return ", ".join(names)
     return f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def by_shortest_name(model: Any, is_one: Callable[[Any], bool]) -> dict[str, Any]:
-    """Modules of a kind by their shortest name: a Bridge's have transformers' names too."""
+    """Return modules of a kind by their shortest name, because a Bridge's have several."""
     names: dict[Any, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_one(module):
@@ -49,11 +49,11 @@ def by_shortest_name(model: Any, is_one: Callable[[Any], bool]) -> dict[str, Any
 
 
 def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """As `model.named_modules()`.
+    """Yield names and modules like `model.named_modules()`.
 
-    A Bridge has its components among the modules of the Hugging Face model too: here they go by
-    their own names ("blocks.3.attn.q"), and what a component wraps goes by the component's. What
-    of the Hugging Face model is in no component is at the end ("original_model.model").
+    A Bridge's components are also among the Hugging Face model's modules. They get their own names
+    ("blocks.3.attn.q"), and a wrapped module gets its component's name. The other modules of the
+    Hugging Face model come last ("original_model.model").
     """
     if not hasattr(model, "original_model"):
         yield from model.named_modules()
@@ -68,7 +68,7 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """A path without the steps into wrapped modules, unless another module goes by that name."""
+    """Return a path without the steps into wrapped modules, unless that name is taken."""
     of_component = path.removesuffix(f".{WRAPPED}")
     short = of_component.replace(f".{WRAPPED}", "")
     return path if short != of_component and short in modules else short

@@ -9,16 +9,22 @@ tensors exchanged or edited), it is appended to as TransformerLens does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.placement.devices import has_values
 
+is_generating: ContextVar[bool] = ContextVar("tl_devicefix_is_generating", default=False)
+"""True within `HookedTransformer.generate`, whose masks are its prompt's and ones."""
+Padding = Int[torch.Tensor, "batch key_pos"]
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 _GROWN = "_tl_devicefix_grown"
+_PADDED = "_tl_devicefix_padded"
 _LEAST_ROOM = 64
 GROWS_FROM = 192
 """Keys that an entry has before it grows in place: to make it anew takes less time up to there."""
@@ -56,6 +62,20 @@ def rotated_keys(
         return rotate(keys, 0)
     rotated: Heads = grown.rotated(tables, rotate)
     return rotated
+
+
+def is_padded(padding: Padding | None, entry: Any) -> bool:
+    """Return True if a mask leaves a token out, for which the host waits for the device.
+
+    `generate` is asked for its prompt only, because a host that waits at each token is slow.
+    """
+    if padding is None or not has_values(padding):
+        return False
+    kept = vars(entry) if entry is not None and is_generating.get() else {}
+    if _PADDED not in kept:
+        kept[_PADDED] = not bool((padding == 1).all())
+    is_so: bool = kept[_PADDED]
+    return is_so
 
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:

@@ -1,1 +1,1 @@
-"""What is spread over devices is read at home: caches, stacked weights, SVD."""
+"""Read at home from all devices: caches, stacked weights, SVD."""

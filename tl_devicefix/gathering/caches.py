@@ -1,7 +1,6 @@
-"""Caches of activations that stay where they were computed, and are read at home.
+"""Caches whose activations stay where they were computed, and are copied home at each read.
 
-Also a dict of weights that stay where they lie. "Home" is the device of `gather_on` where that is
-in force.
+The same dict serves for weights. Within `gather_on`, its device takes the place of home.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return {name: _read(get(name)) for name in self}
 
     def __iter__(self) -> Iterator[str]:
-        # Python copies a dict's values as they lie (dict(cache), {**cache}) unless it has this.
+        # Defined because dict(cache) and {**cache} would otherwise bypass __getitem__.
         return super().__iter__()
 
     def __or__(self, other: Any) -> Any:
@@ -70,7 +69,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         name, value = super().popitem()
         return name, self._at_home(value)
 
-    # A dict's own read it past `__getitem__`.
+    # Mapping's versions, because a dict's own bypass `__getitem__`.
     get: Any = MutableMapping.get
     setdefault: Any = MutableMapping.setdefault
     items: Any = MutableMapping.items
@@ -93,7 +92,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Saved as a plain dict, at home, so that torch.load can load it with weights_only.
+        # Saved as a plain dict, because torch.load(weights_only=True) refuses other classes.
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -102,7 +101,7 @@ def _read(value: Any) -> Any:
 
 
 def cache_for(model: Any, device: Any = None) -> CacheAtHome | None:
-    """An empty cache that is read at home, or on a device; None for a model on one device."""
+    """Make an empty cache that is read at home, or on a device; None for a model on one device."""
     placement: Placement | None = getattr(model, "placement", None)
     if placement is None or len(placement.devices) == 1:
         return None
@@ -129,14 +128,14 @@ def with_cache_at_home(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if call.arguments.get("cache") is None:
         call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
     result = original(*call.args, **call.kwargs)
-    if isinstance(result, tuple):  # with the hooks, which `add_caching_hooks` does not return
+    if isinstance(result, tuple):  # `add_caching_hooks` returns no hooks
         warn_of_empty(names_filter, result[1])
     return result
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)
 def read_one(original: Any, self: Any, *args: Any) -> Any:
-    """`ActivationCache.__getitem__`, also of a plain dict, as hooks have filled it: at home."""
+    """Replace `ActivationCache.__getitem__`: read at home, even from a plain dict."""
     device = _read_on(self)
     activation = original(self, *args)
     return activation if device is None else move(activation, device)
@@ -144,7 +143,7 @@ def read_one(original: Any, self: Any, *args: Any) -> Any:
 
 @patches("ActivationCache", "items", "values", takes="self", why=_READ)
 def read_all(original: Any, self: Any) -> Any:
-    """`ActivationCache.items` and `values`, also of a plain dict, as hooks have filled it."""
+    """Replace `ActivationCache.items` and `values`: read at home, even from a plain dict."""
     device = _read_on(self)
     if device is None or isinstance(self.cache_dict, CacheAtHome):
         return original(self)
@@ -159,11 +158,11 @@ def read_all(original: Any, self: Any) -> Any:
     why="cached activations meet weights on one device",
 )
 def reading_together(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of ActivationCache that reads activations and weights of several blocks together.
+    """Wrap a method of ActivationCache that combines activations and weights of several blocks.
 
-    They come to the device on which the cache is read: home, or that of `gather_on`, or where
-    `cache.to(...)` brought it. Each block's head results are computed where the block runs, and
-    stay there until they are read, as they are larger than what they are computed from.
+    They meet on the device on which the cache is read: home, the device of `gather_on`, or the one
+    of `cache.to(...)`. Each block's head results are computed on the block's device and stay there
+    until they are read, because they are larger than their inputs.
     """
     device = _read_on(self)
     if device is not None:
@@ -207,7 +206,7 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     moved = original(_in_place(self) if is_at_home else self, *args, **kwargs).cache_dict
     device = next(iter(_devices_of(moved).values()), None)
     if device is not None and (is_at_home or _is_spread(self.model)):
-        moved = CacheAtHome(device).of(moved)  # read there, wherever home is
+        moved = CacheAtHome(device).of(moved)  # then read there, not at home
     self.cache_dict = moved
     return self
 
@@ -217,23 +216,22 @@ def _devices_of(cache_dict: Mapping[str, Any]) -> dict[str, torch.device]:
 
 
 def _is_spread(model: Any) -> bool:
-    """Whether a model's weights lie in several memories, one of which may be the host's."""
+    """Return True if a model's weights lie in several memories, one of which may be the host's."""
     placement: Placement | None = getattr(model, "placement", None)
     return placement is not None and len(placement.memories) > 1
 
 
 def _in_place(cache: Any) -> Any:
-    """The same cache, with each activation read where it was computed."""
+    """Return the same cache, with each activation read where it was computed."""
     view = copy.copy(cache)
     view.cache_dict = cache.cache_dict.stored()
     return view
 
 
 def _read_on(cache: Any) -> torch.device | None:
-    """Where a cache is read; None if TransformerLens needs no help there.
+    """Return the device on which a cache is read; None if TransformerLens needs no help.
 
-    A plain dict's activations are read at home if they lie where they were computed, and where they
-    are if they were all brought to one device.
+    Activations of a plain dict are read at home, unless all were moved to one device.
     """
     model = cache.model
     if (chosen := chosen_device(home_of(model))) is not None:
@@ -260,7 +258,7 @@ def _read_on(cache: Any) -> torch.device | None:
     why="weights of several devices are read at home, or on the device of `gather_on`",
 )
 def init_svd_interpreter(original: Any, self: Any, model: Any) -> None:
-    """`SVDInterpreter.__init__`: it reads the weights of several components together."""
+    """Wrap `SVDInterpreter.__init__`, which combines the weights of several components."""
     original(self, model)
     home = home_of(model)
     if home is not None and not isinstance(self.params, CacheAtHome):

@@ -1,4 +1,4 @@
-"""What is spread over the blocks, read on one device: stacked weights, and what is made from them.
+"""Stacked weights of all blocks, and results from them, read on one device.
 
 That device is home, or the one of `gather_on`. Weights are copied there when they are used, block
 by block; the model stays where it is.
@@ -23,7 +23,7 @@ from tl_devicefix.tracebacks import noting_mixed_devices
 
 
 def gathering_device(model: Any) -> torch.device | None:
-    """Where a model's weights are read together; None if they are where they should be."""
+    """Return the device on which to combine a model's weights; None if they are on one device."""
     placement = getattr(model, "placement", None)
     chosen = chosen_device(home_of(model))
     if chosen is None and placement is not None and len(placement.memories) > 1:
@@ -32,7 +32,7 @@ def gathering_device(model: Any) -> torch.device | None:
 
 
 def home_of(model: Any) -> torch.device | None:
-    """Where a model is at home; None if it does not say."""
+    """Return a model's home device; None if it has none."""
     device = getattr(getattr(model, "cfg", None), "device", None)
     return None if device is None else torch.device(device)
 
@@ -73,7 +73,7 @@ class ReadAt(JoinedAt):
 
 
 class _StackOn(torch.autograd.Function):
-    """torch.stack of tensors of any devices on one, without a second copy; differentiable."""
+    """`torch.stack` of tensors on several devices, without a second copy; differentiable."""
 
     @staticmethod
     def forward(device: torch.device, *tensors: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class _StackOn(torch.autograd.Function):
 
 
 def check_room(needed: int, device: torch.device, what: str) -> None:
-    """Check that there is room for something before anything of it is copied."""
+    """Check that a device has room for a tensor before it is copied."""
     on_cpu = device.type == "cpu"
     room = psutil.virtual_memory().available if on_cpu else free_memory(device)
     if room is not None and needed > room:
@@ -112,9 +112,9 @@ def read_together(
     read: Callable[[], Any],
     in_place: bool = True,
 ) -> Any:
-    """Call a function that is written for one device, and bring what it gives to this device.
+    """Call a function that was written for one device, and bring its result to this device.
 
-    Without a device, just call it. See `ReadAt` for the rest.
+    Without a device, only call it. See `ReadAt` for the rest.
     """
     if device is None:
         return read()
@@ -136,7 +136,7 @@ _GATHERS = "weights of several devices are read at home, or on the device of `ga
 @patches("TransformerBridge", *_SINGLE, *STACKED, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
 def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A weight, weights of all blocks in one copy, or what is computed from several."""
+    """Wrap a property that returns a weight, a stack of all blocks' weights, or their product."""
     what = f"model.{original.__name__}"
     read = functools.partial(original, self, *args, **kwargs)
     return read_together(gathering_device(self), self, what, read)
@@ -144,7 +144,7 @@ def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @patches("HookedTransformer", *_OF_KEY_VALUE_HEADS, why=_GATHERS)
 def of_key_value_heads(original: Any, self: Any) -> Any:
-    """`HookedTransformer.W_K` and its like; those of grouped heads are repeated once stacked."""
+    """Wrap `HookedTransformer.W_K` and `W_V`: grouped heads are repeated after stacking."""
     name, attn = original.__name__, self.blocks[0].attn
     device = gathering_device(self)
     if device is None or not hasattr(attn, f"_{name}"):

@@ -28,11 +28,11 @@ NAME = "HookedTransformer"
 RUNS = ("forward", "run_with_hooks", "input_to_embed")
 SETUP = "the model was set up", "model.setup()"
 read_blueprint = HookedBlueprint.read
-MINDS_TRAINING = False  # it is in training mode from the start, and has nothing that minds it
+MINDS_TRAINING = False  # always in training mode, and without dropout
 
 
 def passes_stream_alone(model: Any) -> bool:
-    """A HookedTransformer's blocks hand on nothing else."""
+    """Return True, because a HookedTransformer's blocks pass on nothing else."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""A HookedTransformer that is yet to be made: its config, and how it is made without values."""
+"""The blueprint of a HookedTransformer: its config, and making it without values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HookedGeneration:
     def __init__(self, model: Any, batch_size: int, seq_len: int) -> None:
         self._model = model
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
-        # The mask is one that TransformerLens would make by the tokenizer.
+        # The mask that TransformerLens would make by the tokenizer.
         self._mask = torch.ones_like(self._tokens)
         # TransformerLens 3 renamed it.
         in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
@@ -46,7 +46,7 @@ class HookedGeneration:
         self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
 
     def skip_to(self, length: int) -> None:
-        """Lengthen the KV cache as if this many tokens had been run."""
+        """Make the KV cache as long as if this many tokens had been run."""
         for entry in self._kv_cache.entries:
             for name in ("past_keys", "past_values"):
                 cached = getattr(entry, name)
@@ -86,27 +86,27 @@ class HookedBlueprint:
         return cls(name, cfg, model_class or HookedTransformer, is_named, options)
 
     def sizes(self) -> tuple[ComponentSize, ...]:
-        """Sizes of its components, in the order they run."""
+        """Return the sizes of its components, in the order they run."""
         return component_sizes(self._cfg)
 
     def make(self, placement: Placement, tokenizer: Any = None) -> Any:
-        """The model over simulated devices, laid out in memory as loading lays it out."""
+        """Make the model over simulated devices, in the memory layout of a load."""
         cfg = copy.deepcopy(self._cfg)
         if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
-            cfg.tokenizer_name = None  # or the hub would be asked
+            cfg.tokenizer_name = None  # because the hub would be asked
         model = empty_model(self._cls, cfg, tokenizer)
         for name, parameter in list(model.named_parameters()):
             device = placement.device_for(name, of_weights=True)
             values = _empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
-        place(model, placement)  # the buffers, and what makes it run there
+        place(model, placement)  # moves the buffers, and makes it run there
         return model
 
     def check_numbers(self, numbers: Numbers | None) -> None:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
-            return  # a HookedTransformerConfig, of which transformers knows nothing
+            return  # transformers knows nothing about a HookedTransformerConfig
         takes = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
         defaults = {name: parameter.default for name, parameter in takes.parameters.items()}
         steps = applicable_steps(self._cfg, {**defaults, **self._options})
@@ -114,14 +114,14 @@ class HookedBlueprint:
         check_hooked_numbers(hf_config, self._cfg, steps, numbers)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Bytes that loading takes on a device beside the weights: a slice in float32."""
+        """Return the bytes that loading needs beside the weights: a slice in float32."""
         return working_room(placement, self.dtype)
 
     generation = HookedGeneration
 
 
 def option_names(config_or_model_name: Any) -> Sequence[str]:
-    """Options that a named model's config depends on; a given config needs none."""
+    """Return the options on which a named model's config depends."""
     if not isinstance(config_or_model_name, str | os.PathLike):
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
@@ -134,13 +134,13 @@ _OF_NO_SIZE = (
     *("center_writing_weights", "center_unembed", "fold_value_biases"),
     *("refactor_factored_attn_matrices", "default_padding_side", "checkpoint_label"),
 )
-"""Arguments of `from_pretrained` that are accepted and change no size."""
+"""Arguments of `from_pretrained` that change no size."""
 
 
 def _config_at_full_size(
     config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
 ) -> Any:
-    """The config that `from_pretrained` would make with these options; a copy of a given one."""
+    """Return the config that `from_pretrained` would make with these options."""
     if isinstance(config_or_model_name, str | os.PathLike):
         weight_dtype = torch.float32 if dtype is None else torch_dtype(dtype)
         sized = {name: value for name, value in options.items() if name not in _OF_NO_SIZE}
@@ -154,7 +154,7 @@ def _config_at_full_size(
         )
     cfg = copy.deepcopy(config_or_model_name)
     cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
-    cfg.device, cfg.n_devices = "cpu", 1  # the placement says where it goes
+    cfg.device, cfg.n_devices = "cpu", 1  # because the placement decides
     return cfg
 
 
@@ -166,17 +166,17 @@ _OF_LINEAR = {
 """Parameter -> its dimensions, slowest first, where the checkpoint has an nn.Linear."""
 
 _OF_CONV1D = {**dict.fromkeys(("W_Q", "W_K", "W_V"), (1, 0, 2)), "W_U": (1, 0)}
-"""Likewise, where it has transformers' Conv1D, whose weight is the other way round."""
+"""The same for transformers' Conv1D, whose weight is transposed."""
 
 
 def _empty_as_loaded(
     name: str, like: torch.Tensor, architecture: str | None, device: torch.device
 ) -> torch.Tensor:
-    """A parameter without values, laid out as loading lays it out: as the checkpoint has it.
+    """Make a parameter without values in the memory layout of a load.
 
-    TransformerLens's shapes are mostly transposed views of a checkpoint's, and
-    `weight_processing/slices.py` keeps them so; what TransformerLens computes with them depends on
-    it, and so does its memory. An `architecture` of None is that of a model from no checkpoint.
+    A load keeps the checkpoint's layout (`weight_processing/slices.py`), of which TransformerLens's
+    shapes are mostly transposed views. TransformerLens's own copies, and so the memory of a
+    forward, depend on it. An `architecture` of None means a model from no checkpoint.
     """
     orders = _OF_CONV1D if architecture == "GPT2LMHeadModel" else _OF_LINEAR
     order = orders.get(name.rpartition(".")[2]) if architecture else None

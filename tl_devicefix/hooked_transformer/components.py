@@ -23,13 +23,13 @@ from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.placement import ComponentSize, component_of
 
 IS_2 = installed() < Version("3.dev0")
-"""Whether it is TransformerLens 2, which differs in places."""
+"""True for TransformerLens 2, which differs in places."""
 POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
 
 
 def component_names(cfg: Any) -> tuple[str, ...]:
-    """Names of the components of a HookedTransformer with this config, in the order they run."""
+    """Return the components of a HookedTransformer with this config, in the order they run."""
     names = ["embed"]
     if cfg.positional_embedding_type != "rotary":
         names.append("pos_embed")
@@ -40,10 +40,10 @@ def component_names(cfg: Any) -> tuple[str, ...]:
 
 
 def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
-    """Sizes of the components of a HookedTransformer with this config, in the order they run.
+    """Return the components' sizes, in the order they run.
 
-    TransformerLens's own modules are built on the meta device, which allocates nothing, so the
-    sizes are right for every architecture and version.
+    We build TransformerLens's own modules on the meta device, so the sizes are right for every
+    architecture and version.
     """
     block_sizes: dict[Any, ComponentSize] = {}
     sizes = []
@@ -61,7 +61,7 @@ def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
 
 
 def attention_kind(cfg: Any, layer: int) -> str | None:
-    """The kind of attention of a block ("global", "local"), by which alone blocks differ."""
+    """Return a block's kind of attention ("global", "local"), the only difference of blocks."""
     return cfg.attn_types[layer] if cfg.attn_types else None
 
 
@@ -73,7 +73,7 @@ def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
 
 
 def empty_component(name: str, cfg: Any) -> nn.Module:
-    """TransformerLens's module of this name, on meta: as it is before anyone changes it."""
+    """Make TransformerLens's module of this name on meta, as it is before any change."""
     with torch.device("meta"):
         if name.startswith("blocks."):
             return TransformerBlock(cfg, int(name.split(".")[1]))
@@ -83,7 +83,7 @@ def empty_component(name: str, cfg: Any) -> nn.Module:
 
 
 def is_own(model: Any, path: str, module: nn.Module) -> bool:
-    """Whether TransformerLens has a module of this class there itself."""
+    """Return True if TransformerLens itself has a module of this class there."""
     component = component_of(path)
     try:
         own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])
@@ -93,7 +93,7 @@ def is_own(model: Any, path: str, module: nn.Module) -> bool:
 
 
 def final_norm_class(cfg: Any) -> type[nn.Module]:
-    """The class of `ln_final`: as in HookedTransformer.__init__, `final_rms` makes an LN an RMS."""
+    """Return the class of `ln_final`; `final_rms` makes an LN an RMS, as TransformerLens does."""
     rms = cfg.normalization_type.startswith("RMS") or cfg.final_rms
     if cfg.normalization_type.endswith("Pre"):
         return RMSNormPre if rms else LayerNormPre

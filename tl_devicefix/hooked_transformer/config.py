@@ -1,8 +1,7 @@
-"""The HookedTransformerConfig of a model: by a name TransformerLens lists, or from a checkpoint.
+"""The HookedTransformerConfig of a model, by a name that TransformerLens lists or a checkpoint.
 
-TransformerLens guesses the architecture, and with it the sizes, from parts of the name ("llama",
-"gemma-2"). A local directory, or a fine-tune on the hub, may be called anything, so there its own
-config.json decides.
+TransformerLens guesses the architecture and sizes from parts of the name ("llama", "gemma-2"). For
+a local directory, or a fine-tune on the hub, we read config.json, because they may have any name.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 def model_config(
     model_name: str, prefer_known: bool = False, hf_model: Any = None, **kwargs: Any
 ) -> Any:
-    """The HookedTransformerConfig for `model_name`, with one device and without its weights.
+    """Return the HookedTransformerConfig for `model_name`, with one device.
 
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
@@ -63,7 +62,7 @@ def model_config(
     hf_config = None
     if hf_model is not None:
         hf_config = _config_of_live(hf_model)
-        # TransformerLens takes the vocabulary from it; multimodal models nest it.
+        # TransformerLens reads the vocabulary of it; multimodal models nest it.
         kwargs["hf_cfg"] = getattr(hf_config, "text_config", hf_config).to_dict()
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs, hf_config=hf_config)
@@ -87,22 +86,21 @@ def model_config(
 
 
 def _config_of_live(hf_model: Any) -> Any:
-    """A live model's config, which names the model's class, without quantisation."""
+    """Return a live model's config with the model's class, without quantisation."""
     model = out_of_wrappers(hf_model)
     config: Any = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised
     name = class_in_transformers(model).__name__
-    if not config.architectures or re.search(r"For[A-Z]|LMHead", name):  # not of a base model
+    if not config.architectures or re.search(
+        r"For[A-Z]|LMHead", name
+    ):  # a base model names another class
         config.architectures = [name]
     return config
 
 
 def official_name(model_name: str) -> str:
-    """The name that TransformerLens lists a model by.
-
-    A checkpoint directory, and the name of another checkpoint on the hub, stay as they are.
-    """
+    """Return the name that TransformerLens lists a model by; other names unchanged."""
     if is_checkpoint_directory(model_name):
         return model_name
     official = tl_loading.make_model_alias_map().get(model_name.lower())
@@ -119,14 +117,14 @@ def official_name(model_name: str) -> str:
 
 
 def is_listed(model_name: str) -> bool:
-    """Whether TransformerLens lists a model by this name."""
+    """Return True if TransformerLens lists a model by this name."""
     return model_name.lower() in tl_loading.make_model_alias_map()
 
 
 def _config_by_name(
     name: str, transformers_config: Any = None, token: Any = None, **kwargs: Any
 ) -> Any:
-    """TransformerLens's own; `transformers_config` is what transformers would read."""
+    """Return TransformerLens's config, for which AutoConfig gives `transformers_config`."""
     readable = _ReadableAutoConfig(transformers_config, token)
     try:
         with _reading, mock.patch.object(tl_loading, "AutoConfig", readable):
@@ -149,7 +147,7 @@ def _config_by_name(
     return cfg
 
 
-# TransformerLens's name for AutoConfig is replaced for a moment; one thread at a time.
+# One thread at a time, because we replace TransformerLens's AutoConfig for a moment.
 _reading = threading.RLock()
 
 
@@ -166,8 +164,8 @@ class _UnguessedPath(str):
         return False
 
 
-# Architectures that TransformerLens configures only by official name: a name to start from, whose
-# sizes are then replaced by those in config.json.
+# Architectures that TransformerLens configures by official name only. We start from this name, and
+# replace its sizes by those in config.json.
 _CONFIGURED_BY_NAME = {
     "GemmaForCausalLM": "google/gemma-2b",
     "Gemma2ForCausalLM": "google/gemma-2-2b",
@@ -191,13 +189,15 @@ _OTHER_CLASSES = {
 def _config_of_directory(
     path: str, kwargs: dict[str, Any], on_hub: str | None = None, hf_config: Any = None
 ) -> Any:
-    """The config of a directory; `on_hub` is its name, if the hub keeps it there.
+    """Return the config of a directory.
 
-    `hf_config` is that of a live model, in place of the directory's.
+    Args:
+        on_hub: its name on the hub, if it came from there.
+        hf_config: a live model's config, in place of the directory's.
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
-    # By its name, as code that comes with it is not in the directory yet.
+    # By its name, because code that comes with it is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
@@ -207,13 +207,13 @@ def _config_of_directory(
     try:
         with reading_config(called):
             cfg = _config_of_architecture(architecture, hf_config, path, kwargs)
-            component_sizes(cfg)  # of which TransformerLens can make modules
+            component_sizes(cfg)  # because TransformerLens cannot make modules of other dtypes
     except NotImplementedError as error:
         raise ValueError(
             f"{called!r} holds a {architecture}, which TransformerLens {installed()} cannot "
             "convert to a HookedTransformer: try TransformerBridge, of 3.9 or later"
         ) from error
-    cfg.load_in_4bit = False  # packed weights arrive dequantised
+    cfg.load_in_4bit = False  # because packed weights arrive dequantised
     cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
@@ -224,14 +224,14 @@ def _config_of_directory(
 def _config_of_architecture(
     architecture: str, hf_config: Any, path: str, kwargs: dict[str, Any]
 ) -> Any:
-    """The config of an architecture, from the one that transformers has read."""
+    """Make the config of an architecture from transformers' config."""
     if architecture in _CONFIGURED_BY_NAME:
         if _CONFIGURED_BY_NAME[architecture] not in tl_loading.OFFICIAL_MODEL_NAMES:
-            raise NotImplementedError  # as TransformerLens, of architectures that it has not
+            raise NotImplementedError  # TransformerLens's error for unknown architectures
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
         sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
         text_config = getattr(hf_config, "text_config", hf_config)
-        # What the caller chose, config.json must not undo.
+        # The caller's choices last, because they win over config.json.
         chosen = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
         overrides = sizes(text_config)
         overrides |= {name: size for name, size in chosen.items() if size is not None}
@@ -242,7 +242,7 @@ def _config_of_architecture(
 
 
 class _ReadableAutoConfig:
-    """transformers' AutoConfig, whose configs have the names that TransformerLens reads."""
+    """Stands in for AutoConfig; its configs have the names that TransformerLens reads."""
 
     def __init__(self, hf_config: Any, token: Any) -> None:
         self._hf_config = hf_config
@@ -252,11 +252,11 @@ class _ReadableAutoConfig:
         if self._token is not None:
             kwargs["token"] = self._token
         hf_config = self._hf_config or as_saved(AutoConfig.from_pretrained(*args, **kwargs))
-        # TransformerLens 2.x reads n_ctx of a GPT-2, which transformers no longer saves, and 3.9
-        # reads partial_rotary_factor of a Phi, which transformers 5 keeps in rope_parameters.
+        # TransformerLens 2.x reads n_ctx of GPT-2, but transformers no longer saves it. 3.9 reads
+        # partial_rotary_factor of Phi, but transformers 5 keeps it in rope_parameters.
         if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
             hf_config.n_ctx = hf_config.n_positions
-        if hf_config.model_type == "apertus":  # transformers has its norms anyway
+        if hf_config.model_type == "apertus":  # because transformers has its norms anyway
             hf_config.qk_norm = True
         rope = getattr(hf_config, "rope_parameters", None) or {}
         if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
@@ -272,9 +272,9 @@ class _ReadableAutoConfig:
     until="3",
 )
 def config_post_init(original: Any, self: Any) -> None:
-    """`HookedTransformerConfig.__post_init__`, which counts CUDA devices whatever the device is.
+    """Wrap `HookedTransformerConfig.__post_init__`, which counts CUDA devices for any device.
 
-    Over several devices, those of `tl_devicefix.simulate` are the default within it.
+    Within `tl_devicefix.simulate`, several devices are simulated ones by default.
 
     Raises:
         ValueError: if there are not `n_devices` devices of the config's own type.
@@ -289,7 +289,7 @@ def config_post_init(original: Any, self: Any) -> None:
 
 
 def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
-    """Settings in config.json that some TransformerLens versions replace by a default."""
+    """Set fields of config.json that some TransformerLens versions replace by a default."""
     if architecture == "LlamaForCausalLM":
         return _rope(hf_config)
     if architecture == "GPTNeoXForCausalLM":
@@ -302,7 +302,7 @@ def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
 
 
 def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
-    """Sizes that an OLMo and a Gemma call by the same names."""
+    """Return the sizes for which OLMo and Gemma have the same names."""
     return {
         "d_model": hf_config.hidden_size,
         "d_head": d_head,
@@ -318,11 +318,11 @@ def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
 
 
 def olmo_sizes(hf_config: Any) -> dict[str, Any]:
-    """Sizes of an OLMo or OLMo 2 from config.json, by TransformerLens's names."""
+    """Return the sizes of an OLMo or OLMo 2, by TransformerLens's names."""
     sizes = _sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads)
     return {
         **sizes,
-        "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # OLMo's LayerNorm has it fixed
+        "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # fixed in OLMo's LayerNorm
         "act_fn": hf_config.hidden_act,
         "attn_types": ["global"] * hf_config.num_hidden_layers,
         **_rope(hf_config),
@@ -330,7 +330,7 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
 
 
 def gemma_sizes(hf_config: Any) -> dict[str, Any]:
-    """Sizes of a Gemma from config.json, by TransformerLens's names."""
+    """Return the sizes of a Gemma, by TransformerLens's names."""
     sizes = {
         **_sizes(hf_config, hf_config.head_dim),
         "act_fn": _gemma_activation(hf_config),
@@ -341,7 +341,7 @@ def gemma_sizes(hf_config: Any) -> dict[str, Any]:
     }
     if getattr(hf_config, "query_pre_attn_scalar", None) is not None:
         sizes["attn_scale"] = hf_config.query_pre_attn_scalar**0.5
-    # None is -1 here. Transformers reads the cap of the scores in a Gemma 2 only.
+    # -1 means none. transformers reads the cap of scores in Gemma 2 only.
     scores_cap = hf_config.model_type == "gemma2" and hf_config.attn_logit_softcapping
     sizes["attn_scores_soft_cap"] = scores_cap or -1.0
     sizes["output_logits_soft_cap"] = getattr(hf_config, "final_logit_softcapping", None) or -1.0
@@ -354,17 +354,17 @@ def gemma_sizes(hf_config: Any) -> dict[str, Any]:
 
 
 def _gemma_activation(hf_config: Any) -> str:
-    """The activation of a Gemma; Gemma 1 has the older name for it."""
+    """Return the activation of a Gemma; Gemma 1 has an older name for it."""
     if hf_config.model_type != "gemma":
         return str(hf_config.hidden_activation)
-    # The first checkpoints said "gelu" and meant its approximation; transformers 5 corrects that.
+    # The first checkpoints said "gelu" but meant its approximation, as transformers 5 reads them.
     activation = str(hf_config.hidden_act)
     return "gelu_pytorch_tanh" if activation == "gelu" else activation
 
 
 def _gemma_rope(hf_config: Any) -> dict[str, Any]:
-    """The rotary bases of a Gemma; Gemma 3 has another one for its local attention."""
-    # transformers 5 keeps them in rope_parameters, for Gemma 3 by kind of attention.
+    """Return the rotary bases of a Gemma; Gemma 3 has another one for local attention."""
+    # transformers 5 has them in rope_parameters, for Gemma 3 by kind of attention.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     everywhere = rope.get("full_attention", rope) or getattr(hf_config, "rope_scaling", None) or {}
     local = rope.get("sliding_attention", {}).get("rope_theta")
@@ -378,8 +378,8 @@ def _gemma_rope(hf_config: Any) -> dict[str, Any]:
 
 
 def _rope(hf_config: Any) -> dict[str, Any]:
-    """Rotary settings: TransformerLens takes its default base for names that it does not list."""
-    # transformers 5 keeps both in rope_parameters, 4 has rope_theta and rope_scaling.
+    """Return rotary settings, because TransformerLens takes a default base for unlisted names."""
+    # transformers 5 has both in rope_parameters, 4 in rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
     theta = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))

@@ -44,7 +44,7 @@ def empty_model(
 
 @contextlib.contextmanager
 def _components_without_values() -> Iterator[None]:
-    """Let HookedTransformer's own constructor, and not a subclass's, make empty parameters."""
+    """Make HookedTransformer's constructor, not a subclass's, create empty parameters."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
@@ -60,9 +60,9 @@ def _components_without_values() -> Iterator[None]:
 
 
 def _give_buffers(model: Any) -> None:
-    """Give a HookedTransformer that was constructed on meta its buffers, on the CPU.
+    """Make the buffers of a HookedTransformer that was constructed on meta, on the CPU.
 
-    They are made once for all blocks of one kind of attention, which share them.
+    Blocks of one kind of attention share them.
     """
     made: dict[str | None, nn.Module] = {}
     for layer, block in enumerate(model.blocks):

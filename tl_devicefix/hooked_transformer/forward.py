@@ -1,4 +1,4 @@
-"""`HookedTransformer.forward`, whose results are at home, and what goes with it."""
+"""Wrap `HookedTransformer.forward` and `generate`: results at home, masks shared by blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
+from tl_devicefix.fusing.kv_cache import is_generating
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_of, remember
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
+from tl_devicefix.placement.in_use import setting
 
 
 @patches(
@@ -29,6 +31,19 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @patches(
+    "HookedTransformer",
+    "generate",
+    takes="self input",
+    why="fused blocks look for padding once",
+    since="3.8",
+)
+def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`HookedTransformer.generate`, whose new tokens are never padding."""
+    with setting(is_generating, True):
+        return original(self, *args, **kwargs)
+
+
+@patches(
     "LocallyOverridenDefaults",
     "__enter__",
     takes="self",
@@ -36,9 +51,9 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     until="3",
 )
 def override_defaults(original: Any, self: Any) -> Any:
-    """`LocallyOverridenDefaults.__enter__`, which changes the config and the tokenizer of a model.
+    """Wrap `LocallyOverridenDefaults.__enter__`, which changes a model's config and tokenizer.
 
-    A run in flight changes copies of its own, as other runs read these meanwhile.
+    A run in flight changes copies, because other runs read the model's own meanwhile.
     """
     model, overrides = self.model, self.overrides
     if current_run() is not None:
@@ -53,7 +68,7 @@ def override_defaults(original: Any, self: Any) -> Any:
 
 
 def _differs(value: Any, default: Any) -> bool:
-    # Without an argument it is None, or in TransformerLens 2 a string that says so.
+    # A missing argument is None, or in TransformerLens 2 a string.
     return value in (True, False, "left", "right") and value != default
 
 
@@ -65,10 +80,10 @@ def _differs(value: Any, default: Any) -> bool:
 def remove_all_hook_fns(
     self: Any, direction: str = "both", including_permanent: bool = False, level: int | None = None
 ) -> None:
-    """`HookedRootModule.remove_all_hook_fns`, which leaves hook points without hooks alone.
+    """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks.
 
-    TransformerLens goes through all of them after each `run_with_hooks` and `run_with_cache`, which
-    takes as long as a third of a forward of a small model.
+    TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`, which takes
+    as long as a third of a small model's forward.
     """
     for point in self.hook_points():
         for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):

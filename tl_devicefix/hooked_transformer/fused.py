@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from packaging.version import Version
 from torch import nn
 from transformer_lens.components import (
@@ -31,6 +31,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.fusing import kv_cache, sdpa
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of, own_method
+from tl_devicefix.fusing.kv_cache import Heads, Padding
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import made_once, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
@@ -40,8 +41,6 @@ from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
-Heads = Float[torch.Tensor, "batch pos head_index d_head"]
-Padding = Int[torch.Tensor, "batch key_pos"]
 Weight = Float[torch.Tensor, "d_out d_in"]
 Bias = Float[torch.Tensor, " d_out"]
 
@@ -472,7 +471,7 @@ def _attention(
     if entry is not None:
         offset = entry.past_keys.size(1)
         k, v = kv_cache.append(entry, k, v)
-    tables = _tables(attn, q, offset, padding)
+    tables = _tables(attn, q, offset, padding, entry)
     if cfg.positional_embedding_type == "rotary":
 
         def rotate(keys: Heads, start: int = 0) -> Heads:
@@ -508,7 +507,7 @@ class _Tables(NamedTuple):
     """Equal for two forwards if the same keys are known to have the same positions in both."""
 
 
-def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Tables:
+def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None, entry: Any) -> _Tables:
     """Return the tables of a block's attention, made once in a forward for all like it."""
     cfg, n = attn.cfg, q.shape[1]
     cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)
@@ -517,7 +516,7 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Table
     what = n, offset, direction, window, cfg.rotary_adjacent_pairs
 
     def make() -> _Tables:
-        pads = None if padding is None or _leaves_nothing_out(padding) else padding
+        pads = padding if kv_cache.is_padded(padding, entry) else None
         of_queries: tuple[torch.Tensor, ...] = ()
         of_keys, names = of_queries, None
         if cos is not None and sin is not None:
@@ -535,11 +534,6 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None) -> _Table
         return _Tables(of_queries, of_keys, mask, False, names)
 
     return made_once((padding, cos, sin), what, q.device, make)
-
-
-def _leaves_nothing_out(padding: Padding) -> bool:
-    """Return True if a mask is of ones. Asked of the device once in a forward."""
-    return not has_values(padding) or bool((padding == 1).all())
 
 
 def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,8 @@
-"""`HookedTransformer.from_pretrained` over n devices, holding one component a device beyond it.
+"""`HookedTransformer.from_pretrained` over n devices.
 
-source -> one component -> its device -> fold in float32 -> round once -> the model's parameter.
+Each device holds at most one component beyond the model:
+
+    source -> one component -> its device -> fold in float32 -> round once -> the model's parameter
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ def from_pretrained(
     Args:
         device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
-        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`. The
-            devices that it names are used, unless `n_devices` says how many.
+        max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
+            (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
         numbers: what to do if a HookedTransformer with this config would not give transformers'
             numbers, as a tiny twin of it shows before weights are read: "warn", which is the
@@ -108,11 +110,11 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
-    handled = id(sys.exc_info()[1])  # what the caller was handling is not ours
+    handled = id(sys.exc_info()[1])  # because the caller's own error may be its context
     try:
         model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory, numbers)
     except BaseException as error:
-        # Or its frames would hold what was loaded for as long as the error is kept.
+        # Because its frames would keep the loaded weights as long as the error.
         let_go(error, but_not=[handled])
         raise
     return fused.fuse_blocks(model) if fuse_blocks else model
@@ -125,7 +127,7 @@ def _load(
     max_memory: MaxMemory | None,
     numbers: Numbers | None,
 ) -> Any:
-    """Load a model, by all arguments of `from_pretrained`."""
+    """Load a model by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
     parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "numbers"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
@@ -161,7 +163,7 @@ def _load(
                     getattr(source, "hf_model", None),
                 )
         fill(model, source, placement, steps)
-    place(model, placement)  # the weights are there already; the buffers are not
+    place(model, placement)  # the weights are on their devices, the buffers are not
     attach_blocks(model, remotes)
     model.numbers_warning = warning
     if not arguments["move_to_device"]:
@@ -181,14 +183,14 @@ def _load(
 
 
 def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, with the defaults of the installed `from_pretrained`."""
+    """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
     signature = inspect.signature(original(cls, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)
     passed = set(bound.arguments)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
     if "n_devices" not in passed:
-        arguments["n_devices"] = None  # so that max_memory may say which
+        arguments["n_devices"] = None  # so that max_memory may name the devices
     arguments.pop("cls")
     return arguments
 
@@ -224,14 +226,14 @@ def _load_config(
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
     hf_model = arguments["hf_model"]
-    # The devices are the plan's business: TransformerLens would count CUDA devices here.
+    # One device here, because TransformerLens would count CUDA devices.
     return model_config(
         model_name, hf_model=hf_model, dtype=dtype, device="cpu", **options, **hf_kwargs
     )
 
 
 def applicable_steps(cfg: Any, arguments: Mapping[str, Any]) -> Steps:
-    """Return the processing that is asked for, less what such a model never gets."""
+    """Return the requested processing without steps that do not apply to such a model."""
     steps = {name: arguments[name] for name in Steps.__dataclass_fields__ if name in arguments}
     refused: dict[str, str] = {}
     if cfg.positional_embedding_type == "shortformer":
@@ -257,7 +259,7 @@ def _check_numbers(
     numbers: Numbers | None,
     hf_kwargs: dict[str, Any],
 ) -> str | None:
-    """The warning that the model is not transformers', by its tiny twin; None if there is none."""
+    """Run the tiny twin, and return its warning; None if there is none."""
     if choice_of_numbers(numbers) == "ignore" or _has_own_format(model_name):
         return None
     if arguments["hf_model"] is None:
@@ -305,7 +307,7 @@ def _open_source(
         return HuggingFaceSource(hf_model, cfg)
     if _has_own_format(model_name):
         return StateDictSource(
-            # In float32 at least, so that it is rounded once, after folding.
+            # In float32 at least, because rounding comes once, after folding.
             tl_loading.get_pretrained_state_dict(
                 model_name, cfg, dtype=torch.promote_types(dtype, torch.float32), **hf_kwargs
             )

@@ -23,11 +23,11 @@ from tl_devicefix.monkeypatch.patch import patches
 def create_alibi_multipliers(
     original: Any, n_heads: int, device: torch.device | str | None = None
 ) -> Float[torch.Tensor, " n_heads"]:
-    """`AbstractAttention.create_alibi_multipliers`, for any number of heads.
+    """Wrap `AbstractAttention.create_alibi_multipliers`, for any number of heads.
 
-    As ALiBi was published, and as transformers computes it: the slopes for the power of two below,
-    then every other slope for the power of two above. TransformerLens takes the one formula for
-    all, which is right for powers of two only.
+    TransformerLens's formula is right for powers of two only. For other numbers, ALiBi as published
+    and as in transformers takes the slopes for the power of two below, and then every other slope
+    for the power of two above.
     """
     power = 2 ** math.floor(math.log2(n_heads))
     further: torch.Tensor = original(2 * power, device)[: 2 * (n_heads - power) : 2]
@@ -41,10 +41,10 @@ def create_alibi_multipliers(
     until="3.0",
 )
 def generate(original: Any, self: Any, input: Any = "", *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.generate`, for a list of texts of unequal length one text after another.
+    """Wrap `HookedTransformer.generate`: texts of unequal length are generated one by one.
 
-    TransformerLens 2 and 3.0 drop the padding's mask here, so that only the longest text's result
-    is right. Tokens that you have padded yourself are generated as TransformerLens does.
+    TransformerLens 2 and 3.0 drop the mask of padding here, so that only the longest text's result
+    is right. Tokens that you padded yourself go to TransformerLens's own method.
     """
     wants_text = kwargs.get("return_type", "input") in ("input", "str")
     if isinstance(input, list) and wants_text:

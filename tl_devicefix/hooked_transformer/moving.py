@@ -28,8 +28,8 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor
 def place(model: Any, placement: Placement) -> None:
     """Move each component to its planned device, and the rest home; make the model run over them.
 
-    What is in no component is, for example, a subclass's own parameters. The model's `placement`,
-    `cfg.device` and `cfg.n_devices` say so afterwards.
+    The rest is, for example, a subclass's own parameters. Sets the model's `placement`,
+    `cfg.device` and `cfg.n_devices`.
     """
     share_buffers(model)
     move_components(model, placement, rest=model)
@@ -37,7 +37,7 @@ def place(model: Any, placement: Placement) -> None:
 
 
 def settle(model: Any, placement: Placement) -> None:
-    """Record a placement that the weights have already, and align the model with it."""
+    """Record the present placement of the weights, and align the model with it."""
     _record(model, placement)
     model.cfg.device = str(placement.home)
     model.cfg.n_devices = len(placement.devices)
@@ -52,9 +52,9 @@ def _record(model: Any, placement: Placement) -> None:
 
 
 def _tell_accelerate(model: Any, placement: Placement) -> None:
-    """Say of a spread model, as transformers does of its own, where it lies.
+    """Set transformers' marks of a spread model.
 
-    `accelerate.Accelerator().prepare`, and transformers' Trainer, leave it there then.
+    They keep `accelerate.Accelerator().prepare` and transformers' Trainer from moving it.
     """
     vars(model).pop("hf_device_map", None)
     if len(placement.memories) > 1:
@@ -71,7 +71,7 @@ def _tell_accelerate(model: Any, placement: Placement) -> None:
 def to(
     self: Any, device_or_dtype: torch.device | str | torch.dtype | int, print_details: bool = True
 ) -> Any:
-    """Move the model to one device, or change its dtype where it lies.
+    """Move the model to one device, or change its dtype in place.
 
     A dtype keeps the placement. A device gathers the whole model there and updates the placement;
     its index is kept in `cfg.device`. A number is an index of a device of home's type.
@@ -105,7 +105,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)
-    elif getattr(self, "placement", None) is not None:  # it may have another dtype
+    elif getattr(self, "placement", None) is not None:  # because the dtype may have changed
         share_buffers(self)
         _record(self, self.placement.reweighed(self))
         pin(self, self.placement)
@@ -113,7 +113,7 @@ def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
 
 
 def _follow_weights(model: Any) -> None:
-    """Update config and placement of a model whose weights now are all on one device."""
+    """Update config and placement after all weights were moved to one device."""
     devices = _devices(model)
     if len(devices) != 1:
         return
@@ -138,7 +138,7 @@ def move_model_modules_to_device(original: Any, self: Any) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement: Placement | None = getattr(self, "placement", None)
     if placement is not None and placement.here is not placement:
-        return  # over several hosts, it stays where it is
+        return  # a model over several hosts stays
     if placement is not None and _is_spread_by(placement, self.cfg):
         place(self, placement)
     elif self.cfg.n_devices > 1:
@@ -151,7 +151,7 @@ def move_model_modules_to_device(original: Any, self: Any) -> None:
 
 
 def _is_spread_by(placement: Placement, cfg: Any) -> bool:
-    """Whether a config asks for a placement of several devices, or with offloaded blocks."""
+    """Return True if a config asks for a placement of several devices, or with offloaded blocks."""
     if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
@@ -193,7 +193,7 @@ def align(model: Any, placement: Placement) -> None:
     if model.cfg.positional_embedding_type != "alibi":
         return
     for block in model.blocks:
-        block.attn.alibi = None  # it does not move with the weights
+        block.attn.alibi = None  # because it does not move with the weights
     if is_aligned(model):
         here = (c for c in placement.here.components if c.name.startswith("blocks."))
         hooks = ((model.get_submodule(c.name), AlibiAt(c.device)) for c in here)
@@ -258,7 +258,7 @@ def placement_of(cfg: Any) -> Placement | None:
 
 
 def remember(cfg: Any, placement: Placement) -> None:
-    """Have `placement_of` find a placement by a config, as long as there is the config."""
+    """Make `placement_of` find a placement by a config, as long as the config exists."""
     key = id(cfg)
     _placements[key] = weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement
 
@@ -269,11 +269,11 @@ def remember(cfg: Any, placement: Placement) -> None:
 def get_device_for_block_index(
     original: Any, index: int, cfg: Any, device: torch.device | str | None = None
 ) -> torch.device:
-    """Where the residual stream must be for a block, by the model's placement.
+    """Return the device of the residual stream for a block, by the model's placement.
 
-    Replaces TransformerLens's, which goes by index even where the block lies elsewhere.
-    TransformerLens also asks for index 0 when it means the device of the tokens, which is home;
-    block 0 fetches its own input if it lies elsewhere.
+    Replaces TransformerLens's, which computes it from the index. TransformerLens also asks for
+    index 0 when it means the device of the tokens. So the answer for block 0 is home, and the block
+    fetches its input if it is elsewhere.
     """
     placement = placement_of(cfg)
     if placement is None:

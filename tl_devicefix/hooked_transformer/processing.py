@@ -1,7 +1,7 @@
-"""Weights into a HookedTransformer, one component at a time: completed, checked, folded, stored.
+"""Process the weights of a HookedTransformer, one component at a time.
 
-Each component's weights are brought to the device where the component belongs, folded there in
-float32 (or wider), rounded once, and left there.
+A component's weights are completed and checked, brought to its device, folded there in float32 (or
+wider), rounded once, and stored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 _NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
 _MOST_AT_ONCE = 8
-"""More threads do not copy faster: memory is the limit."""
+"""The most threads, because more do not copy faster: memory is the limit."""
 
 
 def _fold_norms(
@@ -79,7 +79,7 @@ def _process(steps: Steps, model: Any, unit: str, weights: Weights) -> None:
 def one_step(
     original: Any, self: Any, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
 ) -> Weights:
-    """A method of HookedTransformer that processes weights, such as `fold_layer_norm`.
+    """Wrap a method of HookedTransformer that processes weights, such as `fold_layer_norm`.
 
     The weights may lie on any devices, in any dtypes, and are not changed.
 
@@ -93,7 +93,7 @@ def one_step(
     step: Callable[..., None] = _fold_norms
     if method != "fold_layer_norm":
         steps = Steps(**{method: True})
-        if not method.startswith("center"):  # which is for whoever calls it to know
+        if not method.startswith("center"):  # the caller decides that
             steps = steps.applicable(self.cfg, installed_conventions())
         step = functools.partial(_process, steps)
     source = StateDictSource(state_dict)
@@ -140,7 +140,7 @@ def load_and_process_state_dict(
     refuse_weights(self.parameters())
     source, own = StateDictSource(self.fill_missing_keys(dict(state_dict))), self.state_dict()
     units = processing_units(self.cfg)
-    beside = [  # what a subclass has beside the components
+    beside = [  # a subclass's own parameters
         name for name in state_dict if name in own and processing_unit(name) not in units
     ]
     for name in beside:
@@ -162,7 +162,7 @@ def load_and_process_state_dict(
             fold_norm_modules(self)
             if placement is not None:
                 placement = placement.reweighed(self)
-                settle(self, placement)  # the norms are other modules now
+                settle(self, placement)  # because the norms were replaced
         fill(self, source, placement, steps)
         for name in beside:
             value = state_dict[name]
@@ -179,8 +179,7 @@ def process_weights_(
 ) -> None:
     """Process the model's own weights in place, each component on its own device.
 
-    A model that is folded already, wholly or in part, is left as it is in what is done. Later than
-    3.0, TransformerLens's own does no more than this.
+    Steps that were done before are skipped. TransformerLens's own method after 3.0 does the same.
 
     Raises:
         RuntimeError: if an earlier call was interrupted.
@@ -195,7 +194,7 @@ def process_weights_(
 
 
 def fold_norm_modules(model: Any) -> None:
-    """Replace LayerNorm by LayerNormPre (or RMSNorm by RMSNormPre): what is left after folding."""
+    """Replace LayerNorm by LayerNormPre, and RMSNorm by RMSNormPre, which have no weights."""
     if model.cfg.normalization_type not in ("LN", "RMS"):
         return
     pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
@@ -209,7 +208,7 @@ def fold_norm_modules(model: Any) -> None:
 
 
 def processing_units(cfg: Any) -> list[str]:
-    """The components, less ln_final, which is processed with the unembedding."""
+    """Return the components without ln_final, which is processed with the unembedding."""
     return [name for name in component_names(cfg) if name != "ln_final"]
 
 
@@ -228,13 +227,13 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
         units = [unit for unit in units if unit in placement.here.device_map]
     devices = [
         _devices_of(model, unit)[0] for unit in units
-    ]  # an offloaded block's is where it runs
+    ]  # an offloaded block is processed where it runs
     if source.computes:
-        devices = devices[:1] * len(units)  # one at a time
-    elif {device.type for device in devices} == {"cpu"}:  # a worker a core, as if for a device
+        devices = devices[:1] * len(units)  # because memory allows one at a time
+    elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
         at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
-    # No closure: a traceback would hold it, and it the model.
+    # No closure, because a traceback would keep it, and so the model.
     fill_one = functools.partial(_fill_one, model, source, placement, steps)
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
         each_on_its_device(fill_one, units, devices, progress.update)
@@ -250,7 +249,7 @@ def _fill_one(
 
 
 def _devices_of(model: Any, unit: str) -> tuple[torch.device, torch.device]:
-    """Where a component runs, and its weights live: by the placement, or where the model has it."""
+    """Return the devices that run a component and store its weights."""
     placement: Placement | None = getattr(model, "placement", None)
     if placement is not None:
         return placement.device_of(unit), placement.stored_on(unit)
@@ -259,9 +258,9 @@ def _devices_of(model: Any, unit: str) -> tuple[torch.device, torch.device]:
 
 
 def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
-    """Process one unit's weights where they run and store them where they live, rounded once.
+    """Process one unit's weights on the device that runs it, and store them, rounded once.
 
-    It is done slice by slice, so that what is held beyond the model and the source is one slice.
+    It works slice by slice, so that only one slice is held beyond the model and the source.
     """
     device, stored_on = _devices_of(model, unit)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
@@ -271,7 +270,7 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
-    left = dict(weights)  # what is stored when all slices are done, or was never read by a step
+    left = dict(weights)  # stored after all slices, or never read by a step
     carried: Weights = {}
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
@@ -291,7 +290,7 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
 
 
 def complete_unit(model: Any, unit: str, weights: Weights, source: Source | None = None) -> Weights:
-    """One unit's weights with the missing ones filled in, checked against the model's."""
+    """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
         if component not in component_names(model.cfg):
@@ -308,7 +307,7 @@ def complete_unit(model: Any, unit: str, weights: Weights, source: Source | None
 
 
 def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: Any = None) -> None:
-    # As torch's load_state_dict: one element may fill a scalar (Apertus keeps its alphas so).
+    # A tensor of one element fits a scalar, as in torch's load_state_dict (Apertus's alphas).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
         unread = getattr(source, "unread_settings", "")
         remedy = ": try TransformerBridge, or check that weights and config are of one model"
@@ -325,7 +324,7 @@ def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: An
 
 
 def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
-    """What a missing weight is: the model's own value, or if it has none yet, the neutral one."""
+    """Return a missing weight: the model's own value, or a neutral one if it has none yet."""
     leaf = name.rsplit(".", 1)[-1]
     if not own.is_meta:
         return own
@@ -341,14 +340,14 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
 
 
 def _is_own_buffer(name: str) -> bool:
-    """Whether it is a mask or rotary table: these depend on n_ctx and are the model's own."""
+    """Return True for masks and rotary tables: a model has its own, because n_ctx decides them."""
     return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
 @functools.cache
 def installed_conventions() -> Conventions:
-    """The conventions of the TransformerLens that is installed."""
-    # Folding of MoE came with 3.0, went, and came back; only this warning tells which it is.
+    """Return the conventions of the installed TransformerLens."""
+    # Search for this warning, because folding of MoE came with 3.0, went, and came back.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
     return Conventions(

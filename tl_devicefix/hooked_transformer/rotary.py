@@ -1,7 +1,7 @@
 """Rotary tables of models whose frequencies are scaled: YaRN, LongRoPE, linear, dynamic.
 
-TransformerLens has some of these, each for some architectures and versions, and leaves out the
-others without a word. transformers' own modules know them all, so we take the tables from these.
+TransformerLens knows some of these for some architectures and versions, and silently ignores the
+others. transformers' own modules know all of them, so we take the tables from there.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def scale_rotary(model: Any, hf_model: nn.Module) -> None:
 
 
 def _agree(own: torch.Tensor, scaled: torch.Tensor) -> bool:
-    """Return True if TransformerLens has this scaling: then its own tables stay, to the bit."""
+    """Return True if TransformerLens has this scaling, so that its own tables can stay."""
     rounding = max(1e-3, 2 * torch.finfo(own.dtype).eps)
-    # Of the first rows, because angles of later ones are rounded more.
+    # The first rows, because angles of later ones are rounded more.
     return torch.allclose(own[:2048], scaled[:2048], rtol=0, atol=rounding)
 
 

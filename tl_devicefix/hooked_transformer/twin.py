@@ -72,7 +72,7 @@ def difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
 
 
 def _shrunk(cfg: Any, twin: Twin) -> Any:
-    """The HookedTransformerConfig of the twin: what is shrunk in transformers' config is here."""
+    """Return the HookedTransformerConfig of the twin, shrunk like transformers' config."""
     small = twin.hf_model.config
     of_experts = getattr(small, "num_local_experts", None) or getattr(small, "num_experts", None)
     sizes = {
@@ -96,13 +96,13 @@ def _shrunk(cfg: Any, twin: Twin) -> Any:
         "seed": None,
     }
     if cfg.original_architecture == "Gemma3ForConditionalGeneration":
-        sizes["original_architecture"] = type(twin.hf_model).__name__  # it reads no images
+        sizes["original_architecture"] = type(twin.hf_model).__name__  # the text model alone
     settings = cfg.to_dict()  # older versions have fewer
     return type(cfg).from_dict({name: sizes.get(name, value) for name, value in settings.items()})
 
 
 def _hooked(hf_twin: nn.Module, cfg: Any, steps: Steps) -> Any:
-    """A HookedTransformer of the twin's weights, made as `from_pretrained` makes it."""
+    """Make a HookedTransformer of the twin's weights, as `from_pretrained` does."""
     model = empty_model(HookedTransformer, cfg, None, hf_model=hf_twin)
     placement = decide_fitting(component_sizes(cfg), n_devices=1, device="cpu")
     model.placement = placement

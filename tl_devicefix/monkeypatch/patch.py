@@ -1,4 +1,4 @@
-"""What a patch is, and where its target is in the installed TransformerLens."""
+"""`Patch`, and the search for its target in the installed TransformerLens."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Patch:
 
     @property
     def is_of_installed(self) -> bool:
-        """Whether the installed version of TransformerLens has the target."""
+        """True if the installed version of TransformerLens has the target."""
         last = Version(self.until).release
         return Version(self.since) <= installed() and installed().release[: len(last)] <= last
 
 
 _VERSIONS = {"HookedTransformer": ("2.16.1", "3"), "TransformerBridge": ("3.9", "4")}
 """Class of models -> the first and the last TransformerLens version that has it."""
-_patches: dict[str, Patch] = {}
+_patches: dict[tuple[str, str], Patch] = {}
 
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
 
@@ -89,24 +89,24 @@ def patches(
             parameters = tuple(takes.split())
             versions = since or first, until or last
             patch = Patch(name, replacement, parameters, why, owner, *versions)
-            _patches[patch.target] = patch
+            _patches[patch.target, patch.since] = patch
         return replacement
 
     return register
 
 
 def registered() -> tuple[Patch, ...]:
-    """The patches of all imported modules for the installed version, by class and name."""
+    """Return the patches of all imported modules for the installed version, by class and name."""
     of_installed = (patch for patch in _patches.values() if patch.is_of_installed)
     return tuple(sorted(of_installed, key=lambda patch: (patch.owner or "~", patch.name)))
 
 
 LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate")
-"""Whose modules, hooks and lines of code are not the user's, beside this package's own."""
+"""Packages whose modules, hooks and code are not the user's, beside this one."""
 
 
 def package_of(item: Any) -> str:
-    """The top-level package of a class, a function, or an instance's class."""
+    """Return the top-level package of a class, a function, or an instance's class."""
     return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]
 
 
@@ -128,7 +128,7 @@ _OF_BRIDGE = (
 
 
 def named(name: str) -> Any:
-    """The class or module-level function, wherever TransformerLens has or calls it; or None."""
+    """Find a class or a module-level function of TransformerLens by name; None if there is none."""
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.
@@ -139,7 +139,7 @@ def named(name: str) -> Any:
 
 
 def check_target(patch: Patch) -> None:
-    """Check that the target is there and takes what the patch's replacement takes."""
+    """Check that a patch's target exists, and has the parameters that the replacement expects."""
     target = named(patch.owner or patch.name)
     if patch.owner:
         target = getattr(target, patch.name, None)

@@ -1,4 +1,4 @@
-"""Which TransformerLens is installed, and which models it has."""
+"""The version of the installed TransformerLens, and the model classes that it has."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ SUPPORTED = "2.16.1 <= transformer_lens < 5"
 
 
 class UnsupportedTransformerLens(ImportError):
-    """The installed TransformerLens is not one that can be patched; the message says why."""
+    """Raised if the installed TransformerLens cannot be patched; the message says why."""
 
 
-@cache  # as it is asked for at every load, and read from a file
+@cache  # cached, because each load asks for it and it is read from a file
 def installed() -> Version:
-    """The version of TransformerLens."""
+    """Return the version of TransformerLens."""
     return Version(importlib.metadata.version("transformer_lens"))
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of packages."""
+    """Return the versions of packages."""
     return {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # as of a source tree on the path
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path has no metadata
         return str(importlib.import_module(package).__version__)
 
 
 @cache
 def has_hooked_transformer() -> bool:
-    """Whether it has HookedTransformer, which 4.0 removed."""
+    """Return True if HookedTransformer exists, which 4.0 removed."""
     return importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 
 
 def has_bridge() -> bool:
-    """Whether it has a TransformerBridge that can be patched: from 3.9 on."""
+    """Return True if there is a TransformerBridge that can be patched, as from 3.9 on."""
     return installed() >= Version("3.9.dev0")
 
 
 def check_version() -> None:
-    """Check that the installed TransformerLens is one that is known."""
+    """Check that the installed TransformerLens is a supported version."""
     if not Version("2.16.1") <= installed() < Version("5.dev0"):
         raise UnsupportedTransformerLens(
             f"tl_devicefix needs {SUPPORTED}, but {installed()} is installed: install "

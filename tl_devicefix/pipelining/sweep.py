@@ -180,7 +180,7 @@ class _FirstBlock:
         return len(self._model.blocks)
 
     def _may_differ(self, module: nn.Module) -> bool:
-        """Whether a module may do something else in another run, or someone watches it run."""
+        """Return True if a module may act differently in another run, or somebody watches it."""
         attributes = vars(module)
         hooks = (hook for name in HOOKS for hook in attributes[name].values())
         if any(_is_of_user(module, hook) for hook in hooks):
@@ -200,12 +200,12 @@ class _FirstBlock:
 
 
 def _needs_gradient(value: Any) -> bool:
-    """Whether autograd is recording what is done with a tensor."""
+    """Return True if autograd is recording what is done with a tensor."""
     return isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
 def _is_known(model: Any, adapter: Adapter) -> bool:
-    """Whether a model runs its blocks as TransformerLens does, passing on the stream alone."""
+    """Return True if blocks run as in TransformerLens, and pass on the residual stream alone."""
     if not adapter.passes_stream_alone(model):
         return False
     base = next(cls for cls in type(model).__mro__ if package_of(cls) == "transformer_lens")
@@ -246,7 +246,7 @@ def _beside_blocks(model: Any) -> Iterator[nn.Module]:
 
 
 def _is_of_user(module: nn.Module, hook: Any) -> bool:
-    """Whether a PyTorch hook is neither this package's nor a library's own.
+    """Return True if a PyTorch hook is neither this package's nor a library's own.
 
     Those of hook points are TransformerLens's functions that call the user's.
     """
@@ -257,7 +257,7 @@ def _is_of_user(module: nn.Module, hook: Any) -> bool:
 
 
 class _ResidualStreams:
-    """What the blocks of a model return in the unpatched run, computed when it is asked for.
+    """The outputs of a model's blocks in the unpatched run, computed when they are asked for.
 
     It goes on from the last one: runs in the order of their layers compute each block once. Each
     lies on the device of the block that takes it. Nobody may have a hook on the blocks that are
@@ -272,7 +272,7 @@ class _ResidualStreams:
         self._weights: Weights | None = None
 
     def before(self, layer: int) -> Any:
-        """What the block before `layer` (which is 1 or more) returns, in whatever form it does."""
+        """Return the output of the block before `layer` (1 or more), in that block's own form."""
         if self._weights is None:
             self._weights = Weights(self._model)
         elif (name := self._weights.changed()) is not None:

@@ -37,11 +37,11 @@ def _weigh(sizes: Sequence[Any]) -> _Loads:
 
 
 def balanced(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
-    """Blocks per device so that the fullest device, relative to its room, is least full.
+    """Return the number of blocks of each device, so that the fullest device is least full.
 
-    Of several ways, the one with the next to fullest least full, and so on. No device is left
-    without a block while there are enough, unless that is what makes it fit: a home that has room
-    for the embeddings only, or a device with less than a block free.
+    A device is full relative to its room. Ties are broken by the next fullest device, and so on.
+    Each device gets a block while there are enough, unless the model only fits otherwise, because
+    home has room for the embeddings alone, or a device has less than a block free.
     """
     counts = _least_full(sizes, rooms, at_least=1)
     if fits(sizes, counts, rooms):
@@ -57,8 +57,8 @@ def _least_full(sizes: Sequence[Any], rooms: Rooms, at_least: int) -> list[int]:
     divisors = [float(largest if room is None else room) or 1.0 for room in rooms]
     prefix = list(itertools.accumulate(blocks, initial=0))
 
-    # A cost is how full devices are, fullest first, the sum of squares, and the counts. Squares
-    # differ in rounding only: by it, plans among equals are what they were.
+    # A cost: how full the devices are, fullest first; the sum of squares; the counts. Squares
+    # differ by rounding only, and stay because they decide between equal plans as ever.
     def extend(cost: Any, position: int, start: int, end: int, best: Any) -> Any:
         fullest, squares, counts = cost
         held = prefix[end] - prefix[start] + (shared if end > start else 0)
@@ -79,11 +79,19 @@ def _best_ranges(
     extend: Callable[[Any, int, int, int, Any], Any],
     at_least: int = 0,
 ) -> list[int] | None:
-    """How many blocks each device gets at the least cost, by dynamic programming; None if none can.
+    """Find the cheapest number of blocks of each device, by dynamic programming.
 
-    `extend` is called with the cost of the devices before (of none, `nothing`), a device's
-    position, its first block, the one after its last, and the best cost so far of reaching that. It
-    returns the cost with the device, or None if that is impossible or not better.
+    Args:
+        n_blocks: blocks of the model.
+        n_devices: devices in order.
+        nothing: the cost of no devices.
+        extend: called with the cost of the devices before, a device's position, its first block,
+            the block after its last, and the best cost so far of getting there. Returns the cost
+            with this device, or None if that is impossible or not better.
+        at_least: blocks that each device must have.
+
+    Returns:
+        The counts; None if no way is possible.
     """
     best: dict[int, tuple[Any, list[int]]] = {0: (nothing, [])}
     for position in range(n_devices):
@@ -100,7 +108,7 @@ def _best_ranges(
 
 
 def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
-    """Blocks per device, each device filled before the next is used; the last gets what is left."""
+    """Fill each device before the next one; the last gets the remaining blocks."""
     remaining, shared, at_home = _weigh(sizes)
     counts = []
     for position, room in enumerate(rooms):
@@ -114,7 +122,7 @@ def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
 
 
 def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms) -> bool:
-    """Whether there is room for so many blocks on each device."""
+    """Return True if there is room for so many blocks on each device."""
     blocks, shared, at_home = _weigh(sizes)
     ends = list(itertools.accumulate(counts))
     loads = [sum(blocks[end - n : end]) + (shared if n else 0) for n, end in zip(counts, ends)]
@@ -123,13 +131,12 @@ def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms) -> bool:
 
 
 def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
-    """The blocks that each device runs, as few of them offloaded as fit.
+    """Return the blocks that each device runs, with as few offloaded as possible.
 
-    Where that leaves a choice, devices have as many blocks as each other. Where nothing fits,
-    every block is offloaded.
+    Ties are broken by equalising the number of blocks. If nothing fits, every block is offloaded.
     """
     blocks, shared, at_home = _weigh(sizes)
-    block = max(blocks, default=0)  # those of one model weigh the same
+    block = max(blocks, default=0)  # because the blocks of one model weigh the same
     left = [
         None if room is None else room - (0 if position else at_home)
         for position, room in enumerate(rooms)
@@ -153,7 +160,7 @@ def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
 
 
 def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | None:
-    """How many of a device's blocks to offload for the rest to fit; None if nothing fits."""
+    """Return how many of a device's blocks to offload so that the rest fits; None if never."""
     if room is None or (count * block + shared if count else 0) <= room:
         return 0
     residents = (room - shared) // block - VISITING if count else -1
@@ -161,5 +168,5 @@ def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | 
 
 
 def _spread_out(count: int, offloaded: int) -> frozenset[int]:
-    """Positions of so many offloaded blocks among `count`, evenly: {2, 5} for 2 of 6."""
+    """Spread offloaded blocks evenly over `count` positions: {2, 5} for 2 of 6."""
     return frozenset((i + 1) * count // offloaded - 1 for i in range(offloaded))

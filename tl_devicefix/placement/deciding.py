@@ -1,7 +1,7 @@
-"""Deciding where each component of a model lives, by what it weighs and what the user asks for.
+"""Decide where each component of a model lives, from its size and the user's arguments.
 
-A pure function of sizes and devices, in accelerate's vocabulary: `device_map`, `max_memory`,
-`n_devices`. What it decides is a `Placement`, which loading, routing and reporting read.
+`decide` is a pure function of sizes and devices, in accelerate's vocabulary: `device_map`,
+`max_memory`, `n_devices`. It returns a `Placement`, which loading, routing and reporting read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 STRATEGIES = ("auto", "balanced", "sequential")
 
 _FILLED = 0.9
-"""How much of what is free to fill, where blocks are offloaded and the user sets no limit."""
+"""Share of the free memory to fill if blocks are offloaded and the user sets no limit."""
 
 
 def decide_fitting(
@@ -57,12 +57,13 @@ def decide_fitting(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """As `plan`, for components of these sizes."""
+    """Place components of these sizes, as `plan` does, and check that they fit."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
     is_given = device_map is not None and device_map not in STRATEGIES
     check_fit(placement, max_memory, is_given)
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    indices = [named for named in (device, *in_map, *(max_memory or ())) if type(named) is int]
+    limited = max_memory if isinstance(max_memory, Mapping) else ()
+    indices = [named for named in (device, *in_map, *limited) if type(named) is int]
     if indices and default_device() == HOST:
         _log.warning(
             "device %d is asked for, but there is no GPU here, so the model is placed on the CPU",
@@ -78,7 +79,7 @@ def decide(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """As `plan`, for components of these sizes, whether or not they fit."""
+    """Place components of these sizes, as `plan` does, even if they do not fit."""
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(
             f"both device_map={shown(device_map)} and n_devices={n_devices} are given: device_map "
@@ -90,10 +91,14 @@ def decide(
         if not isinstance(device_map, Mapping):
             device_map = {"": _checked(device_map)}
         placement = _from_dict(sizes, device_map, device)
-        _warn_of_unused(by_device(max_memory, placement.home), placement.memories)
+        _warn_of_unused(
+            by_device(max_memory, placement.home, placement.devices), placement.memories
+        )
         return placement
-    limits = by_device(max_memory, default_device() if device is None else resolve(device))
-    devices = _devices_to_use(device, n_devices, device_map, limits)
+    home = default_device() if device is None else resolve(device)
+    named = None if isinstance(max_memory, int | str) else by_device(max_memory, home)
+    devices = _devices_to_use(device, n_devices, device_map, named)
+    limits = by_device(max_memory, home, devices)
     n_blocks = sum(is_block(size.name) for size in sizes)
     if n_devices is not None and n_devices > max(n_blocks, 1):
         _log.warning(
@@ -102,10 +107,10 @@ def decide(
             n_devices,
             n_blocks,
         )
-    home = devices[0]
+    home = devices[0]  # the lowest that `max_memory` names, if `device` is left out
     may_offload = home != HOST and HOST in (limits or {})
     _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)
-    # A device that may hold nothing is left out; home is not, so that what it lacks is reported.
+    # Leave out devices that may hold nothing. Home stays, so that `check_fit` reports its lack.
     devices = [d for d in devices if d == home or capacity(d, limits) != 0]
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
@@ -126,9 +131,12 @@ def _devices_to_use(
     strategy: DeviceMap | None,
     limits: Limits | None,
 ) -> list[torch.device]:
-    """The devices to spread over, home first.
+    """Return the devices to spread over, home first. The first of these rules that applies decides:
 
-    `n_devices` from home on; else those that `max_memory` names; else all that a strategy may use.
+    1. `n_devices`: so many, from home on;
+    2. the devices that `max_memory` names;
+    3. a strategy: all devices of home's type;
+    4. home alone.
     """
     home = default_device() if device is None else resolve(device)
     if is_elsewhere(home):
@@ -140,7 +148,7 @@ def _devices_to_use(
         return consecutive(home, n_devices)
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
-    if named and device is not None:  # those after home, and then those before it
+    if named and device is not None:  # devices after home first, then those before it
         after = [d for d in named if is_elsewhere(d) or (d.index or 0) > (home.index or 0)]
         named = [home, *after, *(other for other in named if other not in (home, *after))]
     if named:
@@ -185,7 +193,7 @@ def _contiguous(
 def _from_dict(
     sizes: Sequence[ComponentSize], device_map: Mapping[str, DeviceLike], home: DeviceLike | None
 ) -> Placement:
-    """The placement that a user's dict asks for: the longest matching prefix decides."""
+    """Place components by a user's dict, in which the longest matching prefix decides."""
     names = [size.name for size in sizes]
     for key in device_map:
         if not any(_is_prefix(key, name) for name in names):
@@ -220,9 +228,10 @@ def _from_dict(
 
 
 def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
-    """Offload the blocks that are on the CPU, unless home is: each runs where the last block did.
+    """Offload the blocks on the CPU, unless home is the CPU.
 
-    Before the first block that is on a device, they run where that does.
+    Each runs on the device of the block before it, because the residual stream is there. Blocks
+    before the first one on a device run on that device.
     """
     home = placed[0].device
     on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
@@ -239,7 +248,7 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
 def _like_home(
     device_map: Mapping[str, DeviceLike], home: DeviceLike | None
 ) -> torch.device | None:
-    """A device of the type that home will have, which indices refer to; None if unknown."""
+    """Return a device of home's type, because indices refer to that type; None if unknown."""
     if home is not None:
         return resolve(home)
     key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
@@ -250,7 +259,7 @@ def _like_home(
 
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
-    """The device that a map gives for a component; an index is one of home's type."""
+    """Return the device that a map gives for a component; an index has home's type."""
     if not is_device(named) or str(named) == "meta":
         raise ValueError(
             f"device_map puts {component} on {shown(named)}, but that is not a device for weights: "
@@ -281,9 +290,9 @@ def _checked(device_map: DeviceLike) -> DeviceLike:
 
 
 def _must_be_named(name: str) -> bool:
-    """Whether a map has to say where a component is; others are small, and go with `embed`.
+    """Return True if a map has to name a component.
 
-    Such as the rotary embedding, which a Bridge has as a component, and HookedTransformer has not.
+    Others, such as a Bridge's rotary embedding, go with `embed` because they are small.
     """
     return is_block(name) or name in ("embed", "pos_embed", "ln_final", "unembed")
 

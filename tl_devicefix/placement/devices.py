@@ -1,6 +1,6 @@
-"""The devices of this machine and of other hosts: which exist, their names, and free memory.
+"""The devices of this machine and of other hosts: existence, names and free memory.
 
-And how other hosts are asked: `Connection`.
+`Connection` is the interface by which other hosts are asked.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from tl_devicefix.misspelt import shown
 
 DEVICE_TYPE = "sim"
-"""That of simulated devices."""
+"""The type of simulated devices."""
 
 
 class HostLost(RuntimeError):
-    """A host, which the message names, is lost with its blocks."""
+    """Raised if a host is lost with its blocks; the message names it."""
 
 
 class Connection(Protocol):
-    """How a host's worker is asked.
+    """The interface to a host's worker. An implementation has to keep these promises:
 
-    - Several threads ask at once, and a call may last.
+    - Several threads may call at once, and a call may take long.
     - Arguments and values are None, numbers, strings, dtypes, dense CPU tensors without gradients,
       and tuples, lists and dicts of these.
     - A tensor that arrives is its receiver's own, and may be written to.
@@ -41,7 +41,7 @@ class Connection(Protocol):
         """End the worker."""
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker, and wait for what it returns.
+        """Call a method of the worker, and wait for its result.
 
         Raises:
             HostLost: at once, if the host is lost.
@@ -53,9 +53,9 @@ class Host:
     """A host that has joined.
 
     Attributes:
-        connection: how it is asked.
-        devices: what it calls each of its devices ("cuda:0"), in order.
-        forgotten: numbers of what the worker may let go of: it is told so with the next run.
+        connection: the interface to its worker.
+        devices: its own names of its devices ("cuda:0"), in order.
+        forgotten: numbers of values that the worker may free; the next run tells it.
     """
 
     connection: Connection
@@ -63,7 +63,7 @@ class Host:
     forgotten: list[int] = field(default_factory=list)
 
     def take_forgotten(self) -> list[int]:
-        """What it is told now; others may add to it meanwhile."""
+        """Empty `forgotten` one by one, because other threads may append meanwhile."""
         return [self.forgotten.pop() for _ in range(len(self.forgotten))]
 
 
@@ -71,19 +71,19 @@ _joined: tuple[Host, ...] = ()
 
 
 def join(hosts: Sequence[Host]) -> None:
-    """Have the devices of these hosts in this process, and those of no others."""
+    """Make the devices of these hosts known in this process, and those of no others."""
     global _joined
     _joined = tuple(hosts)
 
 
 def joined() -> tuple[Host, ...]:
-    """The hosts that have joined, in order; this process's own is not among them."""
+    """Return the hosts that have joined, in order, without this process's own."""
     return _joined
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a device is.
+    """A device and its host.
 
     Attributes:
         torch_device: the device, as it is called in this process; see `elsewhere`.
@@ -106,12 +106,12 @@ class Site:
 
 
 def names_host(named: object) -> bool:
-    """Whether a device is named with its host: "host1/cuda:3"."""
+    """Return True if a device is named with its host: "host1/cuda:3"."""
     return isinstance(named, str) and "/" in named
 
 
 def site_named(name: str, sites: Sequence[Site]) -> Site:
-    """The site that is meant by "node-b/cuda:1" or "host1/1"."""
+    """Return the site of "node-b/cuda:1" or "host1/1"."""
     host, _, device = name.rpartition("/")
     on_host = [site for site in sites if site.hostname == host]
     on_host = on_host or [site for site in sites if f"host{site.host}" == host]
@@ -127,7 +127,7 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
 
 
 def listed(sites: Sequence[Site]) -> str:
-    """Each host and its devices, in short: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
+    """List hosts and their devices: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
     by_host: dict[int, list[Site]] = {}
     names = {site.hostname for site in sites}
     for site in sites:
@@ -135,7 +135,7 @@ def listed(sites: Sequence[Site]) -> str:
     ranges = []
     for first, *others in by_host.values():
         number = f"host{first.host}"
-        also = "" if number in names else f" ({number})"  # of a host that has it, that is the name
+        also = "" if number in names else f" ({number})"  # the name wins
         ranges.append(first.name + (f" to {others[-1].device}" if others else "") + also)
     return ", ".join(ranges)
 
@@ -148,7 +148,7 @@ HOST = torch.device("cpu")
 
 
 def default_device() -> torch.device:
-    """The device TransformerLens would choose, with its index.
+    """Return the device that TransformerLens would choose, with its index.
 
     Inside `tl_devicefix.simulate` that is the first simulated device.
     """
@@ -156,7 +156,7 @@ def default_device() -> torch.device:
 
 
 def _unsimulated_device() -> torch.device:
-    try:  # only now: to read saved activations needs no TransformerLens
+    try:  # imported here, because reading saved activations needs no TransformerLens
         from transformer_lens.utilities import get_device
     except ImportError:  # TransformerLens 2.x
         from transformer_lens.utils import get_device
@@ -165,7 +165,7 @@ def _unsimulated_device() -> torch.device:
 
 def simulated_device() -> torch.device | None:
     """The current simulated device, within `tl_devicefix.simulate`."""
-    # torch registers a device type's module under its name; the simulation has devices only while
+    # torch registers a device type's module under its name. The simulation has devices only while
     # it runs.
     simulated = getattr(torch, "sim", None)
     if simulated is None or simulated.device_count() == 0:
@@ -190,28 +190,28 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def has_index(device: torch.device) -> bool:
-    """Whether there may be several devices of this type."""
+    """Return True if there may be several devices of this type."""
     return device.type not in ("cpu", "meta") or is_elsewhere(device)
 
 
 def elsewhere(number: int) -> torch.device:
-    """What stands for a device of another host in this process, where no tensor can be on it."""
+    """Return the stand-in for a device of another host, on which no tensor here can be."""
     return torch.device("meta", number)
 
 
 def is_elsewhere(device: torch.device) -> bool:
-    """Whether a device is one of another host."""
+    """Return True if a device is one of another host."""
     return device.type == "meta" and device.index is not None
 
 
 def host_of(device: torch.device) -> tuple[Host, int]:
-    """The host of a device that is elsewhere, and which of its devices it is."""
+    """Return the host of a device elsewhere, and the device's number there."""
     devices = [(host, number) for host in joined() for number in range(len(host.devices))]
     return devices[device.index]
 
 
 def sites_here() -> tuple[Site, ...]:
-    """The host of each device, after `init_hosts`; nothing if there is one, or it is simulated."""
+    """Return the sites of all devices after `init_hosts`; nothing with one host or a simulation."""
     if not joined() or simulated_device() is not None:
         return ()
     here = default_device()
@@ -226,25 +226,25 @@ def sites_here() -> tuple[Site, ...]:
 
 
 def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
-    """A device's site, by default among those of this process; None if there is one host."""
+    """Return a device's site, by default among this process's; None with one host."""
     all_sites = sites_here() if sites is None else sites
     return next((site for site in all_sites if site.torch_device == device), None)
 
 
 def printed(device: torch.device) -> str:
-    """A device's name as a user may give it: with its host, if there are several."""
+    """Return a device's name as a user may give it: with its host, if there are several."""
     site = site_of(device)
     return str(device) if site is None else site.name
 
 
 def and_there_are() -> str:
-    """Which devices the hosts have, as the end of a sentence; nothing if there is one host."""
+    """Return the hosts' devices as the end of a sentence; "" with one host."""
     sites = sites_here()
     return f"; the hosts have {listed(sites)}" if sites else ""
 
 
 def is_device(named: object) -> bool:
-    """Whether this is an index or the name of a device, on this machine or another."""
+    """Return True if this is an index or the name of a device, on this machine or another."""
     if isinstance(named, int) or names_host(named):
         return True
     try:
@@ -312,7 +312,7 @@ def _existing(device: torch.device, named: str) -> torch.device:
 
 
 def device_count(device_type: str) -> int:
-    """How many devices of this type there are; 1 for the CPU."""
+    """Return the number of devices of this type; 1 for the CPU."""
     if device_type in ("cpu", "meta"):
         return 1
     module = torch.get_device_module(device_type)
@@ -343,10 +343,10 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that the device itself reports as free; None where it does not say.
+    """Return the bytes that a device reports as free; None if it does not say.
 
-    What other processes hold counts as used, and what this process's caching allocator holds but
-    does not use counts as free. What `set_per_process_memory_fraction` forbids does not.
+    Memory of other processes counts as used. Unused memory in this process's caching allocator
+    counts as free, because torch reuses it, unless `set_per_process_memory_fraction` forbids it.
     """
     if is_elsewhere(device) and joined():
         host, number = host_of(device)
@@ -359,7 +359,7 @@ def free_memory(device: torch.device) -> int | None:
     try:
         free, total = module.mem_get_info(device)
     except RuntimeError as error:
-        # Some XPUs have no such query, nor has torch as it was built for others.
+        # Some XPUs and some builds of torch lack this query.
         if isinstance(error, NotImplementedError) or re.search("n[o']t support", str(error)):
             return None
         raise
@@ -369,10 +369,10 @@ def free_memory(device: torch.device) -> int | None:
     free += module.memory_reserved(device) - allocated
     if hasattr(module, "get_per_process_memory_fraction"):
         allowed = module.get_per_process_memory_fraction(device) * total - allocated
-        free = min(free, allowed)  # less than nothing, if more was allocated before it was set
+        free = min(free, allowed)  # negative if more was allocated before the fraction was set
     return max(int(free), 0)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values; one of a dry run has none."""
+    """Return True if a tensor has values; one of a dry run has none."""
     return getattr(tensor, "has_values", True)

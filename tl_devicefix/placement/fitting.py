@@ -1,4 +1,4 @@
-"""Whether a placement fits into its devices' memory, what is said where not; moving a model."""
+"""Check that a placement fits into its devices' memory, and say where it does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
-    """Bytes that loading takes on a device beside the weights: a slice, in float32 and changing."""
+    """Return the bytes that loading needs beside the weights: two float32 copies of a slice."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
@@ -28,9 +28,15 @@ def working_room(placement: Placement, dtype: torch.dtype) -> int:
 def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool) -> None:
     """Check that each device has room for its share, and the host for offloaded blocks.
 
-    The placement `is_given` if a user's map says where each component is.
+    Args:
+        placement: the placement to check.
+        max_memory: the user's limits.
+        is_given: True if a user's map says where each component is, because the remedies differ.
+
+    Raises:
+        ValueError: if a device has less room than its share needs.
     """
-    limits = by_device(max_memory, placement.home)
+    limits = by_device(max_memory, placement.home, placement.devices)
     over, held = [], 0
     for memory in placement.memories:
         room, needed = capacity(memory, limits), placement.bytes_on(memory)
@@ -52,10 +58,10 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
 
 
 def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> None:
-    """Move each component of a model to its planned device, and what else is in `rest` home.
+    """Move each component of a model to its planned device, and the other tensors of `rest` home.
 
-    What several components share goes to the first one's; buffers that modules on one device share
-    stay shared.
+    A tensor that several components share goes to the first one's device. Buffers that modules on
+    one device share stay shared.
     """
     placed: set[int] = set()
     buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -71,7 +77,9 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
             for name, buffer in submodule.named_buffers(recurse=False):
                 if id(submodule) not in placed and not buffer.is_meta:
                     key = id(buffer), device
-                    if key not in buffers:  # with the buffer, so that no other gets its id
+                    if (
+                        key not in buffers
+                    ):  # keep the buffer, because a freed one's id may be reused
                         buffers[key] = buffer, buffer.to(device)
                     submodule._buffers[name] = buffers[key][1]
             placed.add(id(submodule))
@@ -83,7 +91,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
 
 
 def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter, which stays the same object, and its gradient."""
+    """Move a parameter and its gradient in place, so that optimizers keep it."""
     gradient = parameter.grad
     parameter.data = parameter.data.to(device)
     if gradient is not None and gradient.device != device:
@@ -93,7 +101,7 @@ def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> Iterator[None]:
-    """Explain running out of memory while a unit is brought to its device, if that is planned."""
+    """Turn an out-of-memory error into one that names the device, the unit and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -105,7 +113,7 @@ def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> I
 def _out_of_memory(
     error: BaseException, model: Any, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
-    # torch names no device where the host is full, which it says in words of its own.
+    # A full host raises a plain RuntimeError, so the type of error tells which memory is full.
     on_device = isinstance(error, torch.OutOfMemoryError)
     device = placement.device_of(unit) if on_device else placement.stored_on(unit)
     tensors = (*model.parameters(), *model.buffers())

@@ -15,7 +15,7 @@ from tl_devicefix.placement.placement import Placement, in_short
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
-# By identity, as equal placements of two models are two; in the order they were placed.
+# By identity, because two models may have equal placements. In the order of placing.
 _placements: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 
@@ -40,14 +40,14 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
-    # An index is of home's type, which is not known yet.
+    # An index stays one, because it means a device of home's type, which is not known yet.
     with setting(_chosen, device if isinstance(device, int) else resolve(device)):
         yield
 
 
 @contextlib.contextmanager
 def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    """Within it, a context variable has another value."""
+    """Set a context variable within a `with` block."""
     token = variable.set(value)
     try:
         yield
@@ -56,7 +56,7 @@ def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
 
 
 def chosen_device(home: torch.device | None) -> torch.device | None:
-    """The device of the innermost `gather_on`, if any."""
+    """Return the device of the innermost `gather_on`, if any."""
     device = _chosen.get()
     return None if device is None else resolve(device, home)
 
@@ -68,7 +68,7 @@ def use(placement: Placement) -> None:
 
 
 def devices_in_use() -> frozenset[torch.device]:
-    """All placed models' devices, the host if blocks are offloaded, and that of `gather_on`."""
+    """Return the devices of all placed models, offloaded blocks' too, and of `gather_on`."""
     placements = placements_in_use()
     devices = frozenset(device for placement in placements for device in placement.here.memories)
     chosen = chosen_device(placements[-1].home if placements else None)
@@ -76,10 +76,13 @@ def devices_in_use() -> frozenset[torch.device]:
 
 
 def device_of_result(devices: frozenset[torch.device]) -> torch.device:
-    """Where the result of mixing some devices in use belongs.
+    """Return the device for the result of mixing tensors of these devices.
 
-    That of `gather_on`; else the home of the model that is on most of the devices, of several the
-    one that was placed last; else, where no model is left, one of the devices.
+    The first rule that applies decides:
+
+    1. the device of `gather_on`;
+    2. the home of the model that uses most of the devices, the latest one if several do;
+    3. without any model: one of the devices.
     """
     latest_first = placements_in_use()[::-1]
     chosen = chosen_device(latest_first[0].home if latest_first else None)
@@ -91,14 +94,14 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
 
 
 def placements_in_use() -> list[Placement]:
-    """Those that a model, or anyone, holds, in the order they were placed."""
-    # Not `values()`, as other threads may place models meanwhile.
+    """Return the placements that anybody holds, oldest first."""
+    # Not `values()`, because other threads may place models meanwhile.
     references = (reference() for reference in _placements.valuerefs())
     return [placement for placement in references if placement is not None]
 
 
 def held_by(hostname: str) -> str:
-    """What a host holds of models, as a clause behind its name; "" if that is nothing."""
+    """Return a clause that says which components a host holds; "" if none."""
     held = []
     for placement in placements_in_use():
         there = {site.torch_device for site in placement.sites if site.hostname == hostname}

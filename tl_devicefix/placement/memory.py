@@ -1,4 +1,4 @@
-"""Sizes of memory: as users give them and read them, what a device may use, and when it is full."""
+"""Sizes of memory: parsed and printed, limits of devices, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ import torch
 from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
 
-MaxMemory = Mapping[DeviceLike, int | str]
-"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}."""
+MaxMemory = Mapping[DeviceLike, int | str] | int | str
+"""Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}; or one
+size for each device."""
 
 
 Limits = Mapping[torch.device, int]
 """The same with each device by its full name, and sizes in bytes."""
 
 
-def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limits | None:
-    """Resolve the devices in `max_memory`, and its sizes to bytes."""
+def by_device(
+    max_memory: MaxMemory | Limits | None, home: torch.device, devices: Sequence[torch.device] = ()
+) -> Limits | None:
+    """Resolve the devices in `max_memory`, and its sizes to bytes; one size is for each device."""
     if max_memory is None:
         return None
+    if isinstance(max_memory, int | str):
+        return dict.fromkeys(devices, bytes_of(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
         raise ValueError(
-            f"max_memory must be a dict from devices to sizes, such as {{0: '20GiB', 1: '40GiB'}}, "
-            f"but is {shown(max_memory)}"
+            "max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
+            f"sizes, such as {{0: '20GiB', 1: '40GiB'}}, but is {shown(max_memory)}"
         )
     limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():
@@ -39,15 +44,16 @@ def by_device(max_memory: MaxMemory | Limits | None, home: torch.device) -> Limi
 
 
 def capacity(device: torch.device, limits: Limits | None) -> int | None:
-    """Bytes that may be used on `device`: what is free, and no more than the user allows."""
+    """Return the bytes that may be used on `device`: its free memory or the user's limit."""
     free, allowed = free_memory(device), (limits or {}).get(device)
     return allowed if free is None else free if allowed is None else min(allowed, free)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch does not always raise an OutOfMemoryError.
+    """Return True if an allocation failed.
 
-    On the CPU, and where host memory cannot be pinned, it is a RuntimeError by its type.
+    We search the message too, because torch raises a plain RuntimeError on the CPU, and if host
+    memory cannot be pinned.
     """
     phrases = ("can't allocate memory", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
@@ -66,7 +72,7 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
             power = _PREFIXES.index(match[2][0].upper()) if match else 0
             n_bytes = float(match[1]) * base**power if match else -1
         if match and match[2].endswith("b") and "i" not in match[2].lower():
-            n_bytes = -1  # bits to accelerate, and bytes to who writes it
+            n_bytes = -1  # accelerate reads "Gb" as bits, but its writer means bytes
     if not 0 <= n_bytes <= _MOST:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
@@ -79,7 +85,7 @@ _MOST = 2**60
 
 
 def gib(size: float) -> str:
-    """A size in bytes: "1.25 GiB", "640.0 KiB", "12 bytes", "-7.30 GiB"."""
+    """Format a size in bytes: "1.25 GiB", "640.0 KiB", "12 bytes", "-7.30 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"

@@ -1,6 +1,6 @@
-"""`Placement`, the value: where each component of a model lives, and what it weighs there.
+"""`Placement`: where each component of a model lives, and its size in bytes.
 
-Loading, routing, moving and reporting all read the same one. `deciding.py` computes it.
+Loading, routing, moving and reporting all read the same `Placement`. `deciding.py` makes it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ for hooks of components that are at home."""
 
 @dataclass(frozen=True)
 class ComponentSize:
-    """A component of a model, which is placed as one, and what it weighs (bytes)."""
+    """A component of a model, which is placed as a whole, and its size in bytes."""
 
     name: str
     weights: int
     buffers: int = 0
     shared: str | None = None
-    """Blocks on one device that name the same here hold their buffers together, in one copy."""
+    """Blocks on one device with the same name here share one copy of their buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,10 @@ class Placement:
 
     components: tuple[PlacedComponent, ...]
     sites: tuple[Site, ...] = field(default_factory=sites_here)
-    """Of which host each device is, if there are several hosts."""
+    """The host of each device, if there are several hosts."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self  # it never changes, and a copied model has it in use
+        return self  # immutable, so a copied model can share it
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -86,7 +86,7 @@ class Placement:
 
     @property
     def here(self) -> Placement:
-        """The same without what is on other hosts."""
+        """The same placement without components on other hosts."""
         return self if self._here is None else self._here
 
     @cached_property
@@ -96,7 +96,7 @@ class Placement:
 
     @property
     def of_this_process(self) -> Placement:
-        """The placement that a model here has: of a worker, whose home is on another host, less."""
+        """The part of the placement that concerns this process: on a worker, its own blocks."""
         return self.here if is_elsewhere(self.home) else self
 
     @cached_property
@@ -127,12 +127,12 @@ class Placement:
         return self._component(name).device
 
     def read_at(self, name: str) -> torch.device:
-        """Where a component's weights and activations are read: home, if it is on another host."""
+        """Return the device on which to read a component: home, if it is on another host."""
         device = self.device_of(name)
         return self.home if is_elsewhere(device) else device
 
     def device_for(self, name: str, of_weights: bool = False) -> torch.device:
-        """The device of anything in the model, by name: home, if it is in no component."""
+        """Return the device of anything in the model, by name; home if it is in no component."""
         component = self._by_name.get(component_of(name), self.components[0])
         return component.stored_on if of_weights else component.device
 
@@ -151,12 +151,12 @@ class Placement:
         return self._component(name).stored_on
 
     def _component(self, name: str) -> PlacedComponent:
-        """The component that has something, by name; the first, which is at home, of its hooks."""
+        """Return the component of a name; the first, at home, for the model's own hooks."""
         if name in _HOOKS_AT_HOME:
             return self.components[0]
         component = component_of(str(name))
         if component not in self._by_name:
-            # Of "blocks" and "blocks.99" the list says all.
+            # No suggestion for "blocks" and "blocks.99", because the list says enough.
             kinds = {name.partition(".")[0] for name in self._by_name}
             is_listed = component.partition(".")[0] in kinds
             meant = "" if is_listed else did_you_mean(component, self._by_name)
@@ -200,14 +200,14 @@ class Placement:
         return sorted(weights, reverse=True)[:VISITING]
 
     def gathered_on(self, device: torch.device) -> Placement:
-        """The same components, all on one device, none offloaded."""
+        """Return the same components, all on one device and none offloaded."""
         gathered = (
             replace(component, device=device, offloaded=False) for component in self.components
         )
         return Placement(tuple(gathered), self.sites)
 
     def reweighed(self, model: Any) -> Placement:
-        """The same devices, with the sizes that the components of a model have now."""
+        """Return the same devices, with the present sizes of a model's components."""
         weighed = dict(self._by_name)
         for component, module in self.modules_of(model):
             weights = sum(tensor.nbytes for tensor in module.parameters())
@@ -216,7 +216,7 @@ class Placement:
         return Placement(tuple(weighed.values()), self.sites)
 
     def modules_of(self, model: Any) -> Iterator[tuple[PlacedComponent, Any]]:
-        """The components that a model has, each with its module."""
+        """Yield the components that a model has, each with its module."""
         modules = dict(model.named_modules())
         for component in self.components:
             if component.name in modules:
@@ -233,7 +233,7 @@ class Placement:
         return format_table(rows, "<<>>")
 
     def label(self, memory: torch.device) -> str:
-        """A device's name and role: "cuda:0 (home)", "node-b/cuda:0", "cpu (offloaded)"."""
+        """Return a device's name and role: "cuda:0 (home)", "node-b/cuda:0", "cpu (offloaded)"."""
         site = site_of(memory, self.sites)
         name = str(memory) if site is None else site.name
         if memory == self.home:
@@ -242,7 +242,7 @@ class Placement:
         return f"{name} (offloaded)" if is_offload else name
 
     def held_in(self, memory: torch.device) -> str:
-        """Components and visitors there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
+        """Return the components there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))
         held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]
@@ -255,12 +255,12 @@ class Placement:
 def placed_as(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:
-    """A component of this size, on a device."""
+    """Place a component of this size on a device."""
     return PlacedComponent(**vars(size), device=device, offloaded=offloaded)
 
 
 def in_short(names: Sequence[str]) -> str:
-    """["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.4"] -> "embed, blocks.0-2, 4"."""
+    """Shorten ["embed", "blocks.0", "blocks.1", "blocks.3"] to "embed, blocks.0-1, 3"."""
     runs: list[list[str]] = []
     for name in names:
         previous = runs[-1][-1] if runs else ""
@@ -282,20 +282,21 @@ def _number(block: str) -> int:
 
 
 def component_of(name: str) -> str:
-    """The component that a parameter or buffer belongs to: "blocks.3.attn.W_Q" -> "blocks.3"."""
+    """Return the component of a parameter or buffer: "blocks.3" for "blocks.3.attn.W_Q"."""
     parts = name.split(".")
     return ".".join(parts[:2]) if is_block(name) else parts[0]
 
 
 def is_block(name: str) -> bool:
-    """Whether this is a block, or something in one: it has a number. All else stays at home.
+    """Return True for a block, or a name within one.
 
-    So tokens in and logits out are at home: embed, pos_embed, ln_final, unembed.
+    Other components (embed, pos_embed, ln_final, unembed) stay at home, so that tokens go in and
+    logits come out there.
     """
     return name.partition(".")[2].partition(".")[0].isdecimal()
 
 
 def shared_once(on_one_device: Sequence[Any]) -> int:
-    """Bytes of the buffers of some components (anything like `ComponentSize`) on one device."""
+    """Return the bytes of buffers that components on one device hold, shared ones counted once."""
     copies = {component.shared or component.name: component.buffers for component in on_one_device}
     return sum(copies.values())

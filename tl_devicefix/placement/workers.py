@@ -1,6 +1,6 @@
-"""One worker per device: components on different devices are worked on at once.
+"""Process components of different devices at the same time, with a thread for each device.
 
-On each device it is done to one component after the other, in their order.
+Each device processes its components one after the other, in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
 
-# torch.set_num_threads also sets what new threads begin with: one load at a time.
+# One load at a time, because torch.set_num_threads also sets the value for new threads.
 _setting_threads = threading.Lock()
 
 
@@ -28,11 +28,16 @@ def each_on_its_device(
     devices: Sequence[torch.device],
     done: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Do something to each unit on its device, with a thread for each of several devices.
+    """Call `do` for each unit, in a thread for each device if there are several.
 
-    After an error or an interrupt no unit is begun any more, and no thread is left. Of several
-    errors, the one of the first unit is raised. `do` is no closure, as an error's traceback would
-    keep what it holds; `done` is called in this thread after each unit.
+    After an error or an interrupt no further unit begins, and no thread is left. If several units
+    fail, the error of the first one is raised.
+
+    Args:
+        do: called with each unit. Not a closure, because tracebacks would keep its cells alive.
+        units: the units, in order.
+        devices: the device of each unit.
+        done: called in this thread after each unit.
     """
     of_each = dict.fromkeys(devices)
     if len(of_each) < 2:
@@ -42,14 +47,16 @@ def each_on_its_device(
         return
     begun: list[Future[None]] = []
     with _setting_threads, contextlib.ExitStack() as stack:
-        # torch would split each of many small operations over all cores, and wait for the slowest
-        # every time: ten times as long on a machine that does something else as well.
+        # Share the cores between the threads, because torch would split each small operation over
+        # all cores and wait for the slowest one: ten times slower on a busy machine.
         all_cores = torch.get_num_threads()
         stack.callback(torch.set_num_threads, all_cores)
         cores = max(1, all_cores // len(of_each))
         caller = CallersState(of_each)
         workers = {device: stack.enter_context(threads(1)) for device in of_each}
-        stack.callback(lambda: [future.cancel() for future in begun])  # before workers are awaited
+        stack.callback(
+            lambda: [future.cancel() for future in begun]
+        )  # before the pools wait for their threads
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
         for future in as_completed(begun):
@@ -58,12 +65,12 @@ def each_on_its_device(
             done()
     errors = list(filter(None, (future.exception() for future in begun if not future.cancelled())))
     del future
-    begun.clear()  # or an error's traceback would hold them, and they the error
+    begun.clear()  # break the cycle error -> traceback -> futures -> error
     try:
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # or its traceback would hold the others, and they what was being done
+        errors.clear()  # because the traceback of one would keep the others alive
 
 
 def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
@@ -73,7 +80,7 @@ def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
 
 @contextlib.contextmanager
 def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads, none of which is left at the end, even after an interrupt."""
+    """Make a pool of threads, all of which end with the `with` block, even after an interrupt."""
     pool = ThreadPoolExecutor(count, **options)
     try:
         yield pool
@@ -86,11 +93,11 @@ def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
 
 
 class CallersState:
-    """Torch's settings of the thread that makes this, to be set in other threads too.
+    """A snapshot of this thread's torch settings, to run functions in other threads with them.
 
-    Gradient and inference mode, autocast, the modes of torch functions and operations
+    It has gradient and inference mode, autocast, the modes of torch functions and operations
     (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the current devices and
-    streams, and, as contextvars, what `gather_on` has chosen.
+    streams, and context variables such as the device of `gather_on`.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -100,7 +107,7 @@ class CallersState:
         self._set: list[Callable[[], Any]] = [
             functools.partial(torch.set_num_threads, torch.get_num_threads()),
             *(setting for device in devices for setting in _current_stream(device)),
-            # After the streams, as to set one makes its device the current one.
+            # After the streams, because setting a stream makes its device the current one.
             *(setting for kind in types for setting in _current_device(kind)),
         ]
         multithreading = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
@@ -108,14 +115,14 @@ class CallersState:
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
-            # There are types of device that do not support it.
+            # Only enabled types, because some types of device do not support autocast.
             *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
         ]
         autograd: Any = torch._C._autograd
         hooks = autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None:  # the innermost, which alone have a say
+        if hooks is not None:  # the innermost, because only that one is called
             self._enter.append(functools.partial(saved_tensors_hooks, *hooks))
-        # Not entered, as what a mode does at that is done for the caller's thread.
+        # Pushed without __enter__, because its effects belong to the caller's thread.
         self._modes = [
             *((_push_mode, _pop_mode, mode) for mode in _get_current_function_mode_stack()),
             *(
@@ -125,7 +132,7 @@ class CallersState:
         ]
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in this thread, with all of it in force."""
+        """Call a function in this thread with these settings."""
         return self._context.copy().run(self._run, function, args)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -1,1 +1,1 @@
-"""Before anything is loaded: the plan, dry runs of a job, and what a usual job takes."""
+"""Before a load: the plan, dry runs of a job, and estimates of usual jobs."""

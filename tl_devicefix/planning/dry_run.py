@@ -1,7 +1,7 @@
 """Try a job at full size: a model without values on devices without hardware.
 
 Tensors have devices, shapes and sizes, but no values (`simulate(..., values=False)`), so a 70B
-model is made in seconds, and what a function does with it is checked without computing anything.
+model is made in seconds, and a function of it is checked without computing anything.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OnDevice:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for the peak."""
+        """True if there is room for the peak."""
         return self.headroom is None or self.headroom >= 0
 
 
@@ -77,7 +77,7 @@ class DryRun:
     placement: Placement
     """Where each component is."""
     devices: tuple[OnDevice, ...]
-    """Of each device: its weights, its peak during the job, and the module of the peak."""
+    """Each device's weights, its peak during the job, and the module at the peak."""
     transfers: Transfers
     """Every copy between devices, in order. Printing them shows a line for each pair."""
     result: Any
@@ -89,7 +89,7 @@ class DryRun:
 
     @property
     def runs(self) -> bool:
-        """Whether the job ran to its end."""
+        """True if the job ran to its end."""
         return self.error is None
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ def dry_run(
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(numbers)
-    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # which `run` may set
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # because `run` may set it
     at_least = len(memory) if isinstance(memory, list | tuple) else 1
     request = described(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
@@ -190,7 +190,7 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
     try:
         with _noting_what_runs(model, placement, running):
             result = run(model)
-    except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
+    except Exception as caught:  # noqa: BLE001  # because the report is about the job's own errors
         error, stopped_at = caught, _where(caught, model)
         traceback.clear_frames(caught.__traceback__)
     finally:

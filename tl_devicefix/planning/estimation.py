@@ -1,6 +1,6 @@
-"""Whether a job fits, before anything is loaded: `estimate(...)`, a dry run of a usual job.
+"""Estimate whether a job fits before anything is loaded, by a dry run of a usual job.
 
-No formula: it is what the installed TransformerLens allocates, on tensors without values.
+No formula is used: the installed TransformerLens allocates tensors without values.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Job:
     max_new_tokens: int = 0
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
-    """Whether gradients are on; then a backward from the loss is taken too."""
+    """True to record gradients and take a backward from the loss."""
     fuse_blocks: bool = False
-    """How blocks attend: "sdpa", which builds no pattern unless it is kept, or as installed."""
+    """True if blocks are fused, so that they build no pattern unless `cache` keeps it."""
 
     def keeps(self, name: str) -> bool:
-        """Whether `run_with_cache` keeps the activation of this hook point."""
+        """Return True if `run_with_cache` keeps the activation of this hook point."""
         return self.cache == "all" or any(part_of(part, name) for part in self.parts)
 
     @property
@@ -70,7 +70,7 @@ class Job:
 
 
 def part_of(part: str, name: str) -> bool:
-    """Whether `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
+    """Return True if `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
     short = part.removeprefix("hook_")
     return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
 
@@ -94,11 +94,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether each device has room for its peak."""
+        """True if each device has room for its peak."""
         return all(device.fits for device in self.devices)
 
     def to_dict(self) -> dict[str, Any]:
-        """The estimate as plain numbers and texts, for JSON; sizes are in bytes."""
+        """Return the estimate as plain numbers and texts, for JSON; sizes are in bytes."""
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -202,7 +202,7 @@ def estimate(
 
 
 _MOST_DEVICES = 16
-"""So many are tried."""
+"""The largest number of devices that is tried."""
 
 
 def _estimate(
@@ -212,7 +212,7 @@ def _estimate(
     max_memory: Any,
     n_devices: int | None,
 ) -> Estimate:
-    """A dry run of the job on devices without limits, beside what each has."""
+    """Run the job dry on devices without limits, and compare with their real memory."""
     request = described(n_devices, device_map, max_memory)
     _check(job, model)
     of_each = _of_each(request.max_memory, request.n_devices)
@@ -232,7 +232,7 @@ def _estimate(
         for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
             resident = sum(component.weights for component in runs if not component.offloaded)
-            # A Bridge may weigh an unembedding that it ties.
+            # The larger one, because sizes count an unembedding that a Bridge ties.
             weights = max(row.weights, resident + shared_once(runs))
             peak, module = row.peak - row.weights + weights, row.module
             if runs and peak < (loading := weights + model.room_to_load(placement)):
@@ -252,7 +252,7 @@ def _estimate(
 
 
 def _of_each(memory: Any, n_devices: int) -> dict[Any, Any]:
-    """A size for each device: one for all, or those that are named, and 80 GiB for the rest."""
+    """Return the size of each device: one for all, or a dict's sizes and 80 GiB for the rest."""
     named = memory
     if not isinstance(memory, Mapping):
         named = dict.fromkeys(range(n_devices), bytes_of(memory, "max_memory"))
@@ -289,7 +289,7 @@ def _check_cache(job: Job, model: Any) -> None:
 
 
 def _run(job: Job, blueprint: Blueprint, model: Any) -> Any:
-    """Do the job, and return what its user keeps."""
+    """Do the job, and return the results that its user would keep."""
     kept = None
     if job.cache is not None or job.gradients or not job.max_new_tokens:
         with torch.set_grad_enabled(job.gradients):

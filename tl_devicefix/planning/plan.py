@@ -42,19 +42,19 @@ class Blueprint(Protocol):
     n_layers: int
 
     def sizes(self) -> tuple[ComponentSize, ...]:
-        """The sizes of its components, in the order they run."""
+        """Return the sizes of its components, in the order they run."""
 
     def make(self, placement: Placement, tokenizer: Any = None) -> Any:
-        """The model, on the devices of a `simulate(..., values=False)`."""
+        """Make the model on the devices of a `simulate(..., values=False)`."""
 
     def check_numbers(self, numbers: Numbers | None) -> None:
         """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
 
     def room_to_load(self, placement: Placement) -> int:
-        """Bytes that loading takes on a device beside the weights."""
+        """Return the bytes that loading needs on a device beside the weights."""
 
     def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
-        """Generating from prompts of `seq_len` tokens."""
+        """Return the generation from prompts of `seq_len` tokens."""
 
 
 def blueprint(
@@ -63,7 +63,7 @@ def blueprint(
     options: dict[str, Any],
     cls: Any = None,
 ) -> Blueprint:
-    """The model that would be loaded with these arguments; see `dry_run`.
+    """Return the model that would be loaded with these arguments; see `dry_run`.
 
     The dtype is float32 by default, or that of a HookedTransformerConfig.
     """
@@ -101,7 +101,7 @@ def check_options(
 
 
 def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
-    """The adapter of the class that a model would be of; for `cls` see `dry_run`."""
+    """Return the adapter of the class that would be loaded; for `cls` see `dry_run`."""
     installed = adapters()
     if cls is None:
         is_of_transformers = hasattr(config_or_model_name, "model_type")
@@ -115,7 +115,7 @@ def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
 
 
 UNLIMITED = 2**60
-"""Bytes of a device of which nothing is known, or asked."""
+"""Bytes of a device whose memory is not known, or does not matter."""
 
 
 def plan(
@@ -147,8 +147,8 @@ def plan(
             "sequential" (fill each before the next), one device, or a dict from components
             ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
             "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
-        max_memory: the most that weights may take of each device: `{0: "20GiB", 1: "40GiB"}`.
-            The devices that it names are used, and no others, unless `n_devices` says how many.
+        max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
+            (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
             With "cpu" in it, blocks that do not fit are offloaded.
         dtype: the dtype of the parameters; by default the config's. Sizes include norms, although
             loading with `fold_ln=True` removes them.
@@ -159,7 +159,7 @@ def plan(
     Raises:
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
-    # Norms are weighed too; of a Bridge, nothing is folded as it is booted.
+    # Count norms too, because a Bridge is booted without folding.
     is_of_bridge = adapter_to_load(config_or_model_name).NAME == "TransformerBridge"
     options = {} if is_of_bridge else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
@@ -167,7 +167,7 @@ def plan(
 
 
 def by_index(named: Any) -> Any:
-    """A `device_map` or `max_memory` with "cuda:1" called 1, as the machine may have none."""
+    """Replace "cuda:1" by 1 in a `device_map` or `max_memory`, because there may be no such GPU."""
 
     def index(device: Any) -> Any:
         kind, _, number = str(device).partition(":")
@@ -182,19 +182,19 @@ class Described(NamedTuple):
     """A user's arguments about devices, by their indices."""
 
     n_devices: int
-    """How many there must be."""
+    """The least number of devices."""
     spread: int | None
-    """Over how many the blocks are spread; None if the other arguments say which are used."""
+    """The number of devices to spread over; None if the other arguments name them."""
     device_map: Any
     max_memory: Any
     names_used: bool
-    """Whether `max_memory` alone says which of them are used."""
+    """True if `max_memory` alone names the devices to use."""
 
 
 def described(
     n_devices: int | None, device_map: Any, max_memory: Any, at_least: int = 1
 ) -> Described:
-    """Read a user's arguments about devices, of which there are some number at least."""
+    """Read a user's arguments about devices; there are at least `at_least`."""
     device_map, max_memory = by_index(device_map), by_index(max_memory)
     limited = list(max_memory) if isinstance(max_memory, Mapping) else []
     placed = device_map.values() if isinstance(device_map, Mapping) else [device_map]

@@ -20,7 +20,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class DeviceModule:
-    """What ``torch.get_device_module("sim")`` offers, named as ``torch.cuda`` names it."""
+    """The module ``torch.get_device_module("sim")``, with ``torch.cuda``'s names."""
 
     def is_available(self) -> bool:
         """Tell whether a machine is entered."""
@@ -66,7 +66,7 @@ class DeviceModule:
         return False
 
 
-_acc: Any = getattr(torch._C, "_acc", None)  # a torch without is refused by `simulate`
+_acc: Any = getattr(torch._C, "_acc", None)  # `simulate` refuses a torch without it
 
 
 class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
@@ -81,13 +81,13 @@ class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
 
 
 class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
-    """The type of the devices; torch makes up the rest."""
+    """The guard of the device type; torch provides the rest."""
 
     type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 
 def register() -> None:
-    """Register the device type with torch; once for a process, as torch cannot forget it."""
+    """Register the device type with torch, once for a process because torch cannot forget it."""
     if _libraries:
         return
     backend_registration._setup_privateuseone_for_python_backend(
@@ -116,8 +116,8 @@ _WITH_KERNELS = (
 )
 """Operations that need a kernel of their own.
 
-Without one, torch makes the first two of other operations, with other roundings; and reads the
-last, of scalars in the data of `torch.tensor([...])`, below Python, where it finds no fallback.
+Without a kernel, torch builds the first two from other operations, with other roundings. The last
+one reads scalars in the data of `torch.tensor([...])`, in C++, where torch finds no fallback.
 """
 
 
@@ -126,7 +126,7 @@ def _allocate(
 ) -> Any:
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
-    # Before the CPU allocates what the simulated device has no room for.
+    # Before the CPU allocates, because the simulated device may have no room.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
     options["device"] = machine.executor.place
@@ -140,7 +140,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run what has no kernel above: a factory such as ``tril_indices``, or a call from C++."""
+    """Run an operation without a kernel above: a factory such as ``tril_indices``, or C++ calls."""
     device = kwargs.get("device")
     if device is None or device.type != DEVICE_TYPE:
         return run(func, args, kwargs)
@@ -167,7 +167,7 @@ def _attention(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    choose: Any = torch._fused_sdp_choice  # Its stub lacks the optional arguments.
+    choose: Any = torch._fused_sdp_choice  # Any, because its stub lacks the optional arguments.
     choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -178,7 +178,7 @@ def _attention(
     )[0]
 
 
-# Autocast: operations change dtype as they do on the CPU, for its numbers.
+# Autocast casts as on the CPU, so that numbers are the CPU's.
 
 _IN_LOWER_PRECISION = (
     *("addbmm", "addmm", "baddbmm", "bmm", "linear", "matmul", "mm"),
@@ -190,7 +190,7 @@ _AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-d
 
 
 def _cast_first(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an operation, whose floating point operands take a dtype first."""
+    """Call an operation with its floating point operands cast to a dtype."""
     dtype = torch.float32 if name in _IN_FLOAT32 else torch.get_autocast_dtype(DEVICE_TYPE)
     if name in _IN_THE_WIDEST:
         dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf))

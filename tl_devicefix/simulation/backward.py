@@ -20,7 +20,7 @@ Engine = Callable[..., Any]
 
 
 class _Running(threading.local):
-    """The engines and the users' hooks that run in this thread, and the errors they raised."""
+    """The engines and users' hooks that run in this thread, and the errors that they raised."""
 
     engines = hooks = 0
 
@@ -33,10 +33,10 @@ _running = _Running()
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Within it, Ctrl-C waits; at its end, it is for the handler that was there."""
+    """Make Ctrl-C wait, within a `with` block; the user's handler gets it at the end."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # no interrupt is raised here
+        yield  # because no interrupt is raised here
         return
     interrupts: list[Any] = []
     signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
@@ -67,11 +67,11 @@ def run_backward(engine: Engine) -> Engine:
 
 def _raising_kept_errors(engine: Callable[[], Any]) -> Any:
     _running.engines += 1
-    hooks, _running.hooks = _running.hooks, 0  # those of an engine around this one
+    hooks, _running.hooks = _running.hooks, 0  # errors of an engine around this one
     try:
         result = engine()
     except Exception:
-        if not _running.errors:  # else it is a consequence of these
+        if not _running.errors:  # otherwise it follows from the kept errors
             raise
     finally:
         errors, _running.errors = _running.errors, []
@@ -99,7 +99,7 @@ def raise_or_keep(error: Exception) -> None:
     try:
         raise error
     finally:
-        del error  # or it and its traceback would hold each other, and what was allocated
+        del error  # break the cycle error -> traceback -> error, which would keep tensors
 
 
 def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
@@ -119,7 +119,7 @@ def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
 class KeptErrors:
     """A user's hook of a backward, whose error is kept and which then changes nothing."""
 
-    holds_users_hook = True  # of which a view of the model has its own
+    holds_users_hook = True  # because a view of the model has its own
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook

@@ -1,8 +1,7 @@
-"""What computes the operations of a machine: the CPU, or nothing but shapes.
+"""Executors of a machine's operations: the CPU, or one that computes shapes alone.
 
-For tensors without values, most of an operation's time is torch's Python that finds out the shape,
-strides and dtype of the result. These depend only on those of the arguments, and the blocks of a
-model are alike: so they are remembered.
+Without values, most of an operation's time goes into torch's Python code for the shape, strides and
+dtype of the result. These depend on the arguments' only, and blocks are alike, so we cache them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Executor:
     """
 
     place = torch.device("cpu")
-    """Where the tensors behind are: the CPU, or meta."""
+    """The device of the tensors behind: the CPU, or meta."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int | None) -> Any:
-        """Run an operation on a device, and return what it gives.
+        """Run an operation on a device, and return its result.
 
         `copy_` and `_to_copy` may have a tensor of the host, or of another device, as source.
         """
@@ -44,9 +43,9 @@ class MetaExecutor(Executor):
     place = torch.device("meta")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int | None) -> Any:
-        """Make what the operation would give, unless that depends on values; the host gets 0."""
+        """Make a result of the right shape; values that the host reads are 0."""
         if func is aten.copy_.default and args[1].is_meta and device is None:
-            # Integers may be indices; writing to others would take memory.
+            # Zeros for integers, because they may be indices; others take no memory unwritten.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
         try:
             result = call_without_values(func, args, kwargs)
@@ -67,26 +66,26 @@ def zeros_for(meta: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """The bytes of a storage that just holds a tensor."""
+    """Return the bytes of a storage that just holds a tensor."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 _results: dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
 """Shapes, strides and dtypes, by operation and arguments."""
-_MOST = 10_000  # of several models; then they are forgotten
+_MOST = 10_000  # enough for several models; then the cache is cleared
 
 
 def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an operation on meta tensors, or repeat the result of an earlier, equal call."""
-    if func._schema.is_mutable or func.is_view:  # these are fast, and their results are not new
+    if func._schema.is_mutable or func.is_view:  # views are fast, and their results are not new
         return func(*args, **kwargs)
     try:
         described = _described(args), _described(sorted(kwargs.items()))
     except _DecidesByValues:
         return func(*args, **kwargs)
     key = func, *described, torch.get_default_dtype()  # that of quotients of integers, say
-    layouts = _results.get(key)  # other threads may clear it meanwhile
+    layouts = _results.get(key)  # because other threads may clear it meanwhile
     if layouts is not None:
         made = [
             torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -105,7 +104,7 @@ def call_without_values(func: torch._ops.OpOverload, args: Any, kwargs: dict[str
 
 
 def _is_new(tensor: Any, used: set[int]) -> bool:
-    """Whether it is strided, with memory of its own, all of which it uses."""
+    """Return True if it is strided, with memory of its own, all of which it uses."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     storage, lazy = tensor.untyped_storage(), tensor.is_conj() or tensor.is_neg()
@@ -117,13 +116,13 @@ _PLAIN = (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format,
 
 
 class _DecidesByValues(Exception):
-    """An argument that does not tell how the results lie."""
+    """Raised for an argument whose values decide the layout of the result."""
 
 
 def _described(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in _PLAIN:
-        return kind, value  # as 1 == 1.0 == True
+        return kind, value  # with the type, because 1 == 1.0 == True
     if kind is torch.Tensor and value.is_meta:
         return value.size(), value.stride(), value.dtype
     if kind is list or kind is tuple:
@@ -132,7 +131,7 @@ def _described(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The dense tensors in lists and tuples: of a sparse one, its values and its indices."""
+    """Return the dense tensors in lists and tuples; a sparse one's values and indices."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.sparse_coo:
             return [value._values(), value._indices()]

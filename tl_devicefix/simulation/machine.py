@@ -72,7 +72,7 @@ class Allocation:
         self.nbytes = 0
 
     def __del__(self) -> None:
-        # It may end in any thread, in the middle of anything: `Machine._settle` does the rest.
+        # Only queued, because this may run in any thread at any moment: see `Machine._settle`.
         self.machine._freed.append((self.device.index, self.nbytes))
 
 
@@ -103,7 +103,7 @@ class Machine:
     def __init__(self, capacities: Sequence[int], executor: Executor) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.executor = executor
-        # Called with a device's index whenever more is allocated there than ever before.
+        # Called with a device's index at each new peak of its memory.
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
         self.current = _Current()
@@ -119,7 +119,7 @@ class Machine:
 
     @property
     def has_values(self) -> bool:
-        """Whether tensors on its devices have values."""
+        """True if tensors on its devices have values."""
         return self.executor.place.type != "meta"
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
@@ -186,7 +186,7 @@ class Machine:
 
         It may be new, or have grown in place; if it does not fit, that is CUDA's error.
         """
-        # Views share the storage; torch keeps its object, and what is on it, as long as it is.
+        # Kept on the storage, because views share it and torch keeps its Python object.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.nbytes
@@ -209,7 +209,7 @@ class Machine:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _add(self, index: int, nbytes: int) -> None:
-        with self._adding:  # transformers loads in several threads
+        with self._adding:  # locked, because transformers loads in several threads
             self._settle()
             self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
@@ -245,7 +245,7 @@ def active_machine() -> Machine:
 
 @contextmanager
 def entered(machine: Machine) -> Iterator[Machine]:
-    """Within it, ``sim`` devices are those of this machine; later, they can be read only.
+    """Make ``sim`` devices this machine's within a `with` block; later they can only be read.
 
     Without values, a mask selects everything.
     """

@@ -1,7 +1,9 @@
-"""Operations that simulated devices do otherwise than by the CPU's kernel alone.
+"""Operations for which the CPU's kernel alone is not enough.
 
-Copies go between devices; a read waits, or is 0 where there are no values; indices may be on the
-CPU; and tensors without values are equal if their shapes are.
+- Copies go between devices.
+- A read waits, or is 0 if there are no values.
+- Indices may be on the CPU.
+- Tensors without values are equal if their shapes are.
 """
 
 from __future__ import annotations
@@ -75,10 +77,10 @@ def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _chosen_for(value: Any) -> Any:
-    """The CPU tensor behind one, asking for gradients as it does.
+    """Return the CPU tensor behind a simulated one, with the same `requires_grad`.
 
-    Of one without values, a CPU tensor of its shape, all of whose rows are one: the choice depends
-    on shapes, dtypes and the stride of the last dimension.
+    Without values, this is a CPU tensor of the same shape whose rows share memory, because the
+    choice depends only on shapes, dtypes and the stride of the last dimension.
     """
     if type(value) is not SimTensor:
         return value
@@ -143,7 +145,7 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 class _CheckedIndices(list[Any]):
-    """CPU index tensors, which `unwrap` leaves alone as it looks into plain lists only."""
+    """CPU index tensors. A class of its own, because `unwrap` looks into plain lists only."""
 
 
 HANDLERS.update(

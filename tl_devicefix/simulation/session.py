@@ -1,4 +1,4 @@
-"""Entering and leaving a simulated machine; all that is changed meanwhile is changed back."""
+"""Enter and leave a simulated machine, and undo each change of torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tl_devicefix.simulation.executor import Executor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
-# torch's guard and hooks for backends in Python are private: 2.9 had none, and the tests pass with
-# these two and with 2.13.
+# Bounds, because torch's guard and hooks for backends in Python are private. 2.9 had none, and the
+# tests pass with these two and with 2.13.
 _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 
 
@@ -74,7 +74,7 @@ def simulate(
 
 @contextmanager
 def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
-    """Have ``sim`` devices be those of the machine that is made, and torch as they need it."""
+    """Make a machine, change torch for it, and undo that at the end."""
     _prepare_torch()
     machine = make()
     with ExitStack() as stack:
@@ -84,7 +84,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
         _refuse_to_compile(stack)
-        # If it is left open until Python ends: later, the modules are gone that leaving needs.
+        # For a machine that stays open until Python ends, because later its modules are gone.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
         yield machine
@@ -93,7 +93,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
 def simulate_apart(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
 ) -> AbstractContextManager[Machine]:
-    """`simulate(..., values=False)`, also inside another `simulate`, which goes on afterwards."""
+    """Run `simulate(..., values=False)`, also inside another `simulate`, which continues after."""
     if entered_machine() is None:
         return simulate(n_devices, memory, values=False)
     machine = Machine(_capacities(n_devices, memory), MetaExecutor())
@@ -101,7 +101,7 @@ def simulate_apart(
 
 
 def check_number(n_devices: object) -> None:
-    """Check that there may be so many devices."""
+    """Check the number of devices."""
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
         raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {shown(n_devices)}")
 
@@ -125,7 +125,7 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
 
 
 def _prepare_torch() -> None:
-    """Have torch know the type of devices, unless this torch or this place does not allow it."""
+    """Register the type of devices, unless this torch or this place does not allow it."""
     version = ".".join(torch.__version__.split(".")[:2])
     if not Version(_OLDEST_TORCH) <= Version(version) <= Version(_NEWEST_TORCH):
         raise RuntimeError(
@@ -148,7 +148,7 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
     """Make ``nn.Module.to`` set ``param.data`` across device types, as it does from CPU to CUDA."""
     compatible = torch._has_compatible_shallow_copy_type
 
-    # Of any signature: torch.compile compares it with its own, if it is first imported meanwhile.
+    # Any signature, because torch.compile compares it with its own if imported meanwhile.
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
@@ -186,7 +186,7 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
 def _open_safetensors(stack: ExitStack) -> None:
     """Let ``safe_open`` and ``load_file`` read files to simulated devices.
 
-    safetensors takes names of the types that it knows only, but an index of any type's devices.
+    An index in place of a name, because safetensors knows the names of some types only.
     """
     own: Any = safetensors.safe_open
 

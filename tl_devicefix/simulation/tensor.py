@@ -1,4 +1,4 @@
-"""How an operation on simulated devices runs: on the CPU tensors behind the simulated ones."""
+"""Simulated tensors, whose operations run on the CPU tensors behind them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ aten = torch.ops.aten
 Operation = torch._ops.OpOverload
 Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Operation, Handler] = {}
-"""What runs operations that the CPU's kernel alone would not do right, filled by `operations`."""
+"""Operations for which the CPU's kernel alone is not enough; `operations` fills it."""
 
 # `data` as torch defines it, in C; `simulate` puts another before it.
 TENSOR_DATA: Any = torch._C.TensorBase.data
 
 
 class _LooksLikeTensor(torch._C._TensorMeta):
-    """Makes ``type(x) == torch.Tensor`` hold: TransformerLens asserts it."""
+    """Makes ``type(x) == torch.Tensor`` hold, because TransformerLens asserts it."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is torch.Tensor
@@ -46,10 +46,10 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
-        # accelerate passes a parameter's attributes too, of which a plain one has none.
+        # Ignored: accelerate passes a parameter's attributes, and a plain one has none.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
-    # Without this, torch would call Python once more for each operation.
+    # Disabled, because torch would call Python once more for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -94,7 +94,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be saved as a CPU tensor, as a simulated device does not outlive its machine."""
+        """Save as a CPU tensor, because a simulated device does not outlive its machine."""
         values = read(self).detach()
         if getattr(self, "_is_param", False):
             values = torch.nn.Parameter(values, requires_grad=self.requires_grad)
@@ -127,7 +127,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The values, without history, as ``torch.Tensor.data``."""
+        """The values without history, like ``torch.Tensor.data``."""
         return TENSOR_DATA.__get__(self)
 
     @data.setter
@@ -143,7 +143,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @property
     def has_values(self) -> bool:
-        """Whether there are values; without, only placement is simulated."""
+        """True if there are values; without, only placement is simulated."""
         return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -151,7 +151,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return _storage_of(self._cpu)
 
 
-_addresses = itertools.count(1 << 60, 1 << 40)  # no process has memory there
+_addresses = itertools.count(1 << 60, 1 << 40)  # an address in no process's memory
 
 
 class _Unallocated(torch.UntypedStorage):
@@ -169,25 +169,25 @@ class _Unallocated(torch.UntypedStorage):
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     storage = tensor.untyped_storage()
     if tensor.is_meta and type(storage) is torch.UntypedStorage:
-        # It stays so: torch gives the same object for the same storage.
+        # Permanent, because torch returns the same object for the same storage.
         storage.__class__ = _Unallocated
         storage.address = next(_addresses)  # type: ignore[attr-defined]
     return storage
 
 
 def read(tensor: SimTensor) -> torch.Tensor:
-    """The CPU tensor behind, whose values are about to be read."""
+    """Return the CPU tensor behind, whose values are about to be read."""
     allocation = tensor._allocation
     return allocation.machine.executor.read(tensor._cpu, allocation.device.index)
 
 
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
     """Return ``cpu`` as a tensor on ``device``, which must have an index, if there is room."""
-    # `is_conj` lets other threads go on first, and of others than complex ones the answer is known.
+    # Only complex ones, because `is_conj` releases the GIL.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
-        # A wrapper cannot carry these lazy bits, so torch would not resolve them.
+        # Resolve lazy conjugation here, because a wrapper cannot carry its bit.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # Of a sparse tensor, those of its values and its indices; it has neither strides nor an offset.
+    # A sparse tensor has no strides and no offset, so wrap its values and indices.
     allocations = [machine.allocation_of(part, device) for part in tensors_in(cpu) or [cpu]]
     lies: Any = {}
     if len(allocations) == 1:
@@ -210,7 +210,7 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         return
     TENSOR_DATA.__set__(tensor, value)
     if type(tensor) is SimTensor and type(value) is SimTensor:
-        # torch exchanges the metadata below Python, so the values must follow here.
+        # torch exchanges the metadata in C++, so the values follow here.
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
 
 
@@ -244,12 +244,12 @@ def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the tensors behind, and label its results with their device."""
+    """Run an operation on the CPU tensors behind, and label its results with their device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
     cpu_args = [unwrap(arg, simulated, others) for arg in args]
     cpu_kwargs = {name: unwrap(arg, simulated, others) for name, arg in kwargs.items()}
-    only_reads = func.is_view or func is aten.clone.default  # a part or a copy of a tensor
+    only_reads = func.is_view or func is aten.clone.default  # views and copies of one tensor
     machine, device = common_device(simulated, needs_machine=not only_reads)
     if others:
         _check_cpu_operands(func, args[0], others, device)
@@ -269,7 +269,7 @@ def unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> 
         simulated.append(arg)
         return arg._cpu
     if kind is list or kind is tuple:
-        if arg and type(arg[0]) is int:  # A shape: the most frequent list, and no tensors in it.
+        if arg and type(arg[0]) is int:  # a shape, the most frequent list
             return arg
         return [unwrap(item, simulated, others) for item in arg]
     if isinstance(arg, torch.Tensor):
@@ -308,7 +308,7 @@ def _check_cpu_operands(
 
 
 def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:
-    """Return what a CPU kernel gave, with its tensors on ``device``."""
+    """Return a CPU kernel's result with its tensors on ``device``."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
             if tensor._cpu is result:
@@ -345,13 +345,13 @@ def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
     )
-    if one.type == other.type:  # what is on the CPU is so on one device too
+    if one.type == other.type:  # an error on a single device too
         note_mixed_devices(error)
     return error
 
 
 def left_error(device: torch.device) -> RuntimeError:
-    """The error for computing with a tensor after its machine was left."""
+    """Return the error for computing with a tensor after its machine was left."""
     return RuntimeError(
         f"this tensor was on {device} of a simulated machine that has been left, so it can be read"
         " but not computed with: compute with its .cpu(), or load the model again within the"

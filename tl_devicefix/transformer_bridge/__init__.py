@@ -1,5 +1,5 @@
-"""TransformerBridge over several devices: what differs from HookedTransformer.
+"""TransformerBridge over several devices.
 
-A Bridge wraps a Hugging Face model, whose modules it runs; HookedTransformer has modules of its
-own. What does not depend on that (placement, gathering, simulation, checks) is shared.
+A Bridge wraps a Hugging Face model and runs its modules, but a HookedTransformer has modules of its
+own. Code that does not depend on this difference is in other packages.
 """

@@ -1,4 +1,4 @@
-"""What others ask of a TransformerBridge: see `tl_devicefix.adapters`.
+"""The adapter of a TransformerBridge: see `tl_devicefix.adapters`.
 
 Importing it registers the patches of its package.
 """
@@ -28,8 +28,8 @@ SETUP = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint.read
 MINDS_TRAINING = True
 
-# Bridges of these hand the residual stream alone from one block to the next. What other blocks
-# share (keys and values, states, an embedding for each layer) would be missing.
+# Blocks of these Bridges pass on the residual stream alone. Others share more (keys and values,
+# states, an embedding for each layer), which a run that starts at a later block would miss.
 _RESIDUAL_STREAM_ALONE = {
     *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),
     *("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
@@ -41,7 +41,7 @@ _RESIDUAL_STREAM_ALONE = {
 
 
 def passes_stream_alone(model: Any) -> bool:
-    """Whether its blocks do, in this very call."""
+    """See `Adapter.passes_stream_alone`."""
     is_generating = getattr(model, "_capture_hf_cache", False)
     return model.cfg.architecture in _RESIDUAL_STREAM_ALONE and not is_generating
 
@@ -54,5 +54,5 @@ def realign(bridge: Any, placement: Placement | None) -> None:
 
 
 def option_names(config_or_model_name: Any) -> tuple[str, ...]:
-    """What its config depends on, as `boot_transformers` takes it."""
+    """Return the names of `boot_transformers`' options on which the config depends."""
     return OPTIONS

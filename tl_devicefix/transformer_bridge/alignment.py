@@ -1,7 +1,7 @@
-"""Where a Bridge lies, moving it, and carrying what its components take to their devices.
+"""Place and move a Bridge, and carry inputs to the devices of its components.
 
-accelerate's own hooks, if the Hugging Face model has them, sit below the Bridge's: with these alone
-the input of a block, which users hook, would still be on the device of the block before.
+accelerate's hooks on the Hugging Face model are not enough, because they act below the Bridge's
+hook points: users would still see a block's input on the device of the block before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tl_devicefix.transformer_bridge.components import bridge_components
 
 
 def settle_bridge(bridge: Any, placement: Placement | None) -> None:
-    """Record where the weights lie, and make the Bridge run there; None if that is not known."""
+    """Record the devices of the weights, and make the Bridge run there; None if unknown."""
     bridge.__dict__["placement"] = placement
     if placement is None:
         return
@@ -42,9 +42,10 @@ def settle_bridge(bridge: Any, placement: Placement | None) -> None:
 
 
 def _drop_bound_methods(hf_model: nn.Module) -> None:
-    """Drop accelerate's own `to` and its like, which are bound to this very model.
+    """Drop accelerate's own `to` and similar methods.
 
-    A deep copy's would move this one. The Bridge's `to` sees to several devices by itself.
+    They are bound to this model, so a deep copy's would move this one. The Bridge's `to` handles
+    several devices itself.
     """
     for name, value in list(vars(hf_model).items()):
         wrapped = getattr(value, "__wrapped__", None)
@@ -53,7 +54,7 @@ def _drop_bound_methods(hf_model: nn.Module) -> None:
 
 
 def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
-    """Have accelerate's outermost hook bring tokens and masks home, and leave logits there."""
+    """Make accelerate's outermost hook bring tokens and masks home, and leave logits there."""
     outermost = getattr(hf_model, "_hf_hook", None)
     if isinstance(outermost, AlignDevicesHook) and not outermost.offload:
         outermost.execution_device = home
@@ -61,9 +62,9 @@ def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
 
 
 def _forget_tied_weights(hf_model: nn.Module) -> None:
-    """Have accelerate's hooks let go of tied weights, of which they keep the first for good.
+    """Drop the tied weights that accelerate's hooks keep.
 
-    They bring back with it what they offload; where they offload nothing, it is never used.
+    accelerate needs them for offloading only, and here they would keep the old weights alive.
     """
     hooks = [getattr(module, "_hf_hook", None) for module in hf_model.modules()]
     aligning = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
@@ -74,7 +75,7 @@ def _forget_tied_weights(hf_model: nn.Module) -> None:
 
 
 def register_hooks(bridge: Any) -> None:
-    """Have a Bridge know the hook points that its modules have now, as when it was made."""
+    """Register the hook points of a Bridge's present modules."""
     bridge.clear_hook_registry()
     bridge._initialize_hook_registry()
     bridge._setup_hook_compatibility()
@@ -92,7 +93,7 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: if a number is of no device.
     """
-    # TransformerLens takes no number for a device: it would move a spread Bridge, and say nothing.
+    # Resolve numbers here, because TransformerLens would silently move a spread Bridge.
     if args and type(args[0]) is int:
         args = (resolve_to_move(args[0], home_of(self) or HOST), *args[1:])
     if type(kwargs.get("device")) is int:
@@ -108,7 +109,7 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         placement = placement.reweighed(self)
         lie_on = {with_index(parameter.device) for parameter in self.parameters()}
-        if len(lie_on) == 1 and len(placement.devices) == 1:  # it was moved, and is whole again
+        if len(lie_on) == 1 and len(placement.devices) == 1:  # because it is on one device again
             placement = placement.gathered_on(lie_on.pop())
     settle_bridge(self, placement)
     return moved
@@ -129,14 +130,14 @@ def place_bridge(bridge: Any, placement: Placement) -> None:
         placement: its blocks may be offloaded: only their buffers go to the device.
     """
     hf_model = bridge.original_model
-    # By which TransformerLens, and transformers, would think that accelerate offloads to the CPU.
+    # Otherwise TransformerLens and transformers take it as offloaded by accelerate.
     vars(hf_model).pop("hf_device_map", None)
     move_components(bridge, placement, rest=hf_model)
     settle_bridge(bridge, placement)
 
 
 def placement_as_it_lies(bridge: Any) -> Placement | None:
-    """Where a Bridge's components are, by their weights; None if some have no values there."""
+    """Return the placement of a Bridge's weights; None if some have no values."""
     placed = []
     for name, module in bridge_components(bridge):
         tensors = list(module.parameters())
@@ -155,7 +156,7 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
 
 
 def view_of(bridge: Any) -> Any:
-    """A view of a Bridge: see `dispatch/views.py:view_of`."""
+    """Make a view of a Bridge: see `dispatch/views.py:view_of`."""
     builder = ViewBuilder()
     view = views.view_of(bridge, builder)
     _register_attention(bridge, builder)

@@ -1,4 +1,4 @@
-"""transformers' own attention without scores and pattern, and the masks that go with it."""
+"""Attention of transformers without scores and pattern, and its masks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tl_devicefix.monkeypatch.patch import patches
 
 
 class ThisForward(NamedTuple):
-    """What blocks know of the forward that they are in; by default, it is not a Bridge's."""
+    """Facts about the forward that a block is in; by default, it is not a Bridge's."""
 
     is_of_bridge: bool = False
-    """What transformers records of it goes to nobody."""
+    """Nobody reads the outputs that transformers records of it."""
     config_of_sdpa: Any = None
-    """The config of blocks whose masks are made for SDPA, if these are."""
+    """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
 
 
 def this_forward() -> ThisForward:
-    """What is known of the forward that this thread is in."""
+    """Return the facts about this thread's forward."""
     kept = kept_in_forward()
     if ThisForward not in kept:
         is_of_bridge, by_sdpa = kept.get(FACTS) or (False, False)
@@ -32,13 +32,13 @@ def this_forward() -> ThisForward:
 
 
 def _looks_up(attention: Any) -> bool:
-    """Whether attention of transformers' goes by what its config says."""
+    """Return True if transformers' attention looks up its implementation in the config."""
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def why_not_eager(attention: Any) -> str | None:
-    """Why attention of transformers' is not what a Bridge computes in its place; None if it is."""
+    """Return why transformers' attention differs from the Bridge's; None if it does not."""
     how = getattr(getattr(attention, "config", None), "_attn_implementation", None) or "eager"
     if how == "eager" or not _looks_up(attention):
         return None
@@ -48,7 +48,7 @@ def why_not_eager(attention: Any) -> str | None:
 def why_own_mask(attention: Any) -> str | None:
     """Return why attention masks in another way than a Bridge; None if it does not.
 
-    It has a triangle beside a mask of tokens. A Bridge takes that mask for all that is masked.
+    Such attention has a causal triangle of its own. A Bridge takes the given mask for everything.
     """
     triangle = getattr(attention, "_buffers", {}).get("bias")
     if _looks_up(attention) or triangle is None or triangle.dim() != 4:
@@ -57,7 +57,7 @@ def why_own_mask(attention: Any) -> str | None:
 
 
 def why_no_sdpa(attention: Any) -> str | None:
-    """Why attention of transformers' cannot go by SDPA; None if it can."""
+    """Return why transformers' attention cannot use SDPA; None if it can."""
     if not _looks_up(attention):
         return f"a {type(attention).__name__} computes in its own way"
     if any(getattr(attention, name, None) is not None for name in _SOFT_CAPS):
@@ -75,7 +75,7 @@ _SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
 
 
 def makes_masks() -> bool:
-    """Whether transformers makes masks for "eager" by its own function, and not by a user's."""
+    """Return True if transformers makes masks for "eager" by its own function."""
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
 
 
@@ -86,7 +86,7 @@ def makes_masks() -> bool:
     since="4.0",
 )
 def eager_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' mask for "eager"; in a forward by SDPA, for SDPA: none where none is needed."""
+    """Make transformers' mask for "eager", or within a forward by SDPA the one for SDPA."""
     config = this_forward().config_of_sdpa
     if config is None or kwargs.get("config") is not config:
         return original(*args, **kwargs)
@@ -108,21 +108,21 @@ _patches_kv_cache = functools.partial(
 @_patches_kv_cache("MLAAttentionBridge", "forward", takes="self")
 @_patches_kv_cache("GlmMoeDsaAttentionBridge", "forward", takes="self")
 def with_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention that reads `past_key_values`, where transformers' layer gives `cache`."""
+    """Rename `cache` to `past_key_values`, because the Bridge's attention reads that name."""
     if "cache" in kwargs:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
 
 
 def place_of_mask(layer: Any) -> int:
-    """Which argument of a layer its attention mask is; -1 if it takes none."""
+    """Return the position of a layer's attention mask among its arguments; -1 if it has none."""
     names = list(inspect.signature(layer.forward).parameters)
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
 @torch.inference_mode(False)  # where edits are not counted
 def built(mask: Any, residual: torch.Tensor) -> Any:
-    """A mask as transformers makes it for "eager", of one that it made for SDPA."""
+    """Convert a mask for SDPA to the one that transformers makes for "eager"."""
     n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()
     if mask is None and _LEFT_OUT in kept:
         made = made_once((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
@@ -147,7 +147,7 @@ def are_masks_edited() -> bool:
 
 
 def is_of_pairs(mask: Any) -> bool:
-    """Whether a mask says of each query and key whether it is seen, as SDPA wants it."""
+    """Return True if a mask has a bool for each pair of query and key, as SDPA takes it."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 4
 
 

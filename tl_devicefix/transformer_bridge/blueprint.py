@@ -1,4 +1,4 @@
-"""A TransformerBridge that is yet to be made: its config, and how it is made without values."""
+"""The blueprint of a TransformerBridge: its config, and making it without values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
 from tl_devicefix.twin import Numbers
 
 OPTIONS = ("n_ctx", "hf_config_overrides")
-"""What the config depends on, as `boot_transformers` takes it."""
+"""Options of `boot_transformers` on which the config depends."""
 
 
 class BridgeBlueprint:
@@ -61,12 +61,12 @@ class BridgeBlueprint:
         return cls(name, config, torch.float32 if dtype is None else torch_dtype(dtype))
 
     def sizes(self) -> tuple[ComponentSize, ...]:
-        """What its components weigh, in the order they run; a tied unembedding is weighed too."""
+        """Return the components' sizes in the order they run, a tied unembedding's too."""
         hf_model, layout = self._empty()
         return layout.sizes(hf_model)
 
     def _empty(self) -> tuple[Any, Layout]:
-        """The Hugging Face model on meta, and which of it is which component."""
+        """Return the Hugging Face model on meta, and the layout of its components."""
         adapter = adapter_for(self._config, self.name, self.dtype)
         implementation = getattr(adapter.cfg, "attn_implementation", None) or "eager"
         arguments = {
@@ -85,7 +85,7 @@ class BridgeBlueprint:
         return hf_model, layout_of(hf_model, adapter)
 
     def make(self, placement: Placement, tokenizer: Any = None) -> Any:
-        """The Bridge over simulated devices."""
+        """Make the Bridge over simulated devices."""
         hf_model, layout = self._empty()
         _give_memory(hf_model, layout, placement)
         bridge = build_bridge_from_module(
@@ -106,16 +106,16 @@ class BridgeBlueprint:
         check_bridge_numbers(self._config, self.name, numbers)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Nothing: transformers puts each weight where it stays."""
+        """Return 0, because transformers puts each weight where it stays."""
         return 0
 
     def generation(self, model: Any, batch_size: int, seq_len: int) -> BridgeGeneration:
-        """Generating from prompts of `seq_len` tokens."""
+        """Return the generation from prompts of `seq_len` tokens."""
         return BridgeGeneration(model, batch_size, seq_len)
 
 
 def _hf_config(config_or_model_name: Any) -> Any:
-    """The transformers config of a model: that which is given, known here, or read."""
+    """Return a model's transformers config: the given one, a known one, or one that is read."""
     if isinstance(config_or_model_name, PretrainedConfig):
         return config_or_model_name
     if not isinstance(config_or_model_name, str | os.PathLike):
@@ -136,7 +136,7 @@ _N_CTX_FIELDS = (
 def _overrides(
     config: Any, n_ctx: int | None = None, hf_config_overrides: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config fields to override, as `boot_transformers` finds them."""
+    """Return the config fields to override, as `boot_transformers` does."""
     overrides = dict(hf_config_overrides or {})
     if n_ctx is not None:
         overrides[next(field for field in _N_CTX_FIELDS if hasattr(config, field))] = n_ctx
@@ -144,10 +144,7 @@ def _overrides(
 
 
 def _give_memory(hf_model: Any, layout: Layout, placement: Placement) -> None:
-    """Give a model's parameters, which are on meta, memory where they go, and bring its buffers.
-
-    Afterwards what the model ties is tied.
-    """
+    """Allocate meta parameters on their devices, move buffers, and tie weights."""
     for path, module in hf_model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -162,7 +159,7 @@ def _give_memory(hf_model: Any, layout: Layout, placement: Placement) -> None:
 
 
 def _saved_tokenizer(name: str) -> Any:
-    """The tokenizer of a local directory; None otherwise, or the hub would be asked."""
+    """Return the tokenizer of a local directory; otherwise None, because the hub would be asked."""
     if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(name, add_bos_token=True)
     return None
@@ -186,13 +183,13 @@ class BridgeGeneration:
         self._bridge(self._tokens, **self._cached)
 
     def skip_to(self, length: int) -> None:
-        """Have the KV cache as long as if this many tokens had been run."""
+        """Make the KV cache as long as if this many tokens had been run."""
         layers: Any = self._kv_cache.layers
         for layer in layers:
             if getattr(layer, "keys", None) is None:
-                continue  # the state of a state space model, which does not grow
+                continue  # a state space model's state does not grow
             n_kept = length
-            if getattr(layer, "is_sliding", False):  # which keeps the last tokens only
+            if getattr(layer, "is_sliding", False):  # a window keeps the last tokens only
                 n_kept = min(length, layer.sliding_window - 1)
                 layer.cumulative_length = length
             for name in ("keys", "values"):
@@ -208,7 +205,7 @@ class BridgeGeneration:
             "attention_mask": token.new_ones(token.shape[0], self._length + 1),
             "position_ids": torch.full_like(token, self._length),
         }
-        # Without attention there are no keys that a mask could leave out, nor positions.
+        # No mask and no positions, because there is no attention.
         layers: Any = self._kv_cache.layers
         attends = any(getattr(layer, "keys", None) is not None for layer in layers)
         self._bridge(token, **self._cached, **(where if attends else {}))

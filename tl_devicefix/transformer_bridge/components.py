@@ -1,7 +1,4 @@
-"""Which components a Bridge has, where the Hugging Face model has them, and what each weighs.
-
-Also the units that its weights are processed in, and what is used of TransformerLens's own loading.
-"""
+"""The components of a Bridge: paths in the Hugging Face model, sizes, processing units."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ from tl_devicefix.weight_processing import Weights
 __all__ = ["ArchitectureAdapterFactory"]
 
 REST = "rest"
-"""What the adapter has no name for; it is at home."""
+"""The component of modules that the adapter has no name for; it is at home."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,16 @@ class Layout:
     """Component ("embed", "blocks.3") -> path ("model.layers.3"), in the order they run."""
 
     def component_of(self, name: str) -> str:
-        """The component that a parameter or module of the Hugging Face model belongs to."""
+        """Return the component of a parameter or module of the Hugging Face model."""
         inside = [
             c for c, path in self.paths.items() if name == path or name.startswith(f"{path}.")
         ]
         return max(inside, key=lambda component: len(self.paths[component]), default=REST)
 
     def sizes(self, hf_model: nn.Module) -> tuple[ComponentSize, ...]:
-        """What each component weighs, as `hf_model` has it; its tensors may be on meta.
+        """Return each component's size in `hf_model`, whose tensors may be on meta.
 
-        An unembedding that is tied to the embedding is weighed too: processing unties it.
+        A tied unembedding counts too, because processing unties it.
         """
         names: tuple[str, ...] = (*self.paths, REST)
         weights, buffers = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
@@ -68,7 +65,7 @@ class Layout:
         return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
 
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
-        """A placement as accelerate's `device_map` for `hf_model`: no path lies within another."""
+        """Convert a placement to accelerate's `device_map`; no path lies within another."""
         placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}
         return dict(_cover("", hf_model, placed, str(placement.home)))
 
@@ -76,7 +73,7 @@ class Layout:
 def _cover(
     path: str, module: nn.Module, placed: Mapping[str, str], home: str
 ) -> Iterator[tuple[str, str]]:
-    """Each outermost module that is on one device by its path; the components' are given."""
+    """Return the outermost modules that are on one device, by their paths."""
     if path in placed:
         yield path, placed[path]
     elif path and not any(inside.startswith(f"{path}.") for inside in placed):
@@ -91,7 +88,7 @@ def _cover(
 
 
 def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
-    """The layout of a Hugging Face model, on meta or real, not yet wrapped by a Bridge.
+    """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet.
 
     Raises:
         ValueError: if its modules are not where the adapter looks for them, as with some heads.
@@ -118,11 +115,11 @@ def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
 
 
 _OF_VALUES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's class raises of wrong values; anything else is no fault of a config."""
+"""Errors that a model's class raises for wrong values in its config."""
 
 
 def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
-    """A Hugging Face model whose parameters have shapes but no values."""
+    """Make a Hugging Face model whose parameters have shapes but no values."""
     make = getattr(model_class, "from_config", None) or model_class._from_config
     called = getattr(config, "_name_or_path", None) or config.model_type
     with reading_config(called, _OF_VALUES), init_empty_weights():
@@ -130,33 +127,33 @@ def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: 
 
 
 def adapter_for(config: Any, model_name: str, dtype: torch.dtype) -> Any:
-    """The adapter that TransformerLens would choose for a model with this transformers config."""
+    """Return the adapter that TransformerLens would choose for this transformers config."""
     architecture = determine_architecture_from_hf_config(config)
     cfg = build_bridge_config_from_hf(config, architecture, model_name, dtype)
     return ArchitectureAdapterFactory.select_architecture_adapter(cfg)
 
 
 def hf_model_class(adapter: Any) -> Any:
-    """The class of transformers that loads an adapter's architecture."""
+    """Return the class of transformers that loads an adapter's architecture."""
     return get_hf_model_class_for_architecture(adapter.cfg.architecture)
 
 
 @dataclass
 class Unit:
-    """Some weights that are processed together, and the Bridge's components that they belong to."""
+    """Weights that are processed together, and the Bridge's components that have them."""
 
     name: str
-    """As a person would call it: "embed", "blocks.3", "unembed"."""
+    """The unit's name in messages: "embed", "blocks.3", "unembed"."""
     components: dict[str, nn.Module] = field(default_factory=dict)
     """Prefix of the weights' names -> the Bridge's component."""
     weights: Weights = field(default_factory=dict)
-    """By the names of the Bridge's state dict; not copies."""
+    """The weights by their names in the Bridge's state dict; not copies."""
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name of a weight -> its component, and its name within that."""
+    """Weight -> its component, and its name within that."""
 
 
 def units(bridge: Any) -> list[Unit]:
-    """A Bridge's units: the embeddings and what else there is, each block, the unembedding last."""
+    """Return a Bridge's units: embeddings and others, each block, the unembedding last."""
     of_component: dict[str, Unit] = {}
     for name, component in bridge_components(bridge):
         unit = Unit("unembed") if name in ("ln_final", "unembed") else Unit(name)
@@ -164,7 +161,7 @@ def units(bridge: Any) -> list[Unit]:
         of_component[name].components[name] = component
     for name, tensor in bridge.state_dict().items():
         place = _place(_in_bridge(name, bridge), of_component)
-        if place is not None:  # others are no weights of the Bridge's components
+        if place is not None:  # because others belong to no component of the Bridge
             of_component[place[0]].weights[name] = tensor
             of_component[place[0]].places[name] = place
     distinct = list({id(unit): unit for unit in of_component.values()}.values())
@@ -172,7 +169,7 @@ def units(bridge: Any) -> list[Unit]:
 
 
 def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A weight's component and its name in it: "blocks.3", "attn.q.weight"."""
+    """Return a weight's component and its name within: "blocks.3", "attn.q.weight"."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if ".".join(parts[:end]) in components:
@@ -181,7 +178,7 @@ def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
-    """A Bridge's components by their names: "embed", "blocks.3", "unembed"."""
+    """Return a Bridge's components by name: "embed", "blocks.3", "unembed"."""
     for name, (_, component) in bridge.real_components.items():
         if isinstance(component, list):
             for index, block in enumerate(component):
@@ -191,7 +188,7 @@ def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _in_bridge(name: str, bridge: Any) -> str:
-    """A state dict's name by the Bridge's components: some adapters leave Hugging Face's prefix."""
+    """Return a weight's name in the Bridge, because some adapters leave Hugging Face's prefix."""
     for component, (path, _) in bridge.real_components.items():
         if path and path != component and name.startswith(f"{path}."):
             return f"{component}.{name[len(path) + 1 :]}"

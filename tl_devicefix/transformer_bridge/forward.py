@@ -1,4 +1,4 @@
-"""What runs a Bridge, and what is read of its components together: at home, or by `gather_on`."""
+"""Methods that run a Bridge, and that read several components: at home, or by `gather_on`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["cache"] = kwargs.pop("past_key_values")
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
-    # A Bridge reads masks of pairs of tokens in another way than transformers' layers do.
+    # Masks of pairs are unusual, because a Bridge reads them differently than transformers' layers.
     is_usual = all(map(_is_of_tokens, masks))
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
@@ -48,7 +48,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _takes_cache(bridge: Any) -> bool:
-    """Whether a state has transformers 5.24's name, where `generate` knows two earlier ones."""
+    """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
     is_stateful = getattr(bridge.cfg, "is_stateful", False)
     return (
         bool(is_stateful) and "cache" in inspect.signature(bridge.original_model.forward).parameters
@@ -56,7 +56,7 @@ def _takes_cache(bridge: Any) -> bool:
 
 
 def _is_of_tokens(mask: Any) -> bool:
-    """Whether a mask says which tokens are seen, and not by which others."""
+    """Return True for a mask of tokens, which says nothing about pairs of tokens."""
     if isinstance(mask, torch.Tensor):
         return mask.dim() <= 2
     return not isinstance(mask, Mapping)
@@ -69,7 +69,7 @@ def _is_of_tokens(mask: Any) -> bool:
     why="runs in flight do not change what others read",
 )
 def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of a Bridge that changes the tokenizer's padding side while it runs."""
+    """Wrap a method of a Bridge that changes the tokenizer's padding side while it runs."""
     refuse_in_run(self)
     take_own_tokenizer(self)
     return original(self, *args, **kwargs)
@@ -89,7 +89,7 @@ def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     warn_of_unknown(self, names_filter)
     at_home = cache_for(self, kwargs.get("device"))
     with warnings.catch_warnings():
-        if at_home is not None:  # TransformerLens says that it ignores `device`, and does not
+        if at_home is not None:  # TransformerLens says so, but does not ignore it
             warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
     warn_of_empty(names_filter, cache)

@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
+    BlockBridge,
     EmbeddingBridge,
     NormalizationBridge,
     RMSNormalizationBridge,
@@ -93,7 +94,7 @@ class FusedWrapper(Fused):
             bound, by_sdpa = bound_of(self), now.config_of_sdpa is not None
             is_edited = by_sdpa and self.is_list_item and are_masks_edited()
             if not is_edited and bound.may_stand_for(self):
-                return bound.layer(*args, **kwargs)
+                return bound.run(self, args, kwargs)
             if is_edited or (by_sdpa and bound.shows_mask(self)):
                 args, kwargs = bound.with_built_mask(args, kwargs)
         return super().__call__(*args, **kwargs)
@@ -162,10 +163,11 @@ class Bound:
         self.by_sdpa, self.config = False, None
         self._training = wrapper.training
         self._is_all = False  # whether the layer may be called instead of the wrapper
+        self._hookable: frozenset[str] = frozenset()  # around the layer, if called so
         self._mask_at = -1
         children = wrapper._modules
-        around = {wrapper: "itself", children.get("hook_in"): "around"}
-        around[children.get("hook_out")] = "around"
+        around = {wrapper: "itself"}
+        around |= {children.get(name): name for name in ("hook_in", "hook_out")}
         modules = list(wrapper.modules())
         self._harmless = {key for module in modules for key in _relays(module)}
         # A list that grows when the block's own forward runs first.
@@ -197,12 +199,23 @@ class Bound:
         attributes = wrapper.__dict__
         return (
             self._is_all
-            and not self._listeners.look()
+            and self._listeners.look() <= self._hookable
             and "forward" not in attributes
             and attributes.get("_start_at_layer_idx") is None
             and attributes.get("_stop_at_layer_idx") is None
             and (self.by_sdpa or not wrapper.is_list_item or not this_forward().config_of_sdpa)
         )
+
+    def run(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
+        hooked = self._listeners.look()
+        if "hook_in" in hooked:
+            args, kwargs = block._hook_input_hidden_states(args, kwargs)
+        output = self.layer(*args, **kwargs)
+        if "hook_out" not in hooked:
+            return output
+        as_tuple = block._is_standalone_hidden_state_call(args, kwargs)
+        return block._apply_output_hook(output, force_tuple_for_bare_tensor=as_tuple)
 
     def _only_wires(self, hooks: dict[int, Any]) -> bool:
         """Return True if hooks are TransformerLens's or transformers' own, and pass things on."""
@@ -230,6 +243,8 @@ class Bound:
                 raise NotPlain(why)
         self.layer = Unwrapped(block, set(map(id, by_sdpa))).layer
         self._is_all = replaced_in(block) is None
+        if class_of(block).forward is BlockBridge.forward:  # others hook in ways of their own
+            self._hookable = frozenset(("hook_in", "hook_out"))
 
     def around(self, block: Any) -> Any:
         """Return the block as it is now, unfused, around the plain layer."""

@@ -1,4 +1,4 @@
-"""`TransformerBridge.boot_transformers` over n devices: each component where the plan puts it."""
+"""`TransformerBridge.boot_transformers` over n devices, each component on its planned device."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def boot_transformers(
         bridge = _boot(original, bound)
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
-            snapshot(name, _LISTED, **options)  # which says so, if there is none to be had
+            snapshot(name, _LISTED, **options)  # which raises if there is none
         raise
     bridge.__dict__["numbers_warning"] = warning
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
 
 
 def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
-    """The warning that the Bridge is not transformers', by its tiny twin; None if there is none."""
+    """Run the tiny twin, and return its warning; None if there is none."""
     if choice_of_numbers(numbers) == "ignore" or not options.get("load_weights", True):
         return None
     name, hf_model = str(options["model_name"]), options.get("hf_model")
@@ -117,9 +117,9 @@ def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str |
         read_by = ("trust_remote_code", "revision")
         try:
             hf_config = read_config(name, **{k: options[k] for k in read_by if k in options})
-        except ValueError:  # which the boot itself will say in its own words
+        except ValueError:  # the boot itself will report it
             return None
-    if hf_config is None:  # a module that is not of transformers
+    if hf_config is None:  # a module of another library
         return None
     vars(hf_config).update(options.get("hf_config_overrides") or {})
     return check_bridge_numbers(hf_config, name, numbers)
@@ -142,16 +142,16 @@ def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
 
 
 def _spreads(options: Mapping[str, Any]) -> bool:
-    """Whether several devices, or host memory, are asked for."""
+    """Return True if several devices, or host memory, are asked for."""
     n_devices = options.get("n_devices")
     limited = options.get("device_map") is not None or options.get("max_memory") is not None
     return limited or (n_devices is not None and n_devices != 1)
 
 
 def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
-    """Boot a model; it is complete once `elsewhere` has ended, where other hosts load."""
+    """Boot a model; with other hosts, it is complete when `elsewhere` has ended."""
     name = str(options["model_name"])
-    if is_checkpoint_directory(name):  # before TransformerLens reads it, whatever is in it
+    if is_checkpoint_directory(name):  # before TransformerLens reads it
         read_config(name, trust_remote_code=options.get("trust_remote_code", False))
     planned = _PlannedClass(options, elsewhere)
     arguments = {**options, "model_class": planned}
@@ -159,8 +159,8 @@ def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.E
         if planned.spreads:
             for ours in ("device", "n_devices", "max_memory"):
                 arguments.pop(ours, None)
-            # TransformerLens lets transformers place the model if there is a map; the plan's is
-            # put in when the model's class is asked for it, as only then the config is final.
+            # With any map, TransformerLens lets transformers place the model. The plan replaces it
+            # when the model's class is called, because only then the config is final.
             arguments["device_map"] = {"": "cpu"}
             if joined() or _is_of_worker(options.get("device_map")):
                 stack.enter_context(_without_all_values())
@@ -179,10 +179,10 @@ def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.E
 
 
 class _PlannedClass:
-    """A class of transformers, whose `from_pretrained` places the model by a plan.
+    """Stands in for a class of transformers; its `from_pretrained` places the model by a plan.
 
-    TransformerLens asks it for the model in place of the class that it would choose. An incomplete
-    checkpoint is refused.
+    TransformerLens calls it in place of the class that it would choose. It refuses an incomplete
+    checkpoint.
     """
 
     def __init__(self, options: Mapping[str, Any], elsewhere: contextlib.ExitStack) -> None:
@@ -192,40 +192,41 @@ class _PlannedClass:
         self._is_stateful = False
         self.placement: Placement | None = None
         self.remotes: dict[str, Any] = {}
-        """The model of each block that is on another host."""
+        """The models of blocks on other hosts."""
 
     @property
     def is_on_hosts(self) -> bool:
-        """Whether there are blocks on other hosts: here they have no values."""
+        """True if there are blocks on other hosts, which have no values here."""
         return self.placement is not None and self.placement.here is not self.placement
 
     @property
     def offloads(self) -> bool:
-        """Whether blocks are offloaded. Then the model is loaded to the host, and moved from there.
+        """True if blocks are offloaded.
 
-        transformers would leave them without values, which the Bridge cannot read.
+        Then we load the model to the host and move it from there, because transformers would leave
+        offloaded weights without values, which the Bridge cannot read.
         """
         return self.placement is not None and any(c.offloaded for c in self.placement.components)
 
     def watching_for_adapter(self) -> Any:
-        """Within it, the adapter that TransformerLens selects is noted."""
+        """Note the adapter that TransformerLens selects, within a `with` block."""
         select_adapter = ArchitectureAdapterFactory.select_architecture_adapter
 
         def select(cfg: Any) -> Any:
             self._adapter = select_adapter(cfg)
-            # TransformerLens refuses state space models over several devices. Their caches hold
-            # what each block makes where it made it, so it is told only afterwards that it is one.
+            # TransformerLens refuses state space models over several devices, although each block's
+            # state stays on its device. So we hide that the model is one until it is booted.
             self._is_stateful, cfg.is_stateful = cfg.is_stateful, False
             return self._adapter
 
         return mock.patch.object(ArchitectureAdapterFactory, "select_architecture_adapter", select)
 
     def from_pretrained(self, model_name: Any, **kwargs: Any) -> Any:
-        """The model, loaded where the plan puts it."""
+        """Load the model to its planned devices."""
         self._adapter.cfg.is_stateful = self._is_stateful
         real = self._options.get("model_class") or hf_model_class(self._adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
-            kwargs.pop("code_revision", None)  # which only the Auto classes take
+            kwargs.pop("code_revision", None)  # because only the Auto classes take it
         if self.spreads:
             kwargs["device_map"], self.placement = self._plan(real, kwargs)
         if self.offloads:
@@ -242,7 +243,7 @@ class _PlannedClass:
             hub = {name: options[name] for name in ("revision",) if name in options}
             loading = loading_elsewhere(self.placement.of_this_process, *load, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
-            # Without hooks of accelerate's, which would look for all weights.
+            # Without accelerate's hooks, because they would look for all weights.
             with mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None):
                 hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
@@ -250,15 +251,15 @@ class _PlannedClass:
         return hf_model
 
     def _load(self, real: Any, name: str, kwargs: dict[str, Any]) -> Any:
-        """The model that transformers loads, if the checkpoint has all of its weights."""
-        if self._options.get("n_ctx") is None:  # whose shapes TransformerLens tells of by itself
+        """Load the model by transformers, and check that the checkpoint has all of its weights."""
+        if self._options.get("n_ctx") is None:  # TransformerLens itself reports wrong shapes
             kwargs.setdefault("ignore_mismatched_sizes", True)
         hf_model, report = real.from_pretrained(name, output_loading_info=True, **kwargs)
         check_report(report, name, kwargs, hf_model)
         return hf_model
 
     def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:
-        """transformers' `device_map`, and the plan that it is of, if it is not the user's own."""
+        """Return transformers' `device_map`, and its plan unless the map is the user's own."""
         options, device_map = self._options, self._options.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
@@ -276,16 +277,16 @@ class _PlannedClass:
 
 
 def _is_of_worker(device_map: Any) -> bool:
-    """Whether it is a worker's, of which components are on other hosts."""
+    """Return True on a worker, whose placement has components on other hosts."""
     devices = device_map.values() if isinstance(device_map, Mapping) else ()
     return any(isinstance(device, torch.device) and is_elsewhere(device) for device in devices)
 
 
 @contextlib.contextmanager
 def _without_all_values() -> Iterator[None]:
-    """Within it, TransformerLens makes a Bridge's modules also of weights without values.
+    """Let TransformerLens wrap weights without values, within a `with` block.
 
-    It splits fused matrices as it wraps them.
+    Wrapping splits fused matrices, which fails on some meta tensors.
     """
     check = "require_readable_weight"
     with contextlib.ExitStack() as stack:
@@ -298,21 +299,18 @@ def _without_all_values() -> Iterator[None]:
 
 
 def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
-    """Whether a map names modules of the Hugging Face model, or a strategy that is not ours."""
+    """Return True if a map names modules of the Hugging Face model, or a strategy of its own."""
     if not isinstance(device_map, Mapping):
         return isinstance(device_map, str) and device_map.startswith("balanced_")
     return any(name in device_map for name, _ in hf_model.named_modules() if name)
 
 
 def _with_names_of_devices(device_map: Any) -> Any:
-    """transformers' own map, an index in it as the name of the device.
-
-    TransformerLens takes an index for one of CUDA's.
-    """
+    """Replace indices in transformers' map, because TransformerLens reads them as CUDA's."""
     if not isinstance(device_map, Mapping):
         return device_map
     for outer, inner in itertools.permutations(device_map, 2):
-        # The hashes of the devices' names would decide where the rest of the outer one goes.
+        # Otherwise hashes of the devices' names would decide about the rest of the module.
         if not outer or inner.startswith(f"{outer}."):
             raise ValueError(
                 f"device_map names {inner!r}, and {outer!r} that contains it: by transformers' "
@@ -326,9 +324,9 @@ def _with_names_of_devices(device_map: Any) -> Any:
 
 
 def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
-    """Have what is in none of a model's modules at home, as BART's bias of the logits.
+    """Move tensors of the model itself home, such as BART's bias of the logits.
 
-    accelerate puts it on one of the devices, which one depends on the hashes of their names.
+    accelerate puts them on any of the devices, depending on the hashes of the devices' names.
     """
     take_inputs_at(hf_model, home)
     for parameter in hf_model.parameters(recurse=False):
@@ -338,5 +336,5 @@ def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
 
 
 def _settle_where_it_is(bridge: Any) -> None:
-    """Record where a Bridge's model lies; on several devices, have it run over them as it lies."""
+    """Record the devices of a Bridge's model, and make it run over them if there are several."""
     settle_bridge(bridge, placement_as_it_lies(bridge))

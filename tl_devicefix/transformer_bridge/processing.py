@@ -1,12 +1,13 @@
 """`TransformerBridge.process_weights` and compatibility mode, one component of a device at a time.
 
-Each component's weights are processed where they lie, in float32 (or wider), rounded once, and
-take the place of the old ones. If that fails on the way, the Bridge is refused from then on.
+Each component is processed on its device, in float32 or wider, and rounded once in place. A Bridge
+whose processing failed is refused from then on.
 
-A block is processed by the static methods of the installed `ProcessWeights`, which know every
-architecture, given that block alone; its value biases by this package's, because heads may share
-them. The embeddings and the unembedding, whose size is that of the
-vocabulary, are processed in place by `tl_devicefix.weight_processing`, with no further copy.
+- Blocks: by the static methods of the installed `ProcessWeights`, because these know every
+  architecture. They are given one block at a time.
+- Value biases: by this package, because heads may share them.
+- Embeddings and unembedding: in place by `tl_devicefix.weight_processing`, because a copy would be
+  as large as the vocabulary.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
 def enable_compatibility_mode(
     original: Any, self: Any, *args: Any, numbers: Numbers | None = None, **kwargs: Any
 ) -> None:
-    """See TransformerLens's. What cannot be processed is refused before anything is changed.
+    """See TransformerLens's. Weights that cannot be processed are refused before any change.
 
     `numbers` is as for `boot_transformers`: a tiny twin is processed in the same way first.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored.
         NotImplementedError: if weights are packed (quantised), or have no values.
-        RuntimeError: if weights are only partly processed, as an earlier call failed.
+        RuntimeError: if weights are only partly processed because an earlier call failed.
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
@@ -85,7 +86,7 @@ def enable_compatibility_mode(
     hf_config = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
-    forget(self)  # some modules compute in other steps in compatibility mode
+    forget(self)  # because some modules compute differently in compatibility mode
     original(self, *args, **kwargs)
     call_everywhere(self, "enable_compatibility_mode", {**arguments, "numbers": "ignore"})
 
@@ -112,7 +113,7 @@ def process_weights(
         ValueError: if the attention matrices cannot be refactored, or, with TransformerLens 3, if
             blocks are offloaded.
         NotImplementedError: if weights are packed (quantised), or have no values.
-        RuntimeError: if weights are only partly processed, as an earlier call failed.
+        RuntimeError: if weights are only partly processed because an earlier call failed.
         torch.OutOfMemoryError: saying at which component.
     """
     if self._weights_processed:
@@ -149,7 +150,7 @@ def _check_processable(bridge: Any, refactors: bool) -> None:
     is_in_part = placement is not None and not names <= placement.device_map.keys()
     for name, parameter in bridge.original_model.named_parameters():
         if type(parameter) is RemoteTensor or (is_in_part and parameter.is_meta):
-            continue  # another host processes it
+            continue  # because another host processes it
         require_readable_weight(
             parameter,
             operation=f"process weights ({name})",
@@ -171,16 +172,15 @@ def _check_processable(bridge: Any, refactors: bool) -> None:
 
 
 _PLAIN = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
-"""Parts of attention that writes weighted means of its values, through W_O."""
+"""Parts of an attention whose output is W_O of weighted means of the values."""
 
 
 def _beside_values(bridge: Any) -> str | None:
-    """Name what keeps a Bridge's value biases from being folded, if there is anything.
+    """Name the part of attention because of which value biases cannot be folded; None if none.
 
-    Attention of these parts alone adds a constant for a value bias (see
-    `fold_value_biases_of_block`). Whatever else it has may not: a part such as a gate or a norm of
-    the values, a parameter of no part, such as sinks, or queries that are wider than z, because
-    they hold a gate.
+    With the known parts alone, a value bias adds a constant (see `fold_value_biases_of_block`).
+    Any other part may break that: a gate or a norm of the values, a parameter of the attention
+    itself (sinks), or queries wider than z, because they hold a gate.
     """
     block: Any
     for name, block in bridge_components(bridge):
@@ -192,7 +192,7 @@ def _beside_values(bridge: Any) -> str | None:
             continue
         if others := sorted(parts.keys() - _PLAIN):
             return others[0]
-        # A BERT has the norm behind its attention within it.
+        # BERT has its post-attention norm within the attention.
         around = [block._modules[part] for part in block.submodules if part != "attn"]
         of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
         for path, parameter in attention.original_component.named_parameters():
@@ -214,16 +214,16 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
-        # The unembedding after all others, as some adapters remember that they have seen it.
+        # The unembedding last, because some adapters remember that they have seen it.
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if getattr(bridge, "placement", None) is not None:
-        pin(bridge, bridge.placement)  # the weights are other tensors now
+        pin(bridge, bridge.placement)  # because the weights are other tensors now
     bridge._weights_processed = True
 
 
 def _is_here(unit: Unit) -> bool:
-    """Whether a unit's weights are in this process."""
+    """Return True if a unit's weights are in this process."""
     return not any(
         weight.is_meta or type(weight) is RemoteTensor for weight in unit.weights.values()
     )
@@ -236,7 +236,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
     with torch.no_grad():
-        # A block's are named as if it were the first.
+        # Named as block 0, because ProcessWeights gets this block alone.
         named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
@@ -252,7 +252,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
 
 
 def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
-    """Where a unit is processed: where it lies, or, if it is offloaded, where it runs."""
+    """Return the device to process a unit on: its own, or if offloaded, the one that runs it."""
     placement: Placement | None = getattr(bridge, "placement", None)
     if placement is not None and unit.weights:
         return placement.device_for(unit.name)
@@ -260,13 +260,13 @@ def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
 
 
 def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
-    """Give the Bridge's components their processed weights, rounded, where the old ones were."""
+    """Round processed weights, and put them in the place of the old ones."""
     by_component: dict[str, Weights] = {name: {} for name in unit.components}
     for named in list(processed):
         name, tensor = named, dict.pop(processed, named)
         if unit.name.startswith("blocks."):
             name = named.replace(_BLOCK, f"{unit.name}.", 1)
-        if name not in originals:  # a bias that folding has made is like its weight
+        if name not in originals:  # a new bias gets its weight's dtype and device
             weight = f"{name.rpartition('.')[0]}.weight"
             component, within = unit.places[weight]
             unit.places[name] = component, f"{within.rpartition('.')[0]}.bias".lstrip(".")
@@ -281,9 +281,10 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
 
 
 def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
-    """Fold a block's ln2 into experts that are stacked in one parameter, as TransformerLens does.
+    """Fold a block's ln2 into experts that are stacked in one parameter.
 
-    That reads blocks by their position, so the block is in its place among none.
+    TransformerLens's method reads blocks by position, so we give it a list without
+    the other blocks.
     """
     kind, _, index = unit.name.partition(".")
     blocks = [None] * int(index) + [unit.components[unit.name]]
@@ -292,16 +293,16 @@ def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
 
 
 _BLOCK = "blocks.0."
-"""What a block's weights are called while it is processed, whichever block it is."""
+"""The prefix of a block's weights while they are processed, whichever block it is."""
 
 
 class Processing:
-    """How the weights of one Bridge are to be processed."""
+    """The processing of one Bridge's weights."""
 
     def __init__(self, asked: Steps, cfg: Any, adapter: Any) -> None:
         self.asked = asked
         self.steps = _applicable(asked, cfg, adapter)
-        """Those that TransformerLens takes for such a model."""
+        """The steps that TransformerLens takes for such a model."""
         self.cfg = cfg
         self.adapter = adapter
 
@@ -338,7 +339,7 @@ class Processing:
         if "unembed.weight" not in weights:
             return
         folds_bias = uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
-        # Views, which the steps change in place.
+        # Views, because the steps change them in place.
         head = {"unembed.W_U": weights["unembed.weight"].T}
         if "unembed.bias" in weights:
             head["unembed.b_U"] = weights["unembed.bias"]
@@ -359,7 +360,7 @@ class Processing:
                 weights["ln_final.bias"].zero_()
 
     def _preprocess(self, weights: Weights) -> None:
-        self.adapter._fold_ln_requested = self.asked.fold_ln  # as some fold all by themselves
+        self.adapter._fold_ln_requested = self.asked.fold_ln  # for adapters that fold
         preprocessed = self.adapter.preprocess_weights(weights)
         if preprocessed is not weights:
             for name in weights.keys() - preprocessed.keys():
@@ -369,7 +370,7 @@ class Processing:
 
 
 def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
-    """The steps that TransformerLens would take for such a model, with its warnings."""
+    """Return the steps that TransformerLens would take for such a model, with its warnings."""
     for name in ("fold_ln", "center_writing_weights"):
         if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
             warnings.warn(
@@ -384,7 +385,7 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
 
 
 def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
-    """`ProcessWeights.center_writing_weights` of a block, without the embeddings it insists on."""
+    """Call `ProcessWeights.center_writing_weights` for a block, with stand-ins for embeddings."""
     stand_ins = ("embed.weight", "pos_embed.weight")
     for name in stand_ins:
         weights[name] = torch.zeros(1, cfg.d_model)
@@ -394,7 +395,7 @@ def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
 
 
 def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
-    """Fold value biases into b_O; TransformerLens fails where several heads share one of values.
+    """Fold value biases into b_O, because TransformerLens's method fails for grouped heads.
 
     Args:
         weights: the block's.
@@ -412,14 +413,14 @@ def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
 
 
 def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
-    """Apply a step that returns new weights, to a block's attention."""
+    """Apply a step that returns new weights to a block's attention."""
     attention = {name: weights[name] for name in weights if name.startswith(f"{_BLOCK}attn.")}
     for name, tensor in step(attention, cfg, adapter=adapter).items():
         weights[name] = tensor
 
 
 class _OneBlock:
-    """A config as if the model had one block; no copy, as a Bridge follows changes to its own."""
+    """A config with one block. No copy, because a Bridge follows its config's changes."""
 
     n_layers = 1
 

@@ -1,8 +1,10 @@
-"""A layer of transformers' without the Bridge's wrappers, around the same parameters.
+"""Rebuild a transformers layer without the Bridge's wrappers, around the same parameters.
 
-The wrappers sit in the layer's module tree, each around the module that it stands for. Modules that
-hold a wrapper are copied, with what it stands for in its place; all others are in both trees, so
-that weights are never copied, and whatever becomes of them is seen.
+    Bridge   DecoderLayer  - AttentionBridge - Attention  - LinearBridge - Linear
+    plain    DecoderLayer' ------------------- Attention' ---------------- Linear
+
+Modules that hold a wrapper are copied (marked '). All others are in both trees, so weights are
+never copied, and changes to them are seen.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 
 
 class NotPlain(Exception):
-    """Why a block runs the Bridge's forward."""
+    """Raised with the reason why a block has to run the Bridge's forward."""
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether a module is one of the Bridge's wrappers."""
+    """Return True if a module is one of the Bridge's wrappers."""
     return isinstance(module, GeneralizedComponent)
 
 
@@ -52,7 +54,7 @@ class Unwrapped:
         self._by_sdpa = by_sdpa
         self._made: dict[int, nn.Module] = {}
         self._joint: dict[int, Any] = {}  # wrappers, by the ids of what they stand for
-        self._split: set[int] = set()  # ids of modules of which the Bridge has the parts that count
+        self._split: set[int] = set()  # ids of modules that the Bridge's own parts replace
         for module in block.modules():
             if is_wrapper(module):
                 _check_wrapper(module, is_block=module is block)
@@ -88,7 +90,7 @@ class Unwrapped:
         has_wrappers = any(map(is_wrapper, module.modules()))
         if not (is_accelerated or has_wrappers):
             return module
-        if package_of(kind) not in LIBRARIES:  # a user's may keep what it sees
+        if package_of(kind) not in LIBRARIES:  # a user's hook may keep its input
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
@@ -96,7 +98,7 @@ class Unwrapped:
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE)
         attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
-        if has_wrappers:  # whose forward calls no hooks of what they stand for
+        if has_wrappers:  # because their forward calls no hooks of the wrapped module
             attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
             name: None if child is None else self._of(child)
@@ -108,7 +110,7 @@ class Unwrapped:
         return copied
 
     def _note_parts(self, wrapper: Any) -> None:
-        """Have the parts of a projection stand for it, if the Bridge has split it."""
+        """Replace a projection that the Bridge has split by its parts."""
         names: tuple[str, ...]
         name: Any
         activation = getattr(wrapper.original_component, "act_fn", None)
@@ -141,8 +143,8 @@ _HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state"
 class _Twin:
     """Mixin for the copy of a module that has other children and no hooks.
 
-    All other attributes are read from the module, so that the copy follows what is set of it. What
-    accelerate has put there is left out, because the block's inputs are brought to its device.
+    All other attributes are read from the module, so that the copy follows changes. Accelerate's
+    are left out, because the block's inputs are on its device already.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -173,7 +175,7 @@ def _twin_class(kind: Any) -> Any:
 
 
 def replaced_in(module: nn.Module) -> str | None:
-    """Name of a method that a module has in place of its class's, but for accelerate's forward."""
+    """Return the name of a method that replaces the class's, except accelerate's forward."""
     kind = type(module)
     for name, value in vars(module).items():
         if callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
@@ -185,7 +187,7 @@ def replaced_in(module: nn.Module) -> str | None:
 
 
 def _is_carried_by_accelerate(module: nn.Module) -> bool:
-    """Whether accelerate brings to a module's device what it takes, and does nothing else."""
+    """Return True if accelerate does no more than bring a module's inputs to its device."""
     hook: Any = vars(module).get("_hf_hook")
     run = vars(module).get("forward")
     is_its = getattr(getattr(run, "func", None), "__module__", None) == "accelerate.hooks"
@@ -193,7 +195,7 @@ def _is_carried_by_accelerate(module: nn.Module) -> bool:
 
 
 def _check_wrapper(wrapper: Any, is_block: bool) -> None:
-    """Check that what a wrapper stands for computes the same; a block's own methods are run."""
+    """Check that a wrapped module computes the same as its wrapper."""
     kind = class_of(wrapper)
     if not is_block and (name := replaced_in(wrapper)):
         raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
@@ -211,7 +213,7 @@ def _check_wrapper(wrapper: Any, is_block: bool) -> None:
 
 
 def _check_dropout(module: nn.Module) -> None:
-    """Check that a module drops nothing out, which the Bridge does in another order."""
+    """Check that a module has no dropout now, because the Bridge draws in another order."""
     if not module.training:
         return
     rates = [value for name, value in vars(module).items() if "dropout" in name]
@@ -222,7 +224,7 @@ def _check_dropout(module: nn.Module) -> None:
 
 
 def computes_itself(wrapper: Any) -> bool:
-    """Whether a wrapper is of a norm and does not call transformers' own."""
+    """Return True if a norm's wrapper computes the norm itself."""
     if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
     folds = getattr(wrapper.config, "layer_norm_folding", False)
@@ -230,7 +232,7 @@ def computes_itself(wrapper: Any) -> bool:
 
 
 class NormOfBridge(nn.Module):
-    """A norm as the Bridge computes it, by the Bridge's config, without hook points."""
+    """A norm computed the Bridge's way, without hook points."""
 
     def __init__(self, wrapper: Any, norm: Any) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class NormOfBridge(nn.Module):
         bare._modules = {"_original_component": norm, **points}
         self._in_steps = bare._python_norm_forward
         self._is_rms = wrapper.uses_rms_norm
-        # Of TransformerLens 4.0, the Bridge's steps; norms without weights have their own method.
+        # TransformerLens 4.0 computes in steps. Norms without weights have their own method.
         weigh = getattr(class_of(wrapper), "_apply_weight_and_bias", None)
         has_offset = getattr(wrapper, "uses_weight_offset", True)
         self._is_usual = weigh is _WEIGH and not has_offset
@@ -268,12 +270,12 @@ _WEIGH = getattr(NormalizationBridge, "_apply_weight_and_bias", ())
 
 
 class RMSNorm(nn.Module):
-    """A norm of transformers' as one function of torch's."""
+    """An RMSNorm of transformers as one function of torch."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self._parameters = norm._parameters
-        vars(self)["_norm"] = norm  # not a submodule
+        vars(self)["_norm"] = norm  # in a tuple, so that it is not a submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., d_model], normalised."""
@@ -307,12 +309,12 @@ class _Activation(nn.Module):
 
 
 class _Joined(nn.Module):
-    """A projection of which the Bridge has parts.
+    """A fused projection rebuilt from the Bridge's split layers.
 
     Args:
-        parts: queries', keys' and values', or gate's and input's.
-        order: where each output of the projection is in what the parts give together; None if it
-            is there already.
+        parts: the layers of queries, keys and values, or of gate and input.
+        order: the permutation from the concatenated outputs to the original layout; None if they
+            agree.
     """
 
     _order: torch.Tensor | None
@@ -334,12 +336,12 @@ class _Joined(nn.Module):
 
 
 _orders: Any = WeakIdKeyDictionary()
-"""Of each Bridge's config, because it splits by heads, which a weight's sizes do not tell."""
+"""Orders by the Bridge's config, because it splits by heads, which sizes do not tell."""
 
 
-@torch.inference_mode(False)  # as later forwards may be with gradients
+@torch.inference_mode(False)  # because later forwards may record gradients
 def _order(wrapper: Any, split: Any, name: str, joint: Any) -> torch.Tensor | None:
-    """`_Joined`'s order, as TransformerLens splits a projection whose outputs are numbered."""
+    """Find `_Joined`'s order by letting TransformerLens split a projection of numbered outputs."""
     owner, known = wrapper.original_component, _orders.setdefault(wrapper.config or wrapper, {})
     is_in_out = type(joint).__name__ == "Conv1D"
     if not is_in_out and not isinstance(joint, nn.Linear):

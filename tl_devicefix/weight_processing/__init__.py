@@ -31,7 +31,7 @@ __all__ = ["Conventions", "Steps", "Weights", "WorkingCopies", "process_componen
 
 @dataclass(frozen=True)
 class Conventions:
-    """How one TransformerLens version processes weights: the steps know no versions."""
+    """The conventions of a TransformerLens version, as data, because the steps know no versions."""
 
     folds_moe: bool
     """Whether norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
@@ -54,7 +54,7 @@ class Steps:
     """Whether b_O is centred again after the value biases; `applicable` decides it."""
 
     def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
-        """These steps less those that do not apply to a model with this config. Call it once."""
+        """Return these steps without those that do not apply to this config. Call it once."""
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = self
         if steps.fold_value_biases and has_sinks(cfg):
@@ -80,10 +80,10 @@ class Steps:
         return steps
 
     def without_value_biases(self, beside: str) -> Steps:
-        """These steps without the folding of value biases, with a warning.
+        """Return these steps without the folding of value biases, and warn.
 
         Args:
-            beside: what attention has that keeps them from being folded.
+            beside: the part of attention because of which they cannot be folded.
         """
         _log.warning(
             "fold_value_biases=True does not apply to attention with %s, where value biases add "
@@ -94,12 +94,12 @@ class Steps:
 
 
 def has_sinks(cfg: Any) -> bool:
-    """Whether attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
+    """Return True if attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
     return bool(getattr(cfg, "use_attention_sinks", False))
 
 
 def uses_layer_norm(cfg: Any) -> bool:
-    """Whether the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
+    """Return True if the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
     return cfg.normalization_type in ("LN", "LNPre")
 
 
@@ -109,7 +109,7 @@ def check_refactorable(cfg: Any, is_grouped: bool, beside: str | None) -> None:
     Args:
         cfg: the model's config.
         is_grouped: whether heads share keys and values.
-        beside: what attention has that keeps value biases from being folded.
+        beside: the part of attention because of which value biases cannot be folded.
     """
     if cfg.positional_embedding_type == "rotary":
         raise ValueError(
@@ -150,7 +150,7 @@ def process_component(
     layer_norm = uses_layer_norm(cfg)
     fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
     if name in ("embed", "pos_embed"):
-        # ALiBi models carry a W_pos that is never read.
+        # Left alone, because ALiBi models carry a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
         if steps.center_writing_weights and not unread:
             center(weights, "embed.W_E", "pos_embed.W_pos")  # over d_model
@@ -168,7 +168,7 @@ def process_component(
         if steps.center_writing_weights:
             center_writing_weights_of_block(weights)
         if "attn.W_Q" not in weights:
-            return  # a slice of the MLP
+            return  # this is a slice of the MLP
         if steps.fold_value_biases:
             fold_value_biases_of_block(weights)
         if steps.recenter_b_O:

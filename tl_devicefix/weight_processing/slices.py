@@ -1,8 +1,8 @@
-"""Cut a component into slices that are processed one after the other, so that little is copied.
+"""Cut a component into slices, and process one after the other so that little memory is needed.
 
-Some heads are an attention layer, some neurons an MLP, and a part of the vocabulary an embedding:
-each step does to such a slice what it does to the whole. Only b_O sums over the heads, so it is
-carried from one slice to the next.
+A slice is some heads of an attention layer, some neurons of an MLP, or a part of the vocabulary.
+Each step acts on a slice as on the whole. Only b_O is a sum over the heads, so it is carried from
+one slice to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from tl_devicefix.weight_processing.steps import Weights
 
 ELEMENTS_ON_CPU, ELEMENTS_ON_DEVICE = 2**19, 2**24
-"""How much is worked on at a time: what a core's cache holds; what keeps a GPU busy."""
+"""Elements of a slice: as many as fit into a core's cache; enough to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Slice:
     """A part of a component that can be processed by itself."""
 
     cut: dict[str, tuple[slice, ...]] = field(default_factory=dict)
-    """Weights of which it has a part: name -> index of that part."""
+    """Weights that it has a part of: name -> index of that part."""
     uncut: tuple[str, ...] = ()
     """Weights that it has whole; other slices may have them too."""
 
     def of(self, weights: Mapping[str, torch.Tensor], carried: Weights) -> Weights:
-        """Its weights: views of the component's, or what was carried to here."""
-        # No comprehension over tensors: an error's traceback would keep them (until Python 3.12).
+        """Return its weights: views of the component's, or those carried from the slice before."""
+        # No comprehension, because its frame in a traceback would keep tensors (until Python 3.12).
         views: Weights = {}
         for name, index in self.cut.items():
             views[name] = weights[name][index]
@@ -40,7 +40,7 @@ class Slice:
         return views
 
     def to_carry(self, processed: Weights) -> Weights:
-        """Weights that the next slice continues from."""
+        """Return the weights that the next slice continues from."""
         return {_SUM: processed[_SUM]} if _SUM in self.uncut else {}
 
 
@@ -48,7 +48,8 @@ _SUM = "attn.b_O"
 """The weight that sums over the heads."""
 
 
-# Of each kind of layer: each weight's axis of heads, neurons or tokens, and what slices have whole.
+# For each kind of layer: the axis of heads, neurons or tokens of each weight, and the weights that
+# every slice has whole.
 _LAYERS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "attention": (
         {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
@@ -66,10 +67,10 @@ _LAYERS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 
 
 def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice]:
-    """Cut one component; each weight is cut in slices that make it up, or whole in some.
+    """Cut one component into slices of at most `elements` elements.
 
-    A slice has at most so many elements, but at least one key and value head with its query heads,
-    one neuron, one token or one expert. SoLU's MLP is not cut: its inner norm mixes the neurons.
+    The smallest slice is a key-value head with its query heads, a neuron, a token or an expert.
+    SoLU's MLP is not cut, because its inner norm mixes the neurons.
     """
     left = dict(weights)
     for layer, (axes, shared) in _LAYERS.items():
@@ -92,7 +93,7 @@ def _parts(
     shared: tuple[str, ...],
     elements: int,
 ) -> Iterator[Slice]:
-    # With grouped-query attention a part is a key and value head and the query heads that use it.
+    # With grouped-query attention a part is a key-value head and the query heads that share it.
     n_parts = min(weights[name].shape[axis] for name, axis in axes.items())
     of_one_part = sum(weights[name].numel() for name in axes) // n_parts
     at_once = max(1, elements // max(of_one_part, 1))
@@ -106,7 +107,7 @@ def _parts(
 
 
 def _experts(weights: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
-    """A mixture of experts, expert by expert; the router is with the first."""
+    """Cut a mixture of experts into its experts; the router goes with the first."""
     norm = tuple(name for name in weights if name.startswith("ln2."))
     by_expert: dict[str, list[str]] = {}
     first = []
@@ -121,7 +122,7 @@ def _experts(weights: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
 
 
 def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> torch.dtype:
-    """The dtype to fold a component in: float32, or wider if any weight or the result is wider."""
+    """Return the dtype to fold a component in: float32, or wider if a weight or the result is."""
     dtype = torch.promote_types(torch.float32, asked)
     for tensor in weights.values():
         if tensor.is_floating_point():
@@ -130,14 +131,14 @@ def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> to
 
 
 class WorkingCopies(dict[str, torch.Tensor]):
-    """Weights of which a step gets a private copy, on a device and in a dtype to work in.
+    """A dict of weights that copies each one to a device, in a dtype to work in, when it is read.
 
-    The copy is made when a weight is first read by `[]` or `get`, so what no step reads is not
-    copied: `items()` shows it as it was given. Copies keep the layout of what they copy (a
-    transposed view stays one); integer and boolean tensors keep their dtype.
-
-    What it is made from is never changed. `as_given` has the names of those that no step has read
-    or replaced.
+    - `[]` and `get` copy at the first read. A weight that no step reads is never copied, and
+      `items()` shows it as it was given.
+    - A copy keeps the layout (a transposed view stays one); integer and boolean tensors keep their
+      dtype.
+    - The given tensors are never changed.
+    - `as_given` has the names of the weights that no step has read or replaced.
     """
 
     def __init__(
@@ -151,12 +152,14 @@ class WorkingCopies(dict[str, torch.Tensor]):
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            moved = tensor.detach().to(self._device)  # before it is widened: fewer bytes to carry
+            moved = tensor.detach().to(
+                self._device
+            )  # before it is widened, because fewer bytes are copied
             tensor = moved.to(dtype, copy=moved.device == tensor.device)
             self[name] = tensor
         return tensor
 
-    get: Any = Mapping.get  # a dict's own reads it past `[]`
+    get: Any = Mapping.get  # because dict.get does not call __getitem__
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.as_given.discard(name)
@@ -171,13 +174,19 @@ def write(
     device: torch.device,
     index: tuple[slice, ...] = (),
 ) -> None:
-    """Write a value, or a part of one, into the parameter or buffer of this name, rounded once.
+    """Write a value into the parameter or buffer of this name, rounded once.
 
-    A parameter without values gets memory on `device` first, laid out as the weight that it comes
-    from: TransformerLens's shapes are mostly transposed views of a checkpoint's, its forward mostly
-    transposes them back, and so neither costs a copy. Weights that the model has no place for are
-    dropped, as in TransformerLens. The value, on any device and in any dtype, is not aliased; it is
-    the part of the parameter at `index`, and `like` is the whole weight as it was given.
+    A parameter without values first gets memory in the layout of the weight that it comes from,
+    because TransformerLens's parameters are mostly transposed views of a checkpoint's weights, and
+    its forward mostly transposes them back: so neither costs a copy.
+
+    Args:
+        model: the model. A weight that it has no place for is dropped, as in TransformerLens.
+        name: of the parameter or buffer.
+        value: on any device and in any dtype; not aliased.
+        like: the whole weight as it was given.
+        device: the device of a parameter that has no values yet.
+        index: the part of the parameter to write.
     """
     path, _, leaf = name.rpartition(".")
     try:
@@ -193,5 +202,5 @@ def write(
         own = nn.Parameter(values, requires_grad=own.requires_grad)
         module._parameters[leaf] = own
     part = own.detach()[index]
-    # One element may fill a scalar.
+    # Reshaped, because a checkpoint may have a scalar as a tensor of one element.
     part.copy_(value if value.shape == part.shape else value.reshape(part.shape))

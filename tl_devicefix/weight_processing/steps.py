@@ -60,7 +60,7 @@ def _fold_norm(
 ) -> None:
     """Fold a norm into a matrix of d_in rows, or one for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
-    has_bias = norm == "ln1" or bias in weights  # as attention always has
+    has_bias = norm == "ln1" or bias in weights  # because attention always has biases
     if fold_biases and f"{norm}.b" in weights and has_bias:
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
@@ -98,7 +98,7 @@ def center_writing_weights_of_block(block: Weights) -> None:
 
 
 def center(weights: Weights, *names: str, dim: int = -1) -> None:
-    """Centre those of these weights that there are."""
+    """Centre each of the named weights that is present."""
     for name in names:
         if name in weights:
             weights[name] -= weights[name].mean(dim=dim, keepdim=True)
@@ -125,9 +125,10 @@ def vocabulary_means(
     device: torch.device,
     tokens_at_once: int,
 ) -> Weights:
-    """The means over the vocabulary of "unembed.W_U" (as [d_model, 1]) and "unembed.b_U" (as [1]).
+    """Return the means over the vocabulary of "unembed.W_U" and "unembed.b_U".
 
-    They are summed in `dtype` on `device`, where only `tokens_at_once` are copied at a time.
+    Their shapes are [d_model, 1] and [1]. They are summed in `dtype` on `device`, to which only
+    `tokens_at_once` columns are copied at a time.
     """
     means = {}
     for name in _OVER_VOCABULARY:
