@@ -164,6 +164,25 @@ def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
     assert_either_way(fused(), run)
 
 
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_gradients_of_one_token_after_inference_mode(kind, fused, tokens):
+    model = fused(kind)
+    with torch.inference_mode():
+        model(tokens)
+    assert_either_way(model, with_gradients(tokens[:, :1]))
+
+
+def test_a_flag_of_an_attention_s_own_config_acts(cls, fused, tokens):
+    model = fused()
+    attn = model.blocks[1].attn
+    if cls != HOOKED:
+        pytest.skip("a Bridge's parts have no `cfg`")
+    attn.cfg = copy.copy(attn.cfg)
+    attn.cfg.use_split_qkv_input = True  # its inputs have no dimension of heads
+    with pytest.raises(RuntimeError, match="subscripts"):
+        model(tokens)
+
+
 def weight_of(model: Any) -> nn.Parameter:
     """A weight of which a fused block keeps a view."""
     attn = model.blocks[1].attn
@@ -223,6 +242,14 @@ def test_a_change_acts_in_the_next_forward(change, fused, tokens):
         after = assert_either_way(model, lambda model: model(tokens))
     if change not in ("a flag", "another flag", "input of the MLP", "dtype", "training"):
         assert not torch.allclose(after, before)
+
+
+def test_a_norm_s_bias_may_have_another_dtype(cls, fused, tokens):
+    model = fused("gpt2", **({"fold_ln": False} if cls == HOOKED else {}))
+    norm = model.blocks[1].ln1
+    bias = norm.b if cls == HOOKED else norm.original_component.bias
+    bias.data = bias.data.bfloat16()
+    assert_either_way(model, lambda model: model(tokens))
 
 
 def test_dropout_in_training_acts(cls, fused, tokens):

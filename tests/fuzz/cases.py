@@ -15,6 +15,7 @@ import operator
 import os
 import pickle
 import random
+import re
 import sys
 import tempfile
 import typing
@@ -26,7 +27,7 @@ from unittest import mock
 
 import torch
 from block_variants import VARIANTS, config_of
-from operations import CHANGES, LOSES_CACHE, RUNS, Trial
+from operations import CHANGES, LOSES_CACHE, RUNS, Trial, tokens
 from pools import BETWEEN, BLOCKS, IS_BRIDGE, POOLS, Module, Point, Weight
 
 EXTRAS: dict[str, Any] = {
@@ -69,7 +70,10 @@ def draw(seed: int) -> Case:
     is_fused = random_.random() < FUSED
     draw = Draw(random_, model, is_spread=n_devices > 1, is_fused=is_fused)
     operations = [draw.any_operation() for _ in range(random_.randint(3, 8))]
-    return Case(model, n_devices, [*operations, draw.one_of(RUNS)], is_fused)
+    case = Case(model, n_devices, [*operations, draw.one_of(RUNS)], is_fused)
+    if is_fused and has_16_bits(case):  # the likeliest token is a matter of their rounding
+        case.operations[:] = [op for op in case.operations if op[0] != "generate"]
+    return case
 
 
 class Draw:
@@ -80,20 +84,21 @@ class Draw:
     ) -> None:
         self._random = random_
         self._paths = paths(model)
-        self._is_spread = is_spread
+        self._is_spread, self._is_fused = is_spread, is_fused
         # Over devices, torch's error about devices follows where a grafted block's parts are
         # exchanged again, or a block has lost the forward pre-hook that carries its inputs. And
         # blocks share masks and rotary tables, so that one changed in place is so for all. Of a
-        # backward that a hook ends, the engine has run other nodes before.
-        left_out: set[Any] = {"graft", "_forward_pre_hooks", "buffer", "raise"}
-        self._left_out = left_out if is_spread else {"raise"} if is_fused else set()
-        if "compatible" in model:
-            # TransformerLens computes by the config's alone there, and in processed weights' dtype.
-            self._left_out |= {("mlp._original_component.act_fn", "tanh"), "half"}
-        if "gpt2" in model:  # whose scale TransformerLens computes where somebody listens
-            self._left_out.add(("attn._original_component.scaling", 0.3))
+        # backward that a hook ends, the engine has run other nodes before. Where a hook makes
+        # another dtype of what attention computes, TransformerLens's own raises, and a fused casts.
+        self._left_out = {"graft", "_forward_pre_hooks", "buffer", "raise"} if is_spread else set()
+        self._left_out |= {"raise", "attn.hook_.*upcast"} if is_fused else set()
+        # A row that sees no token may differ, and these have others see it.
+        is_left = random_.random() < 0.5 and "bidirectional" not in model
+        self._left_out |= {"IGNORE", "zero", "bidirectional"} if is_left else {"left"}
         if LOSES_CACHE:  # in which two blocks of one number would meet
             self._left_out.add("graft")
+            # The package mends that cache, in which keys lie otherwise: not to the bit for 10 keys.
+            self._left_out |= set() if is_fused else {"generate"}
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""
@@ -111,13 +116,17 @@ class Draw:
             # for global hooks as a call ends where a component has hooks that carry.
             if self._is_spread and change[0] in ("set_mode", "global_hook"):
                 continue
+            # Fused and not, backward needs other weights and tables, and torch refuses those that
+            # were changed since. Half way, a fused block casts where TransformerLens's raises.
+            if self._is_fused and change[-1] in ("in place", "parametrized", "float64", "bfloat16"):
+                continue
             if other in str(change) and block not in str(change) and "filter" not in change:
                 return "within", self._random.choice(points), change
             if change[0] == "global_hook":
                 # Not from a block's last hook point: torch looks for hooks as a call begins, and
                 # may not call them as it ends.
                 return "within", BETWEEN[0], change
-            if "blocks" not in str(change):
+            if "blocks" not in str(change) and "'embed'" not in str(change):
                 return "within", self._random.choice(BETWEEN), change
 
     def one_of(self, operations: list[Any]) -> tuple[Any, ...]:
@@ -130,7 +139,8 @@ class Draw:
             if name not in ("trial", "return")
         ]
         operation = function.__name__, *arguments
-        return operation if self._left_out.isdisjoint(operation) else self.one_of(operations)
+        is_left_out = re.search("|".join(self._left_out), str(operation))
+        return self.one_of(operations) if is_left_out else operation
 
     def _pool(self, hint: Any) -> Sequence[Any]:
         if hint in (Module, Point):
@@ -172,10 +182,14 @@ def outcome(case: Case, *, spread: bool = False) -> Outcome:
         devices = tl_devicefix.simulate(n_devices)
     with devices:
         trial = Trial(build(case.model, n_devices), lambda: build(case.model, n_devices, seed=2))
+        if IS_BRIDGE and "replace_hook_dicts" in str(case.operations):
+            # TransformerLens registers hooks of its own in a block's first forward, which go too.
+            trial.model(tokens(1))
         if spread and case.is_fused:
             sys.modules["tl_devicefix"].fuse_blocks(trial.model)
         with trial.undo:
             for operation in case.operations:
+                trial.leaves_out = "left" in operation
                 trial.do(operation)
     return Outcome(trial.seen, trial.messages)
 
@@ -268,23 +282,20 @@ def difference(case: Case, expected: bytes) -> str | None:
     installed: Outcome = pickle.loads(expected)
     actual = outcome(case, spread=True)
     # This package folds weights in an order of its own.
-    has_16_bits = any(word in str(case) for word in ("bfloat16", "half", "'dtype'"))
     exact = case.n_devices == 1 and "compatible" not in case.model and not case.is_fused
     for i, (this, that) in enumerate(itertools.zip_longest(actual.seen, installed.seen)):
-        if case.is_fused and (_is_error(this) or _is_error(that)):
-            # An edit in place may be of what the one forward's backward needs and not the other's.
-            return None
         # Some gradients, as of b_K, are the rounding of others.
         gradients = [x for name, x in installed.seen if "grad" in name and hasattr(x, "amax")]
         scale = max((float(_largest(x)) for x in gradients if "grad" in that[0]), default=0.0)
-        if not equal(this, that, exact, scale, has_16_bits):
+        if not equal(this, that, exact, scale, has_16_bits(case)):
             messages = "\n".join(("errors:", *actual.messages, "installed:", *installed.messages))
             return f"value {i}: {this}\ninstalled: {that}\n{messages}"
     return None
 
 
-def _is_error(value: Any) -> bool:
-    return value is not None and value[0].endswith("raises RuntimeError")
+def has_16_bits(case: Case) -> bool:
+    """Return True if a case computes with 16 bits anywhere."""
+    return any(word in str(case) for word in ("bfloat16", "half", "'dtype'"))
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

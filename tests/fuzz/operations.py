@@ -21,14 +21,16 @@ from typing import Any, Literal
 
 import pools
 import torch
+import transformer_lens
 from packaging.version import Version
-from pools import IS_BRIDGE, find_class
+from pools import IS_BRIDGE
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
 Grad = Literal["grad", "no_grad", "inference"]
 N = Literal[1, 2, 5, 9]
+Pads = Literal["", "", "right", "left"]
 Effect = Literal["read", "scale", "edit in place", "zero", "copy", "upcast", "raise"]
 
 
@@ -42,6 +44,7 @@ class Trial:
         self.messages: list[str] = []
         self.undo = contextlib.ExitStack()
         self.handles: list[Any] = []
+        self.leaves_out = False  # the first example, whose first row sees no token
         self.generator = torch.Generator().manual_seed(1)
 
     def at(self, path: str) -> Any:
@@ -56,6 +59,7 @@ class Trial:
     def note(self, label: str, value: Any) -> None:
         """Note a value; of a container, each part."""
         if isinstance(value, torch.Tensor):
+            value = value[-1:] if self.leaves_out and value.dim() else value
             self.seen.append((label, value.detach().cpu().clone()))
         elif isinstance(value, (tuple, list)):
             for i, part in enumerate(value):
@@ -75,10 +79,11 @@ class Trial:
         except RecursionError:  # how deep it got depends on the calls around it
             del self.seen[n_seen:]
         except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
-            # Which of these two a module that is not there gives, does not matter.
-            is_lookup = isinstance(error, (KeyError, AttributeError))
+            # Which of these a module gives that is not there, or of another kind, does not matter.
+            is_lookup = isinstance(error, (KeyError, AttributeError, TypeError))
             error_name = "LookupError" if is_lookup else type(error).__name__
             self.seen.append((f"{name} raises {error_name}", None))
+            self.model.zero_grad()
             self.messages.append(f"{operation}: {type(error).__name__}: {error}")
 
     def randn_like(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,6 +121,8 @@ def grad_mode(grad: str) -> Any:
 
 def finish(trial: Trial, grad: str, logits: Any) -> None:
     """Note logits, and with gradients those of every weight."""
+    if trial.leaves_out:
+        trial.leaves_out, logits = False, logits.flatten(0, 1)[1:]
     trial.note("logits", logits)
     if grad == "grad":
         logits.float().pow(2).sum().backward()
@@ -124,18 +131,24 @@ def finish(trial: Trial, grad: str, logits: Any) -> None:
         trial.model.zero_grad()
 
 
+def mask_of(n: int, pads: str) -> torch.Tensor:
+    """The mask of two prompts of some tokens, of which the first is padded."""
+    mask = torch.ones(2, n, dtype=torch.long)
+    mask[0, {"left": slice(1), "right": slice(-1, None)}.get(pads, slice(0))] = 0
+    return mask
+
+
 @run
 def forward(
     trial: Trial,
     n: N,
     grad: Grad,
-    pads: Literal[0, 0, 0, -1],
+    pads: Pads,
     stop_at_layer: Literal[None, None, None, 1, -1],
 ) -> None:
     options: dict[str, Any] = {}
     if pads and n > 1:
-        options["attention_mask"] = mask = torch.ones(2, n, dtype=torch.long)
-        mask[0, -1:] = 0  # not on the left: a row that sees no token may differ
+        options["attention_mask"] = mask_of(n, pads)
     if stop_at_layer is not None:
         options["stop_at_layer"] = stop_at_layer
     with grad_mode(grad):
@@ -366,15 +379,14 @@ def weight(
 # Of a HookedTransformer only.
 
 
-def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Literal[0, 0, 1]) -> None:
+def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Pads) -> None:
     """Three forwards with a KV cache, of a HookedTransformer."""
-    cache_class = find_class("TransformerLensKeyValueCache", "HookedTransformerKeyValueCache")
-    cache = cache_class.init_cache(trial.model.cfg, trial.model.cfg.device, 2)
-    logits = []
+    name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
+    cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
+    logits: list[torch.Tensor] = []
     with grad_mode(grad):
         for length in (n, more, 1):
-            mask = torch.ones(2, length, dtype=torch.long)
-            mask[0, length - (pads if length == n > 1 else 0) :] = 0
+            mask = mask_of(length, pads if length == n > 1 and not logits else "")
             options = {"past_kv_cache": cache, "attention_mask": mask}
             logits.append(trial.model(tokens(length), **options))
         for entry in cache.entries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import version
 from typing import Any, NewType
 
@@ -116,23 +115,3 @@ BETWEEN = (
 )
 """Hook points at which no block is half done."""
 POOLS: dict[Any, Any] = {Block: BLOCKS, **(_BRIDGE if IS_BRIDGE else _HOOKED)}
-
-_MODULES = [
-    *("transformer_lens", "transformer_lens.components", "transformer_lens.hook_points"),
-    *("torch.nn", "transformer_lens.model_bridge.generalized_components"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
-    "transformers.pytorch_utils",
-]
-
-
-def find_class(*names: str) -> Any:
-    """A class by whichever of its names the installed TransformerLens has."""
-    for module in _MODULES:
-        try:
-            imported = importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-        for name in names:
-            if name in vars(imported):
-                return vars(imported)[name]
-    raise AttributeError(f"there is no {names}")

@@ -217,6 +217,8 @@ def _why_pattern(attn: Any) -> str | None:
         return "it has attention sinks"
     if cfg.use_attn_result or cfg.ungroup_grouped_query_attention:
         return "use_attn_result or ungroup_grouped_query_attention is set"
+    if (why := _why_flags(cfg)) is not None:  # of the attention's own config
+        return why
     if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
         return "its positions depend on the length"
     if cfg.positional_embedding_type == "relative_positional_bias":
@@ -396,12 +398,14 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     kind, weights = type(norm), norm._parameters
     if kind is nn.Identity:
         return x
-    dtype, w = norm.cfg.dtype, weights.get("w")
+    dtype, w, b = norm.cfg.dtype, weights.get("w"), weights.get("b")
     if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
+        return norm(x)  # type: ignore[no-any-return]
+    if b is not None and b.dtype != dtype:
         return norm(x)  # type: ignore[no-any-return]
     if kind is RMSNorm or kind is RMSNormPre:
         return torch.rms_norm(x, x.shape[-1:], w, norm.eps)
-    return torch.layer_norm(x, x.shape[-1:], w, weights.get("b"), norm.eps)
+    return torch.layer_norm(x, x.shape[-1:], w, b, norm.eps)
 
 
 def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:

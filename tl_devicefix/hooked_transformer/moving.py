@@ -222,7 +222,9 @@ class AlibiAt(Around):
 def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:
     """Return an attention's ALiBi table on a device, [head_index, query_pos, key_pos]."""
     table = attn.alibi
-    if table is None or table.shape[-1] < n_keys:
+    is_short = table is None or table.shape[-1] < n_keys
+    # SDPA saves it for backward, which torch refuses of a table from inference mode.
+    if is_short or (table.is_inference() and torch.is_grad_enabled()):
         table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
     attn.alibi = table.to(device)
     return attn.alibi  # type: ignore[no-any-return]

@@ -88,9 +88,15 @@ def makes_masks() -> bool:
 def eager_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Make transformers' mask for "eager", or within a forward by SDPA the one for SDPA."""
     config = this_forward().config_of_sdpa
-    if config is not None and kwargs.get("config") is config:
-        return masking_utils.sdpa_mask(*args, **kwargs)
-    return original(*args, **kwargs)
+    if config is None or kwargs.get("config") is not config:
+        return original(*args, **kwargs)
+    mask = masking_utils.sdpa_mask(*args, **kwargs)
+    if mask is None:
+        kept_in_forward()[_LEFT_OUT] = functools.partial(original, *args, **kwargs)
+    return mask
+
+
+_LEFT_OUT = "the mask that SDPA does not need"
 
 
 _patches_kv_cache = functools.partial(
@@ -114,16 +120,30 @@ def place_of_mask(layer: Any) -> int:
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
+@torch.inference_mode(False)  # where edits are not counted
 def built(mask: Any, residual: torch.Tensor) -> Any:
     """Convert a mask for SDPA to the one that transformers makes for "eager"."""
-    n_queries = residual.shape[1]
-    if mask is None and n_queries > 1:  # no mask means causal
-        mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=residual.device).tril_()
+    n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()
+    if mask is None and _LEFT_OUT in kept:
+        made = made_once((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
+    elif mask is None and n_queries > 1:  # on another host, which knows that it is causal
+        mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device).tril_()
         return _added(mask[None, None], residual.dtype)
-    if not is_of_pairs(mask):
+    elif is_of_pairs(mask):
+        what = "added", residual.dtype
+        made = made_once((mask,), what, mask.device, lambda: _added(mask, residual.dtype))
+    else:
         return mask
-    what = "added", residual.dtype
-    return made_once((mask,), what, mask.device, lambda: _added(mask, residual.dtype))
+    kept.setdefault(_BUILT, []).append(made)
+    return made
+
+
+_BUILT = "masks for eager attention"
+
+
+def are_masks_edited() -> bool:
+    """Return True if a hook has edited a mask in this forward, in which all blocks share it."""
+    return any(mask._version for mask in kept_in_forward().get(_BUILT, ()))
 
 
 def is_of_pairs(mask: Any) -> bool:
@@ -132,5 +152,5 @@ def is_of_pairs(mask: Any) -> bool:
 
 
 def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return added.masked_fill_(~seen, torch.finfo(dtype).min)
+    zero = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(seen, zero, torch.finfo(dtype).min)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -24,10 +25,12 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
-from tl_devicefix.fusing.listening import Listeners, records, unsupported_mode
+from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
+    are_masks_edited,
     built,
     place_of_mask,
     this_forward,
@@ -86,10 +89,14 @@ class FusedWrapper(Fused):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the wrapper stands for and nothing else, if nobody listens to it."""
-        if this_forward().is_of_bridge and is_enabled():
-            bound = bound_of(self)
-            if bound.may_stand_for(self):
+        now = this_forward()
+        if now.is_of_bridge and is_enabled():
+            bound, by_sdpa = bound_of(self), now.config_of_sdpa is not None
+            is_edited = by_sdpa and self.is_list_item and are_masks_edited()
+            if not is_edited and bound.may_stand_for(self):
                 return bound.run(self, args, kwargs)
+            if is_edited or (by_sdpa and bound.shows_mask(self)):
+                args, kwargs = bound.with_built_mask(args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +166,7 @@ class Bound:
         self._hookable: frozenset[str] = frozenset()  # around the layer, if called so
         self._mask_at = -1
         children = wrapper._modules
-        around = {wrapper: "around"}
+        around = {wrapper: "itself"}
         around |= {children.get(name): name for name in ("hook_in", "hook_out")}
         modules = list(wrapper.modules())
         self._harmless = {key for module in modules for key in _relays(module)}
@@ -179,6 +186,13 @@ class Bound:
     def is_listened(self) -> bool:
         """Return True if somebody listens within the wrapper, and not only around it."""
         return "within" in self._listeners.look()
+
+    def shows_mask(self, wrapper: Any) -> bool:
+        """Return True if a user's hook on a block itself is called, which may edit the mask."""
+        if not wrapper.is_list_item or "itself" not in self._listeners.look():
+            return False
+        hooks = (hook for hooks in hooks_of(wrapper.__dict__) for hook in hooks.values())
+        return unsupported_mode() is not None or any(map(_is_user_s, hooks))
 
     def may_stand_for(self, wrapper: Any) -> bool:
         """Return True if the layer may be called instead of the wrapper, in this very forward."""
@@ -221,6 +235,9 @@ class Bound:
         by_sdpa = [attention for attention in wrapped if why_no_sdpa(attention) is None]
         if by_sdpa:
             self.by_sdpa, self.config = True, by_sdpa[0].config
+        elif any(weight.dtype == torch.float64 for weight in block.parameters()):
+            # In which the lowest score of float64 is minus infinity, and a row of these NaN.
+            raise NotPlain("transformers' eager attention has a softmax in float32")
         for attention in wrapped:
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
                 raise NotPlain(why)
@@ -262,6 +279,10 @@ def _runs_its_layer(kind: type) -> bool:
 
 def _attends(module: Any) -> bool:
     return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
+
+
+def _is_user_s(hook: Any) -> bool:
+    return package_of(hook) not in ("tl_devicefix", *LIBRARIES)
 
 
 def _nothing(*_: Any) -> None:

@@ -23,9 +23,11 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
     JointQKVAttentionBridge,
+    JointQKVPositionEmbeddingsAttentionBridge,
     NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import class_of
@@ -51,6 +53,7 @@ class Unwrapped:
     def __init__(self, block: Any, by_sdpa: set[int]) -> None:
         self._by_sdpa = by_sdpa
         self._made: dict[int, nn.Module] = {}
+        self._joint: dict[int, Any] = {}  # wrappers, by the ids of what they stand for
         self._split: set[int] = set()  # ids of modules that the Bridge's own parts replace
         for module in block.modules():
             if is_wrapper(module):
@@ -94,7 +97,7 @@ class Unwrapped:
         copied = object.__new__(_twin_class(kind))
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE)
-        attributes["_twin_of"] = module
+        attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
         if has_wrappers:  # because their forward calls no hooks of the wrapped module
             attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
@@ -110,7 +113,11 @@ class Unwrapped:
         """Replace a projection that the Bridge has split by its parts."""
         names: tuple[str, ...]
         name: Any
+        activation = getattr(wrapper.original_component, "act_fn", None)
+        if getattr(wrapper, "_use_processed_weights", False) and activation is not None:
+            self._made[id(activation)] = _Activation(wrapper.config)
         if isinstance(wrapper, JointQKVAttentionBridge):
+            self._joint[id(wrapper.original_component)] = wrapper
             split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
             name = wrapper.submodules["qkv"].name if "qkv" in wrapper.submodules else None
         elif isinstance(wrapper, JointGateUpMLPBridge):
@@ -145,9 +152,21 @@ class _Twin:
         if name in attributes["_modules"]:
             return attributes["_modules"][name]
         of_module = vars(attributes["_twin_of"])
+        if name == "scaling" in of_module and attributes["_joint"] is not None:
+            return _scale_of(attributes["_joint"])
         if name in of_module and name not in ("_hf_hook", "_old_forward"):
             return of_module[name]
         return super().__getattr__(name)  # type: ignore[misc]
+
+
+def _scale_of(wrapper: Any) -> float:
+    """Return the scale of scores, which a Bridge that splits a projection takes from its config."""
+    config = wrapper.config
+    scale: float = config.d_head**-0.5
+    has_positions = isinstance(wrapper, JointQKVPositionEmbeddingsAttentionBridge)
+    if config.scale_attn_by_inverse_layer_idx and not has_positions:
+        scale /= wrapper._layer_idx + 1
+    return scale
 
 
 @functools.cache
@@ -239,6 +258,8 @@ class NormOfBridge(nn.Module):
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if not self._is_usual or weight is None or weight.dtype != x.dtype:
             return self._in_steps(x)  # type: ignore[no-any-return]
+        if bias is not None and bias.dtype != x.dtype:
+            return self._in_steps(x)  # type: ignore[no-any-return]
         eps = getattr(self.config, "eps", 1e-5)
         if self._is_rms:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
@@ -266,11 +287,25 @@ class RMSNorm(nn.Module):
 
 def _has_code_of_llama_s(norm: Any) -> bool:
     """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
+    if "weight" not in norm._parameters:  # such as one that is parametrized
+        return False
     code, of_llama = (
         getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm)
     )
     names = "co_code", "co_names", "co_consts"
     return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
+
+
+class _Activation(nn.Module):
+    """The function that a Bridge's own gated MLP reads in its config, whatever its layer has."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._config = config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., d_mlp], activated."""
+        return resolve_activation_fn(self._config)(x)  # type: ignore[no-any-return]
 
 
 class _Joined(nn.Module):

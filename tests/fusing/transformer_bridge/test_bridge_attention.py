@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from attending import ShapesMade, unfused, with_gradients
+from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
-from hf_models import HF_CONFIGS, N_LAYERS, save_checkpoint
+from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
+from packaging.version import Version
+from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import installed as version
 
 pytestmark = [
     pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
@@ -100,6 +103,53 @@ def test_a_function_for_masks_of_a_user_s_own(fused_bridge, tokens):
 
     assert_agrees(actual, expected)
     assert not torch.allclose(actual, bridge(tokens))
+
+
+@pytest.mark.parametrize("of_layer", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused_bridge, tokens):
+    bridge = fused_bridge(name)
+    expected = bridge(tokens)
+
+    def hide_a_token(block: Any, args: Any, kwargs: Any) -> None:
+        mask = next(value for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) == 4)
+        mask[1, :, 1:, 0] = torch.finfo(mask.dtype).min
+
+    block = bridge.blocks[1].original_component if of_layer else bridge.blocks[1]
+    block.register_forward_pre_hook(hide_a_token, with_kwargs=True)
+
+    hidden = assert_either_way(bridge, lambda bridge: bridge(tokens))
+    assert not torch.allclose(hidden, expected)
+
+
+def test_a_bridge_scales_scores_by_its_own_config(fused_bridge, tokens):
+    bridge = fused_bridge("gpt2")
+    expected = bridge(tokens)
+
+    bridge.blocks[1].attn.original_component.scaling = 3.0
+    assert_agrees(bridge(tokens), expected)
+    bridge.cfg.scale_attn_by_inverse_layer_idx = True
+    assert not torch.allclose(assert_either_way(bridge, lambda bridge: bridge(tokens)), expected)
+
+
+def test_a_folded_gated_mlp_activates_by_the_config(fused_bridge, tokens):
+    bridge = fused_bridge("llama", compatible=True)
+    bridge.blocks[1].mlp.original_component.act_fn = torch.nn.Tanh()
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+def test_a_norm_may_be_parametrized(fused_bridge, tokens):
+    bridge = fused_bridge("llama")
+    norm = bridge.blocks[1].ln1.original_component
+    parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+@pytest.mark.skipif(version() < Version("4.3"), reason="a Gemma 2 that float64 does not run in")
+def test_padding_in_float64_changes_no_row_of_a_token(fused_bridge, tokens):
+    mask = padded(tokens, slice(2))
+    bridge = fused_bridge("gemma-2", compatible=True).to(torch.float64)
+    assert_either_way(bridge, lambda bridge: bridge(tokens, attention_mask=mask)[mask.bool()])
 
 
 def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, tokens):
