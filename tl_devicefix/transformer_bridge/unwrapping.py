@@ -63,7 +63,7 @@ class Unwrapped:
             _check_dropout(module)
         self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
         self.layer = self._of(block)
-        used = self._wrapped.union(map(id, self.layer.modules()), self._split)
+        used = self._wrapped.union(map(id, self.layer.modules()), self._made, self._split)
         for module in block.modules():
             own = module.original_component if is_wrapper(module) else None
             if own is not None and id(own) not in used:

@@ -138,6 +138,25 @@ def test_a_folded_gated_mlp_activates_by_the_config(fused_bridge, tokens):
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
+class Doubled(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_module_put_into_a_wrapper_acts(name, fused_bridge, tokens):
+    bridge = fused_bridge(name)
+    bridge(tokens)
+    output = bridge.blocks[1].attn.o
+    output._original_component = Doubled(output.original_component)
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
 def test_a_norm_may_be_parametrized(fused_bridge, tokens):
     bridge = fused_bridge("llama")
     norm = bridge.blocks[1].ln1.original_component
