@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import real_devices  # isort: skip  # before what names devices
 import torch
 from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
-from hf_models import D_VOCAB, HF_CONFIGS, make_hf_model, make_tokenizer, save_checkpoint
+from hf_models import (
+    D_VOCAB,
+    HF_CONFIGS,
+    make_hf_model,
+    make_tokenizer,
+    padded,
+    randomize,
+    save_checkpoint,
+)
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
-from machines import machine, n_devices, simulated  # noqa: F401
+from machines import transformer_lens_alone
+from model_classes import BRIDGE, CLASSES
+from racing import asynchronous
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.placement.devices import joined
+from tl_devicefix.simulation.machine import Machine, Transfer
 
 if has_hooked_transformer():
-    from hooked_fixtures import *  # noqa: F403
+    import transformer_lens.loading_from_pretrained as tl_loading
+    from architectures import (
+        ALL_ARCHITECTURES,
+        NO_PROCESSING,
+        TOYS,
+        attention_only_config,
+        build_toy,
+        load_hooked,
+        toy_config,
+    )
+    from installed import as_installed
+    from kinds import KINDS, Kind, Spread, where_to
+    from snapshots import Snapshot, in_use
+    from transformer_lens import HookedTransformer
 
-# A Bridge's tests of a package are in its folder `transformer_bridge`.
-HERE = Path(__file__).parent
-SHARED_ROOMS = ("fusing", "planning", "checking", "pipelining")
-SHARED_ROOMS += ("offload", "gathering", "dispatch", "racing")
-# What is written once for both classes, beside "..._of_either_class".
-OF_EITHER = ("test_within_simulate", "test_put_in_by_hand")
-OF_BRIDGE = [
-    "transformer_bridge",
-    *(f"{room}/transformer_bridge" for room in SHARED_ROOMS),
-    "surface/test_bridge_sweep.py",
-    "twin/test_bridge_twin.py",
-]
-OF_HOOKED_TRANSFORMER = [
-    *("checkpoints", "weight_processing", "hooked_transformer", "parity", "placement"),
-    *("libraries/test_sae_lens*.py", "libraries/test_circuit_tracer.py"),
-    *(
-        str(path.relative_to(HERE))
-        for room in SHARED_ROOMS
-        for path in sorted((HERE / room).glob("test_*.py"))
-        if path.stem not in OF_EITHER and not path.stem.endswith("_of_either_class")
-    ),
-    "surface/test_sweep.py",
-    "twin/test_hooked_twin.py",
-]
-collect_ignore_glob = [
-    *([] if has_bridge() else OF_BRIDGE),
-    *([] if has_hooked_transformer() else OF_HOOKED_TRANSFORMER),
-    *real_devices.NOT_RUN,
-]
+if has_bridge():
+    from bridges import balanced_map
+    from transformer_lens.model_bridge import TransformerBridge
+
+collect_ignore_glob = [*real_devices.NOT_RUN]
 
 
 def pytest_report_header() -> str:
-    left_out = ", ".join(collect_ignore_glob) or "nothing"
     on = f"{real_devices.device_count()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
-    return f"transformer_lens {installed()}, {on} devices; these are not run: {left_out}"
+    return f"transformer_lens {installed()}, {on} devices"
 
+
+Get = Callable[[str], Any]
+"""An architecture ("llama", "gpt2") -> a model."""
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
 
@@ -173,3 +180,375 @@ def hub(tmp_path, monkeypatch):
     """The default cache of a hub that cannot be reached: empty until `hub.add(...)`."""
     go_offline(monkeypatch, tmp_path / "hub")
     return HubCache(tmp_path / "hub")
+
+
+# The machine.
+
+
+@pytest.fixture
+def n_devices() -> int:
+    """How many devices `machine` has; parametrise `n_devices` for others."""
+    return 4
+
+
+@pytest.fixture(scope="session")
+def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`with simulated(4) as machine`: as `tl_devicefix.simulate`.
+
+    With `--unpatched` it is without the patches, and with `--asynchronous` behind the host.
+    """
+
+    @contextlib.contextmanager
+    def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
+        behind = request.config.getoption("--asynchronous")
+        enter: Any = asynchronous if behind else tl_devicefix.simulate
+        with enter(*args, **options) as machine:
+            unpatched: Any = contextlib.nullcontext()
+            if request.config.getoption("--unpatched"):
+                alone = has_hooked_transformer()
+                unpatched = transformer_lens_alone(machine) if alone else tl_devicefix.disabled()
+            with unpatched:
+                yield machine
+
+    return simulated
+
+
+@pytest.fixture
+def machine(n_devices: int, simulated: Any) -> Iterator[Machine]:
+    """A simulated machine, on which models load by default."""
+    with simulated(n_devices) as machine:
+        yield machine
+
+
+# Either class.
+
+
+@pytest.fixture
+def kind() -> str:
+    """Which architecture the model has; parametrise it for others."""
+    return "llama"
+
+
+@pytest.fixture
+def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens, where the model wants them."""
+    return tokens.to(model.cfg.device)
+
+
+@pytest.fixture(params=CLASSES)
+def model_class(request: pytest.FixtureRequest) -> str:
+    """The class of the models."""
+    return request.param
+
+
+@pytest.fixture
+def over_devices(model_class: str, request: pytest.FixtureRequest) -> Get:
+    """`over_devices("llama")`: a new model over four devices.
+
+    A Bridge lies as accelerate's "balanced" has it, and is not folded.
+    """
+    if model_class == BRIDGE:
+        return request.getfixturevalue("dispatched")
+    return request.getfixturevalue("load")
+
+
+@pytest.fixture
+def from_checkpoint(model_class: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`from_checkpoint("llama", device_map=...)`: a new model, as users load it."""
+    return request.getfixturevalue("boot" if model_class == BRIDGE else "from_pretrained")
+
+
+@pytest.fixture
+def on_one(model_class: str, request: pytest.FixtureRequest) -> Get:
+    """`on_one("llama")`: the same weights, as TransformerLens alone has them on one CPU."""
+    if model_class == BRIDGE:
+        boot = request.getfixturevalue("boot")
+        return lambda kind: boot(kind, device="cpu")
+    return request.getfixturevalue("on_cpu")
+
+
+@pytest.fixture
+def folded(model_class: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`folded("llama", 4)`: a new model with folded weights, over so many devices."""
+    if model_class == BRIDGE:
+        boot = request.getfixturevalue("boot")
+        return lambda kind, n_devices, **where: boot(
+            kind, compatible=True, n_devices=n_devices, **where
+        )
+    return request.getfixturevalue("load")
+
+
+@pytest.fixture
+def folded_on_one(model_class: str, request: pytest.FixtureRequest) -> Get:
+    """`folded_on_one("llama")`: the same on one CPU."""
+    if model_class == BRIDGE:
+        references = request.getfixturevalue("bridge_references")
+        return lambda kind: references(kind, compatible=True)
+    return request.getfixturevalue("on_cpu")
+
+
+# TransformerBridge.
+
+
+@pytest.fixture(scope="session")
+def bridge_references(checkpoints: Any) -> Callable[..., Any]:
+    """`bridge_references("gpt2", compatible=True)`: as the unpatched release boots it, on one CPU.
+
+    Shared, so not to be changed. Other options are those of `enable_compatibility_mode`.
+    """
+
+    def boot(
+        name: str, *, compatible: bool = False, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> Any:
+        with tl_devicefix.disabled():
+            bridge = TransformerBridge.boot_transformers(
+                str(checkpoints(name)), device="cpu", dtype=dtype
+            )
+            if compatible:
+                bridge.enable_compatibility_mode(**options)
+        return bridge
+
+    return cache(boot)
+
+
+@pytest.fixture
+def dispatched(checkpoints: Any, machine: Machine) -> Callable[[str], Any]:
+    """`dispatched("llama")`: over the devices by `balanced_map`, as booted."""
+
+    def boot(name: str) -> Any:
+        device_map = balanced_map(name, list(machine.devices))
+        return TransformerBridge.boot_transformers(str(checkpoints(name)), device_map=device_map)
+
+    return boot
+
+
+@pytest.fixture
+def boot(checkpoints: Any) -> Callable[..., Any]:
+    """`boot("gpt2", n_devices=4)`: a new Bridge, from a checkpoint; `compatible=True` folds it."""
+
+    def boot(name: str, *, compatible: bool = False, **options: Any) -> Any:
+        directory: Path = checkpoints(name)
+        bridge = TransformerBridge.boot_transformers(str(directory), **options)
+        if compatible:
+            bridge.enable_compatibility_mode()
+        return bridge
+
+    return boot
+
+
+# HookedTransformer.
+
+
+@pytest.fixture(scope="session")
+def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
+    """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
+
+    def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        architecture = ALL_ARCHITECTURES[name]
+        if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
+            pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
+        hf_model = copy.deepcopy(hf_models(name, dtype))
+        with as_installed():
+            try:
+                options |= {"device": "cpu", "dtype": dtype}
+                return load_hooked(architecture, hf_model, tokenizer, **options)
+            except AttributeError as error:
+                # Each TransformerLens knows the attributes that transformers had at its time.
+                pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
+
+    return cache(load)
+
+
+@pytest.fixture(scope="session")
+def from_pretrained(
+    hf_models: Any, tokenizer: Any, references: Any, checkpoints: Any
+) -> Callable[..., Any]:
+    """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered.
+
+    Of the tiny model in float32, or of one that is given.
+    """
+
+    def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
+        references(name)  # skips what TransformerLens itself cannot convert
+        if joined():  # who load from files
+            return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
+        hf_model = hf_models(name) if hf_model is None else hf_model
+        return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, **options)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
+    """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
+
+    def make(name: str) -> HookedTransformer:
+        if name in ALL_ARCHITECTURES:
+            return references(name, **NO_PROCESSING)
+        with tl_devicefix.disabled():
+            model = HookedTransformer(TOYS[name](), move_to_device=False)
+        randomize(model)
+        return model
+
+    return cache(make)
+
+
+@pytest.fixture
+def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
+    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
+
+    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
+    """
+
+    def make(name: str, n_devices: int | None = None) -> HookedTransformer:
+        cfg = copy.deepcopy(unprocessed(name).cfg)
+        cfg.tokenizer_name = None  # which could not be fetched
+        if n_devices is None:
+            return HookedTransformer(cfg, move_to_device=False)
+        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
+        cfg.device, cfg.n_devices = "sim:0", n_devices
+        return HookedTransformer(cfg)
+
+    return make
+
+
+@pytest.fixture
+def config() -> Callable[..., Any]:
+    """`config(n_layers=26, d_vocab=500)`."""
+    sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
+    return lambda **options: toy_config(**{**sizes, **options})
+
+
+@pytest.fixture
+def snapshot() -> type[Snapshot]:
+    return Snapshot
+
+
+@pytest.fixture
+def refused(machine: Machine) -> Callable[..., Any]:
+    """`with refused("sim:7"): ...` is refused in one sentence that says so, leaving nothing behind.
+
+    Afterwards memory is given back, TransformerLens is patched as before, and `hf_model`, if one
+    is given, is as it was.
+    """
+
+    @contextlib.contextmanager
+    def refused(
+        *says: str, error: Any = ValueError, hf_model: torch.nn.Module | None = None
+    ) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+        memory, patched = in_use(machine), dict(vars(HookedTransformer))
+        before = None if hf_model is None else Snapshot(hf_model)
+        with pytest.raises(error) as caught:
+            yield caught
+        message = str(caught.value)
+
+        for text in says:
+            assert text in message
+        assert "\n" not in message
+        assert in_use(machine) == memory
+        assert vars(HookedTransformer).keys() == patched.keys()
+        assert all(vars(HookedTransformer)[name] is value for name, value in patched.items())
+        if before is not None:
+            before.assert_unchanged()
+
+    return refused
+
+
+# HookedTransformers that the tests of a module share.
+
+
+@pytest.fixture(scope="session")
+def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
+    """`toys("sim:0", 4)`: an attention-only model that is built from its config."""
+    return lambda *devices: build_toy(attention_only_config(), tokenizer, *devices)
+
+
+@pytest.fixture(scope="module")
+def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any]:
+    """`load("gpt2", 4)`: a model over four devices, for one test to change as it likes."""
+
+    def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
+        if kind == "attention-only":
+            model = toys("sim:0", spread)
+        else:
+            of_kind = KINDS.get(kind, Kind(kind))
+            options = {**where_to(kind, spread), **of_kind.options, **options}
+            model = from_pretrained(of_kind.name, **options)
+        if hasattr(model, "placement"):  # not if it is unpatched
+            assert spread == 1 or len(model.placement.memories) > 1
+        return model
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def models(load: Any) -> Callable[..., HookedTransformer]:
+    """As `load`, but loaded once for the tests of a module: not to be changed."""
+    return cache(load)
+
+
+@pytest.fixture
+def spread() -> Spread:
+    """Over how many devices the model lies; parametrise it for others."""
+    return 4
+
+
+@pytest.fixture
+def model(models: Any, kind: str, spread: Spread) -> HookedTransformer:
+    """The model under test, without traces of earlier tests."""
+    model = models(kind, spread)
+    _clean(model)
+    return model
+
+
+@pytest.fixture
+def on_cpu(references: Any) -> Callable[..., HookedTransformer]:
+    """`on_cpu("gpt2")`: as TransformerLens loads it there, without traces of earlier tests."""
+
+    def get(name: str, **options: Any) -> HookedTransformer:
+        reference = references(name, **options)
+        _clean(reference)
+        return reference
+
+    return get
+
+
+@pytest.fixture
+def reference(on_cpu: Any, toys: Any, kind: str) -> HookedTransformer:
+    """The same weights as `model` has, on the CPU."""
+    if kind == "attention-only":
+        return toys("cpu", 1)
+    return on_cpu(KINDS[kind].name, **KINDS[kind].options)
+
+
+def _clean(model: HookedTransformer) -> None:
+    model.reset_hooks(including_permanent=True)
+    model.zero_grad()
+    for block in model.blocks:
+        # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
+        # attention scores of a shorter one that differs by a constant for each query.
+        block.attn.alibi = None
+
+
+@pytest.fixture
+def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
+    """`transfers_of(f, x)` calls `f(x)` and returns the copies that it made."""
+
+    def transfers_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Transfer]:
+        machine.reset_transfers()
+        function(*args, **kwargs)
+        return list(machine.transfers)
+
+    return transfers_of
+
+
+@pytest.fixture(scope="session")
+def other_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """A second batch, to patch from."""
+    return tokens.flip(1)
+
+
+@pytest.fixture(scope="session")
+def mask(tokens: torch.Tensor) -> torch.Tensor:
+    """An attention mask for `tokens`, on the CPU."""
+    return padded(tokens)

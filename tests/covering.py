@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from either_class import BRIDGE
+from model_classes import BRIDGE
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
@@ -117,4 +117,4 @@ def is_left_to_others(item: pytest.Item) -> bool:
 
 def _is_of_bridge(item: pytest.Item) -> bool:
     in_files = item.path.parent.name == "transformer_bridge" or "bridge" in item.path.stem
-    return in_files or parameters_of(item).get("cls") == BRIDGE
+    return in_files or parameters_of(item).get("model_class") == BRIDGE

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import transformer_lens
 from architectures import NO_PROCESSING
@@ -84,14 +82,6 @@ def assert_runs(model: HookedTransformer, reference: HookedTransformer, tokens: 
     assert_agrees([actual, cache], [expected, expected_cache], home)
     text = model.generate(tokens.to(home), **GREEDY)
     assert_agrees(text, reference.generate(tokens, **GREEDY), home)
-
-
-def on_one_device(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What TransformerLens does with one device; a test for which it fails there is skipped."""
-    try:
-        return run(*args, **kwargs)
-    except RuntimeError as error:
-        pytest.skip(f"TransformerLens itself fails with one device: {error}")
 
 
 def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import transformers.utils.logging as hf_logging
-from spread_of_either_class import *  # noqa: F403
 
 from tl_devicefix import save_activations
+
+
+@pytest.fixture(scope="module")
+def machine(simulated):
+    with simulated(4) as machine:
+        yield machine
 
 
 @pytest.fixture

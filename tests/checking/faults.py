@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from either_class import BRIDGE, HOOKED
 from hf_models import D_MODEL
+from model_classes import BRIDGE, HOOKED
 from torch import nn
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer

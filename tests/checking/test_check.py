@@ -8,7 +8,6 @@ import pytest
 import torch
 from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config, build_toy
 from comparison import assert_agrees
-from either_class import HOOKED
 from faults import (
     backward_hook_left,
     block_moved,
@@ -18,6 +17,7 @@ from faults import (
     some_parameters_moved,
 )
 from hf_models import D_MODEL, randomize
+from model_classes import HOOKED
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -26,7 +26,7 @@ from tl_devicefix import check
 
 
 @pytest.fixture
-def cls():
+def model_class():
     return HOOKED
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import N_LAYERS, padded
-from kinds import GREEDY, home_of, new_kv_cache, on_one_device
+from kinds import GREEDY, home_of, new_kv_cache
 from offloads import assert_at_rest
 from packaging.version import Version
 
@@ -61,7 +61,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
     """TransformerLens's issues 837, 872 and 1260 too: five layers are not a multiple of 3 or 4."""
-    expected = on_one_device(CALLS[call], reference, tokens)
+    expected = CALLS[call](reference, tokens)
     assert_agrees(CALLS[call](model, tokens), expected, home_of(model))
     if hasattr(model, "placement"):  # or it is a toy on one device
         assert_at_rest(model)
@@ -87,7 +87,7 @@ def test_what_a_model_takes_may_come_from_any_device(where, model, reference, to
             ),
         ]
 
-    expected = on_one_device(run, reference, "cpu")
+    expected = run(reference, "cpu")
 
     assert_agrees(run(model, where), expected, home_of(model))
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from comparison import assert_agrees
-from either_class import BRIDGE
+from model_classes import BRIDGE
 from torch import nn
 
 from tl_devicefix.adapters import adapter_of
@@ -77,8 +77,8 @@ def logits_and_gradients(model, tokens):
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
-def test_it_runs_as_on_one_device(put, cls, over_devices, on_one, machine, tokens):
-    if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
+def test_it_runs_as_on_one_device(put, model_class, over_devices, on_one, machine, tokens):
+    if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("a HookedTransformer's")
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)
@@ -115,9 +115,9 @@ def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_
 
 @pytest.mark.parametrize("put", [a_parameter, masks], **by_name)
 def test_the_line_that_the_warning_says_does_without_it(
-    put, cls, over_devices, on_one, machine, tokens
+    put, model_class, over_devices, on_one, machine, tokens
 ):
-    if cls == BRIDGE and put in OF_HOOKED_TRANSFORMER:
+    if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("a HookedTransformer's")
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)

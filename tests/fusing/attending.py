@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from comparison import assert_agrees
-from either_class import CLASSES, HOOKED
 from hf_models import HF_CONFIGS
+from model_classes import BRIDGE, CLASSES, HOOKED
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,8 +20,8 @@ from tl_devicefix.monkeypatch.versions import installed as version
 
 NAMES = list(takewhile(lambda name: name != "mamba", HF_CONFIGS))
 """The architectures that attend."""
-OLDEST = {HOOKED: "3.8", "TransformerBridge": "4.0"}
-FUSING = [cls for cls in CLASSES if version() >= Version(OLDEST[cls])]
+OLDEST = {HOOKED: "3.8", BRIDGE: "4.0"}
+FUSING = [model_class for model_class in CLASSES if version() >= Version(OLDEST[model_class])]
 """The classes whose blocks can be fused with this TransformerLens."""
 
 

@@ -1,3 +1,14 @@
-"""Models over the devices of a machine that is open for a whole module."""
+"""One machine for the tests of a module, so that they share models."""
 
-from spread_of_either_class import *  # noqa: F403
+import pytest
+
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+if not has_hooked_transformer():
+    collect_ignore = ["test_gathering.py"]
+
+
+@pytest.fixture(scope="module")
+def machine(simulated):
+    with simulated(4) as machine:
+        yield machine

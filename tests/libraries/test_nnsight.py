@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from comparison import assert_agrees
-from either_class import HOOKED
+from model_classes import HOOKED
 
 import tl_devicefix
 
@@ -19,7 +19,7 @@ MODULES = ["", "blocks.3", "blocks.3.attn", "blocks.3.mlp", "blocks.3.ln1", "ln_
 
 @pytest.mark.parametrize("path", MODULES)
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
-def test_its_operations_are_those_without_the_patches(cls, where, path, machine, request):
+def test_its_operations_are_those_without_the_patches(model_class, where, path, machine, request):
     def operations():
         traced = NNsight(copy.deepcopy(model))
         return (traced.get(path) if path else traced).source.names
@@ -31,8 +31,8 @@ def test_its_operations_are_those_without_the_patches(cls, where, path, machine,
 
 
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
-def test_an_operation_is_read_and_changed(cls, where, machine, request, tokens):
-    if cls != HOOKED:
+def test_an_operation_is_read_and_changed(model_class, where, machine, request, tokens):
+    if model_class != HOOKED:
         pytest.skip("the operations of a Bridge's attention are those of transformers")
     model = copy.deepcopy(request.getfixturevalue(where)("llama"))
     tokens = tokens.to(model.cfg.device)

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from comparison import assert_agrees
-from either_class import BRIDGE, HOOKED
+from model_classes import BRIDGE, HOOKED
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parameters_to_vector
@@ -221,8 +221,8 @@ def both(from_checkpoint, on_one, machine):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_as_the_page_says(name, cls, both, tokens):
-    (spread, alone), says, call = both, TABLE[name][cls], ROWS[name]
+def test_a_row_is_as_the_page_says(name, model_class, both, tokens):
+    (spread, alone), says, call = both, TABLE[name][model_class], ROWS[name]
     if says.startswith(NEITHER):
         with pytest.raises((AttributeError, RuntimeError)):
             call(alone, tokens)

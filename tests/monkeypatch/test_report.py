@@ -7,10 +7,8 @@ import torch
 from packaging.version import Version
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
-if has_bridge():
-    from bridges import boot  # noqa: F401
 if has_hooked_transformer():
     from architectures import build_toy, solu_config
 

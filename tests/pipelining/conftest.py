@@ -1,7 +1,6 @@
 """Models over the devices of a machine that is open for a whole module."""
 
 import pytest
-from spread_of_either_class import *  # noqa: F403
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +15,11 @@ def loaded():
 
 
 @pytest.fixture
-def once(cls, machine, loaded):
+def once(model_class, machine, loaded):
     """`once(over_devices, "llama")`: loaded once for the tests of a module, not to be changed."""
 
     def load(method, *args, **options):
-        key = cls, method.__qualname__, args, repr(options)
+        key = model_class, method.__qualname__, args, repr(options)
         if key not in loaded:
             loaded[key] = method(*args, **options)
         loaded[key].zero_grad()

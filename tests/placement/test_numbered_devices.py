@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from spread_of_either_class import *  # noqa: F403
+from model_classes import BRIDGE
 
 from tl_devicefix import gather_on, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -87,9 +87,9 @@ def test_what_is_gathered_on_a_number(load, tokens):
         model.W_in  # noqa: B018
 
 
-def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(load, cls):
+def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(load, model_class):
     model = load(device="sim:0", n_devices=2)
-    if cls == "TransformerBridge":
+    if model_class == BRIDGE:
         with pytest.warns(UserWarning, match="ignored: model is dispatched"):
             model.to(2)
         assert where(model) == ["sim:0", "sim:1"]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 if not has_hooked_transformer():
-    from bridges import boot  # noqa: F401
+    collect_ignore = ["test_plan.py"]
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from calls import (
     with_more_hooks,
 )
 from packaging.version import Version
-from spread_of_either_class import *  # noqa: F403
 from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens import HookedTransformer
 from transformer_lens.train import HookedTransformerTrainConfig, train

@@ -1,3 +1,9 @@
-"""Models over the devices of a machine that is open for a whole module."""
+"""One machine for the tests of a module, so that they share models."""
 
-from spread_of_either_class import *  # noqa: F403
+import pytest
+
+
+@pytest.fixture(scope="module")
+def machine(simulated):
+    with simulated(4) as machine:
+        yield machine

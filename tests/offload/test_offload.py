@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
-from either_class import BRIDGE, CLASSES, HOOKED
+from model_classes import BRIDGE, CLASSES, HOOKED
 from offloads import OFFLOADED, assert_at_rest, offloaded_blocks
 from packaging.version import Version
 
@@ -25,38 +25,38 @@ OF_BRIDGE = [
 
 def of_each(**cases):
     """The cases of each class that there is, with the class before them."""
-    return [(cls, *variant) for cls in CLASSES for variant in cases[cls]]
+    return [(model_class, *variant) for model_class in CLASSES for variant in cases[model_class]]
 
 
 @pytest.fixture
-def folded(cls):
+def folded(model_class):
     """Whether the weights are; parametrise it for others."""
-    return cls == HOOKED
+    return model_class == HOOKED
 
 
 @pytest.fixture
-def offloaded(cls, kind, offload, folded, machine, request):
+def offloaded(model_class, kind, offload, folded, machine, request):
     """`offloaded()`: the model under test; a HookedTransformer is not to be changed."""
-    if cls == BRIDGE:
+    if model_class == BRIDGE:
         boot = request.getfixturevalue("boot")
         return lambda: boot(kind, device_map=OFFLOADED[offload], compatible=folded)
     return lambda: request.getfixturevalue("model")
 
 
 @pytest.fixture
-def reference(cls, kind, folded, request):
+def reference(model_class, kind, folded, request):
     """The same weights, as TransformerLens alone has them on one CPU."""
-    if cls == HOOKED:
+    if model_class == HOOKED:
         return request.getfixturevalue("on_cpu")(kind)
     return request.getfixturevalue("bridge_references")(kind, compatible=folded)
 
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
-    ("cls", "kind", "offload", "folded"),
+    ("model_class", "kind", "offload", "folded"),
     of_each(
-        HookedTransformer=[(*variant, True) for variant in OF_HOOKED],
-        TransformerBridge=[(*variant, folded) for variant in OF_BRIDGE for folded in FOLDED],
+        hooked=[(*variant, True) for variant in OF_HOOKED],
+        bridge=[(*variant, folded) for variant in OF_BRIDGE for folded in FOLDED],
     ),
 )
 def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
@@ -85,8 +85,8 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
-    ("cls", "kind", "offload"),
-    of_each(HookedTransformer=OF_HOOKED[:2], TransformerBridge=OF_BRIDGE[:1]),
+    ("model_class", "kind", "offload"),
+    of_each(hooked=OF_HOOKED[:2], bridge=OF_BRIDGE[:1]),
 )
 def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
     model = offloaded()
@@ -111,7 +111,9 @@ def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, referen
     assert_agrees(model(tokens), reference(tokens), machine.devices[0])
 
 
-a_bridge = pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
+a_bridge = pytest.mark.parametrize(
+    "model_class", [model_class for model_class in CLASSES if model_class == BRIDGE]
+)
 
 
 @a_bridge

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comparison import assert_agrees
-from either_class import BRIDGE, CLASSES
+from model_classes import BRIDGE, CLASSES
 from transformer_lens import ActivationCache
 
 from tl_devicefix import gather_on
@@ -154,7 +154,9 @@ def test_its_model_may_be_anything_that_has_what_is_read():
     assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls == BRIDGE])
+@pytest.mark.parametrize(
+    "model_class", [model_class for model_class in CLASSES if model_class == BRIDGE]
+)
 @pytest.mark.fails_unpatched
 def test_a_deep_copy_changes_alone(over_devices):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""

@@ -11,8 +11,8 @@ import datasets
 import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal
-from either_class import BRIDGE
 from hf_models import padded
+from model_classes import BRIDGE
 from packaging.version import Version
 from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,9 +42,9 @@ def machine():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
-    dtype, cls, machine, folded, batches, run
+    dtype, model_class, machine, folded, batches, run
 ):
-    if dtype == torch.bfloat16 and cls == BRIDGE and installed() < Version("4.0"):
+    if dtype == torch.bfloat16 and model_class == BRIDGE and installed() < Version("4.0"):
         pytest.skip("TransformerLens 3 leaves folded weights of a Bridge in float32")
     model = folded("llama", 4).to(dtype)
     names = [name for name in model.hook_dict if name.endswith(("resid_post", "pattern"))]

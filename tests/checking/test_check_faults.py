@@ -2,8 +2,8 @@
 
 import pytest
 from comparison import assert_agrees
-from either_class import BRIDGE, CLASSES, HOOKED
 from faults import FAULTS, MISPLACED, parameter_replaced
+from model_classes import BRIDGE, CLASSES, HOOKED
 from torch import nn
 
 from tl_devicefix import check
@@ -18,19 +18,20 @@ UNPATCHED = {
 
 
 @pytest.mark.parametrize(
-    ("cls", "name", "options"), [(cls, *item) for cls in CLASSES for item in UNPATCHED[cls]]
+    ("model_class", "name", "options"),
+    [(model_class, *item) for model_class in CLASSES for item in UNPATCHED[model_class]],
 )
 def test_a_model_of_unpatched_transformer_lens_is_well(name, options, unpatched):
     assert repr(check(unpatched(name, **options))) == "all is well"
 
 
 @pytest.mark.parametrize(
-    ("cls", "fault"),
-    [(cls, fault) for cls in CLASSES for fault in FAULTS[cls]],
+    ("model_class", "fault"),
+    [(model_class, fault) for model_class in CLASSES for fault in FAULTS[model_class]],
     ids=lambda value: value if isinstance(value, str) else value.breaks.__name__,
 )
 def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by_a_repair(
-    cls, fault, model, reference, tokens, machine
+    model_class, fault, model, reference, tokens, machine
 ):
     placed = repr(model.placement)
     held = [machine.memory_allocated(device) for device in machine.devices]
@@ -65,16 +66,19 @@ def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by
             # TransformerLens 3.9 runs a gated MLP of a folded Bridge by plain tensors beside its
             # parameters (`_processed_W_in` and the like). They share memory until a parameter is
             # moved, which they are not.
-            if not (cls == BRIDGE and has_hooked_transformer()):
+            if not (model_class == BRIDGE and has_hooked_transformer()):
                 assert [machine.memory_allocated(device) for device in machine.devices] == held
         assert_agrees(model(tokens), reference(tokens), model.placement.home)
         assert_agrees(model.run_with_cache(tokens)[1], reference.run_with_cache(tokens)[1])
 
 
-def test_what_is_no_model_is_refused(cls, unpatched):
-    with pytest.raises(TypeError, match=f"{cls}.*, but this is a Linear"):
+CLASS_NAMES = {HOOKED: "HookedTransformer", BRIDGE: "TransformerBridge"}
+
+
+def test_what_is_no_model_is_refused(model_class, unpatched):
+    with pytest.raises(TypeError, match=f"{CLASS_NAMES[model_class]}.*, but this is a Linear"):
         check(nn.Linear(2, 2))
-    if cls == BRIDGE:
+    if model_class == BRIDGE:
         with pytest.raises(TypeError, match=r"TransformerBridge, but this is a GPT2LMHeadModel"):
             check(unpatched("gpt2").original_model)
 

@@ -3,7 +3,7 @@
 import warnings
 
 import pytest
-from either_class import BRIDGE, HOOKED
+from model_classes import BRIDGE, HOOKED
 
 from tl_devicefix.monkeypatch.versions import installed
 
@@ -13,7 +13,7 @@ HOOKS = [(MISSPELT, print)]
 
 
 @pytest.fixture
-def model(cls, on_one, kind):
+def model(model_class, on_one, kind):
     return on_one(kind)
 
 
@@ -30,12 +30,12 @@ ADDING = {
 
 
 @pytest.mark.parametrize("name", ADDING)
-def test_an_unknown_hook_point_is_named_with_the_nearest(name, cls, model, tokens):
-    if cls == BRIDGE and installed().major < 4 and name != "add_hook":
+def test_an_unknown_hook_point_is_named_with_the_nearest(name, model_class, model, tokens):
+    if model_class == BRIDGE and installed().major < 4 and name != "add_hook":
         with pytest.warns(UserWarning, match=f"a hook does not run: .*{SENTENCE}"):
             ADDING[name](model, tokens)  # which TransformerLens 3 ignores
         return
-    error = AttributeError if cls == BRIDGE and name == "add_hook" else KeyError
+    error = AttributeError if model_class == BRIDGE and name == "add_hook" else KeyError
     with pytest.raises(error, match=SENTENCE) as caught:
         ADDING[name](model, tokens)
     assert str(caught.value).startswith("this model has")
@@ -55,10 +55,10 @@ def test_a_filter_of_unknown_names_is_warned_of(names_filter, says, model, token
 
 
 @pytest.mark.parametrize("names_filter", [None, "hook_embed", ["blocks.3.hook_resid_post"]])
-def test_names_of_hook_points_are_no_cause_for_a_warning(names_filter, cls, model, tokens):
+def test_names_of_hook_points_are_no_cause_for_a_warning(names_filter, model_class, model, tokens):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.run_with_cache(tokens, names_filter=names_filter)
-        if cls == HOOKED or installed().major > 3:
+        if model_class == HOOKED or installed().major > 3:
             model.get_caching_hooks(names_filter)
         model.run_with_hooks(tokens, fwd_hooks=[(lambda name: False, print)])

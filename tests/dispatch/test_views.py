@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from comparison import assert_bit_equal
-from either_class import BRIDGE, CLASSES, HOOKED
+from model_classes import BRIDGE, CLASSES, HOOKED
 from torch import nn
 
 from tl_devicefix.dispatch.views import restore
@@ -20,7 +20,7 @@ WHERE = {
     "with offloaded blocks": {"": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu"},
 }
 KINDS = [
-    *((cls, "llama", where) for cls in (HOOKED, BRIDGE) for where in WHERE),
+    *((model_class, "llama", where) for model_class in (HOOKED, BRIDGE) for where in WHERE),
     *((HOOKED, "bloom", "two devices"), (BRIDGE, "gpt2", "two devices")),
     (BRIDGE, "mixtral", "two devices"),
 ]
@@ -42,12 +42,14 @@ def model(where, kind, machine, folded, from_checkpoint):
 
 
 @pytest.fixture
-def view_of(cls):
-    module = "transformer_bridge.alignment" if cls == BRIDGE else "dispatch.views"
+def view_of(model_class):
+    module = "transformer_bridge.alignment" if model_class == BRIDGE else "dispatch.views"
     return importlib.import_module(f"tl_devicefix.{module}").view_of
 
 
-@pytest.mark.parametrize(("cls", "kind", "where"), [row for row in KINDS if row[0] in CLASSES])
+@pytest.mark.parametrize(
+    ("model_class", "kind", "where"), [row for row in KINDS if row[0] in CLASSES]
+)
 def test_it_gives_the_same_bits(model, view_of, at_home):
     def results(model):
         hooks = [(RESIDUAL, lambda activation, hook: activation / 2)]

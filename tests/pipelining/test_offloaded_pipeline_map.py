@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from comparison import assert_bit_equal
-from either_class import BRIDGE
+from model_classes import BRIDGE
 from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
 from runs_of_users import LAST, generated, gradients_of_weights, logits
 
@@ -61,8 +61,10 @@ def blocks_in_another_order(model, batch):
         *((parts_of_the_model, ON_ONE), (blocks_in_another_order, ON_ONE)),
     ],
 )
-def test_results_are_those_of_a_loop_bit_for_bit(machine, offloaded, batches, cls, device_map, run):
-    if cls == BRIDGE and run is blocks_in_another_order:
+def test_results_are_those_of_a_loop_bit_for_bit(
+    machine, offloaded, batches, model_class, device_map, run
+):
+    if model_class == BRIDGE and run is blocks_in_another_order:
         pytest.skip("a Bridge's blocks want what the model hands them")
     model = offloaded(device_map)
     expected = [run(model, batch) for batch in batches[:2]]

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 from comparison import assert_agrees
-from either_class import BRIDGE, CLASSES, HOOKED
+from model_classes import BRIDGE, CLASSES, HOOKED
 
 import tl_devicefix
 
@@ -53,10 +53,10 @@ def added_to_a_dict_by_mock(run, point):
 @pytest.mark.parametrize(
     "scenario", [put_back, put_back_while_unpatched, added_to_a_new_dict, added_to_a_dict_by_mock]
 )
-def test_hooks_count_whatever_dict_they_are_in(cls, over_devices, on_one, tokens, scenario):
+def test_hooks_count_whatever_dict_they_are_in(model_class, over_devices, on_one, tokens, scenario):
     def outputs(model):
         x, block = tokens.to(model.cfg.device), model.blocks[1]
-        point = block.mlp.hook_out if cls == BRIDGE else block.hook_mlp_out
+        point = block.mlp.hook_out if model_class == BRIDGE else block.hook_mlp_out
         return list(scenario(lambda: model(x), point))
 
     given, expected = outputs(over_devices("llama")), outputs(on_one("llama"))
@@ -87,10 +87,10 @@ def assert_a_replaced_forward_counts(model, tokens, part, register):
         assert_agrees(ours, installed)
 
 
-def test_a_function_replaced_by_a_hook_that_is_gone_counts(cls, on_one, tokens):
+def test_a_function_replaced_by_a_hook_that_is_gone_counts(model_class, on_one, tokens):
     model = on_one("llama")
-    point = model.blocks[0].hook_out if cls == BRIDGE else model.blocks[0].hook_resid_post
-    part = model.blocks[1].ln2.original_component if cls == BRIDGE else model.blocks[1].mlp
+    point = model.blocks[0].hook_out if model_class == BRIDGE else model.blocks[0].hook_resid_post
+    part = model.blocks[1].ln2.original_component if model_class == BRIDGE else model.blocks[1].mlp
 
     def register(replace):
         def once(module, args, output):

@@ -57,7 +57,7 @@ def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line():
 
     assert not dry.runs
     assert "sim:0 and sim:3" in str(dry.error)
-    assert "test_dry_run_of_either_class.py" in str(dry.stopped_at)
+    assert "test_dry_run.py" in str(dry.stopped_at)
     assert "# the line" in str(dry.stopped_at)
     assert "it stops at" in repr(dry)
 

@@ -9,8 +9,8 @@ import pandas
 import pytest
 import torch
 from comparison import assert_agrees
-from either_class import BRIDGE
 from hf_models import N_LAYERS, padded
+from model_classes import BRIDGE
 from torch import nn
 from transformer_lens import patching
 
@@ -21,14 +21,14 @@ from tl_devicefix.monkeypatch.versions import installed
 @contextlib.contextmanager
 def blocks_run(model):
     """Counts, as `blocks`; with no hook, as one changes what a sweep may skip."""
-    count, cls = SimpleNamespace(blocks=0), type(model.blocks[0])
-    own = cls.forward
+    count, model_class = SimpleNamespace(blocks=0), type(model.blocks[0])
+    own = model_class.forward
 
     def forward(self, *args, **kwargs):
         count.blocks += 1
         return own(self, *args, **kwargs)
 
-    with mock.patch.object(cls, "forward", forward):
+    with mock.patch.object(model_class, "forward", forward):
         yield count
 
 
@@ -176,8 +176,8 @@ def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(model, to
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_a_bridge_starts_at_the_first_block(why, cls, on_one, once, tokens):
-    if cls != BRIDGE:
+def test_a_bridge_starts_at_the_first_block(why, model_class, on_one, once, tokens):
+    if model_class != BRIDGE:
         pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
     model = copy.deepcopy(once(on_one, "gpt2"))
     if why == "in training mode":
@@ -244,14 +244,14 @@ WITHOUT_HOOKS = {
 }
 
 
-def test_what_makes_no_sense_is_refused(cls, model, tokens):
+def test_what_makes_no_sense_is_refused(model_class, model, tokens):
     with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
         tl_devicefix.sweep(model, [], tokens)
     with pytest.raises(TypeError, match="but this is a Tensor: give the model first"):
         tl_devicefix.sweep(tokens, model, [])
     with pytest.raises(TypeError, match="runs must be a list or another iterable, but is 5"):
         tl_devicefix.sweep(model, tokens, 5)
-    for words, arguments in {**ARGUMENTS, **({} if cls == BRIDGE else OF_HOOKED)}.items():
+    for words, arguments in {**ARGUMENTS, **({} if model_class == BRIDGE else OF_HOOKED)}.items():
         with pytest.raises(TypeError, match=words):
             tl_devicefix.sweep(model, tokens, [], **arguments)
     for words, run in WITHOUT_HOOKS.items():

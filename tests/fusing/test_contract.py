@@ -18,8 +18,8 @@ import pytest
 import torch
 from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
-from either_class import HOOKED
 from hf_models import D_MODEL, N_LAYERS, padded
+from model_classes import HOOKED
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
@@ -172,10 +172,10 @@ def test_gradients_of_one_token_after_inference_mode(kind, fused, tokens):
     assert_either_way(model, with_gradients(tokens[:, :1]))
 
 
-def test_a_flag_of_an_attention_s_own_config_acts(cls, fused, tokens):
+def test_a_flag_of_an_attention_s_own_config_acts(model_class, fused, tokens):
     model = fused()
     attn = model.blocks[1].attn
-    if cls != HOOKED:
+    if model_class != HOOKED:
         pytest.skip("a Bridge's parts have no `cfg`")
     attn.cfg = copy.copy(attn.cfg)
     attn.cfg.use_split_qkv_input = True  # its inputs have no dimension of heads
@@ -244,15 +244,15 @@ def test_a_change_acts_in_the_next_forward(change, fused, tokens):
         assert not torch.allclose(after, before)
 
 
-def test_a_norm_s_bias_may_have_another_dtype(cls, fused, tokens):
-    model = fused("gpt2", **({"fold_ln": False} if cls == HOOKED else {}))
+def test_a_norm_s_bias_may_have_another_dtype(model_class, fused, tokens):
+    model = fused("gpt2", **({"fold_ln": False} if model_class == HOOKED else {}))
     norm = model.blocks[1].ln1
-    bias = norm.b if cls == HOOKED else norm.original_component.bias
+    bias = norm.b if model_class == HOOKED else norm.original_component.bias
     bias.data = bias.data.bfloat16()
     assert_either_way(model, lambda model: model(tokens))
 
 
-def test_dropout_in_training_acts(cls, fused, tokens):
+def test_dropout_in_training_acts(model_class, fused, tokens):
     model = fused("gpt2").train()
 
     def run(model):
@@ -295,12 +295,12 @@ def test_generated_text_is_the_same(fused, tokens):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_is_fused_and_has_its_own_hooks(how, cls, fused, tokens, fused_blocks):
+def test_a_copy_is_fused_and_has_its_own_hooks(how, model_class, fused, tokens, fused_blocks):
     model = fused()
     expected = model(tokens)
     if how == "deepcopy":
         copied = copy.deepcopy(model)
-    elif cls != HOOKED:
+    elif model_class != HOOKED:
         pytest.skip("TransformerLens's Bridge holds functions that do not pickle")
     elif how == "pickle":
         copied = pickle.loads(pickle.dumps(model))
@@ -349,10 +349,10 @@ def test_unfused_and_disabled_it_runs_its_own_forward(fused, tokens, fused_block
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
 
 
-def test_code_exchanged_acts_once_fused_again(cls, fused, tokens):
+def test_code_exchanged_acts_once_fused_again(model_class, fused, tokens):
     model = fused()
     before, block = model(tokens), model.blocks[1]
-    attribute = "mlp" if cls == HOOKED else "original_component"
+    attribute = "mlp" if model_class == HOOKED else "original_component"
     part = getattr(block, attribute)
     part.forward = lambda *args, **kwargs: type(part).forward(part, *args, **kwargs) * 2
     tl_devicefix.fuse_blocks(model)
