@@ -205,6 +205,19 @@ def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine, tmp_path):
         TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
 
 
+def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
+    path = shutil.copytree(checkpoints("llama"), tmp_path / "copy")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
+        TransformerBridge.boot_transformers(str(path), device="cpu")
+
+
+def test_boot_refuses_a_map_without_the_embedding(boot, machine):
+    with pytest.raises(ValueError, match="device_map leaves out embed"):
+        boot("llama", device_map={"blocks": 1})
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "says"),
     [
