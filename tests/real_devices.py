@@ -40,9 +40,9 @@ NOT_RUN = ("simulation", "racing", "placement/test_hosts.py") if TYPE else ()
 """Tests that are of simulated devices themselves."""
 
 _OF_SIMULATED_ONES = {
-    "test_bytes_on_the_devices_of_a_machine_that_was_left": "real devices are not left",
+    "test_bytes_on_answers_after_the_machine_was_left": "real devices are not left",
     "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
-    "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a dry run's devices",
+    "test_dry_run_refuses_weights_that_do_not_fit": "names a dry run's devices",
 }
 
 

@@ -17,7 +17,7 @@ if real_devices.TYPE:
     pytest.skip("this is of what real devices do to the tests", allow_module_level=True)
 
 
-def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_test(monkeypatch):
+def test_asking_a_real_machine_for_a_missing_device_skips(monkeypatch):
     monkeypatch.setattr(real_devices, "TYPE", "sim")
     skipped = pytest.raises(pytest.skip.Exception, match=r"of type 'sim'|simulated devices only")
     with tl_devicefix.simulate(2):
@@ -51,7 +51,7 @@ def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch):
         assert eval(compile(renamed, "", "eval"), {"i": 1}) == expected
 
 
-def test_a_cover_has_every_pair_of_a_group_that_there_is_and_every_value_of_others():
+def test_cover_has_every_pair_of_a_group_and_every_other_value():
     product = [
         {"kind": kind, "spread": spread, "dtype": dtype}
         for kind, spread in (("llama", 1), ("llama", 3), ("llama", 4), ("gpt2", 4), ("bloom", 4))

@@ -26,7 +26,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2's projection is fused
-def test_another_default_device_changes_nothing(kind, from_checkpoint, on_one, machine, tokens):
+def test_another_default_device_changes_no_result_or_device(
+    kind, from_checkpoint, on_one, machine, tokens
+):
     expected = {name: call(on_one(kind), tokens) for name, call in CALLS.items()}
     with torch.device("sim:1"):
         model = from_checkpoint(kind, n_devices=4)

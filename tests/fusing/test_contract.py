@@ -165,7 +165,7 @@ def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
-def test_gradients_of_one_token_after_inference_mode(kind, fused, tokens):
+def test_one_token_has_its_gradients_after_inference_mode(kind, fused, tokens):
     model = fused(kind)
     with torch.inference_mode():
         model(tokens)
@@ -360,7 +360,7 @@ def test_code_exchanged_acts_once_fused_again(model_class, fused, tokens):
     assert not torch.allclose(after, before)
 
 
-def test_a_fused_model_is_let_go(fused, tokens):
+def test_dropped_fused_model_is_freed(fused, tokens):
     model = fused("gpt2")
     model(tokens)
     block = weakref.ref(model.blocks[1])
@@ -384,7 +384,7 @@ def errors(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[float,
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_it_is_as_close_to_float64_as_unfused(kind, dtype, fused):
+def test_fused_model_is_as_close_to_float64_as_unfused(kind, dtype, fused):
     prompts = torch.randint(0, 40, (64, 24), generator=torch.Generator().manual_seed(0))
     ours, theirs = errors(fused(kind), prompts, dtype)
     assert 0 < ours <= 1.1 * theirs
@@ -407,7 +407,7 @@ def test_no_pattern_is_built_unless_it_is_hooked(fused):
     assert unfused(model, lambda model: of_pairs())
 
 
-def test_over_devices_and_offloaded_it_is_the_same(fused, from_checkpoint, machine, tokens):
+def test_fused_model_gives_the_same_spread_or_offloaded(fused, from_checkpoint, machine, tokens):
     expected = fused("gpt2")(tokens)
     mask = padded(tokens, slice(-3, None))
     expected_padded = fused("gpt2")(tokens, attention_mask=mask)[mask.bool()]

@@ -70,9 +70,7 @@ def test_a_device_has_one_component_at_a_time(options, load, monkeypatch):
     assert most == dict.fromkeys(model.placement.devices, 1)
 
 
-def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
-    load, while_reading, monkeypatch
-):
+def test_source_that_computes_weights_is_read_by_one_thread(load, while_reading, monkeypatch):
     read_by, original = set(), HuggingFaceSource.__init__
 
     def computing(self, *args):
@@ -86,9 +84,7 @@ def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
     assert read_by == {threading.current_thread()}
 
 
-def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_before(
-    load, while_reading, machine
-):
+def test_error_of_the_first_failing_component_is_raised(load, while_reading, machine):
     later_one_has_failed = threading.Event()
 
     def fail(unit, device):

@@ -115,7 +115,7 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     assert_same_weights(model, reference)
 
 
-def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(load, machine):
+def test_failed_load_keeps_the_frames_of_the_callers_own_error(load, machine):
     def look():
         looked_at = "here"
         raise KeyError(looked_at)

@@ -96,7 +96,7 @@ def dense(value):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_as_on_one_device(call, load, machine):
+def test_circuit_tracer_gives_over_devices_what_one_cpu_gives(call, load, machine):
     with tl_devicefix.disabled():
         expected = dense(CALLS[call](load(device="cpu")))
     with tl_devicefix.mix_devices():

@@ -92,7 +92,7 @@ def kept(host):
     return len(host.worker._kept)
 
 
-def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(load, own_host, tokens):
+def test_host_frees_tensors_and_models_that_nobody_holds(load, own_host, tokens):
     model = load("llama", device_map=PLACES)
     names = [Z, "blocks.3.hook_resid_pre"]
     before = kept(own_host)

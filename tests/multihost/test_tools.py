@@ -96,7 +96,7 @@ def assert_equal(run, alone, spread, tokens):
 
 
 @pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), ("gpt2", mapped)])
-def test_as_in_one_process(kind, run, alone, spread, tokens):
+def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
 
 
@@ -155,7 +155,7 @@ def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
         assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tokens):
+def test_remote_kv_cache_can_be_read_copied_and_changed(kv_cache, alone, spread, tokens):
     def run(model, tokens):
         cache = kv_cache(model)
         model(tokens[:, :4], past_kv_cache=cache)
@@ -172,9 +172,7 @@ def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tok
         assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
-    kv_cache, spread, host, tokens
-):
+def test_remote_kv_cache_stays_on_its_host_and_refuses_gradients(kv_cache, spread, host, tokens):
     model = spread("llama")
     cache = kv_cache(model)
     with torch.no_grad():
@@ -188,7 +186,7 @@ def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
         model(tokens[:, 4:5], past_kv_cache=cache)
 
 
-def test_settings_of_torch_go_along(spread, tokens, monkeypatch):
+def test_torch_settings_of_the_driver_apply_on_the_host(spread, tokens, monkeypatch):
     of_thread, told = threading.local(), []
 
     def put(value):

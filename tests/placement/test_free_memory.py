@@ -42,7 +42,7 @@ def answer(machine, monkeypatch):
     ],
     ids=["of others", "in reserve", "allowed", "more than allowed"],
 )
-def test_what_is_free(answers, free, answer):
+def test_free_memory_counts_the_allocators_cache_and_limits(answers, free, answer):
     if "get_per_process_memory_fraction" in answers:
         answers = {"memory_reserved": 60 * GIB, "memory_allocated": GIB, **answers}
     answer(**{"mem_get_info": (3 * GIB, 80 * GIB), **answers})

@@ -52,7 +52,7 @@ def test_a_device_is_named_by_its_host_and_what_that_calls_it():
             site_named(name, JOINED)
 
 
-def test_where_no_other_host_has_joined_no_device_is_named_by_one(config, joined_hosts):
+def test_device_of_a_host_that_has_not_joined_is_refused(config, joined_hosts):
     device_map = {"": "cpu", "blocks.1": "node-b/cuda:0"}
     before = plan(config(), device_map=device_map)
 

@@ -52,7 +52,7 @@ def where(model: Any) -> list[str]:
         ({"device": "sim:3", "device_map": 3}, ["sim:3"]),
     ],
 )
-def test_a_number_is_of_homes_type(load, options, expected):
+def test_number_means_a_device_of_the_home_devices_type(load, options, expected):
     model = load(**options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
@@ -69,7 +69,7 @@ def test_a_limit_by_number_holds(load, caplog):
         load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 
-def test_what_is_gathered_on_a_number(load, tokens):
+def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
     model = load(device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))
     seen = []
@@ -87,7 +87,7 @@ def test_what_is_gathered_on_a_number(load, tokens):
         model.W_in  # noqa: B018
 
 
-def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(load, model_class):
+def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
     model = load(device="sim:0", n_devices=2)
     if model_class == BRIDGE:
         with pytest.warns(UserWarning, match="ignored: model is dispatched"):

@@ -76,7 +76,7 @@ def run(model: Any, job: Job) -> Any:
     ("name", "cache", "n_devices"),
     [("llama", "all", 1), ("pythia", "resid_post,z", 3), (TIED, None, 3), (TIED, "all", 3)],
 )
-def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
+def test_estimate_equals_the_memory_of_a_loaded_model(name, cache, n_devices, loaded):
     sizes = {"batch_size": 16, "seq_len": N_CTX // 2, "cache": cache}
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
@@ -88,7 +88,7 @@ def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_fused_it_is_what_a_model_takes_without_patterns(gradients, long_llama):
+def test_estimate_of_fused_blocks_has_no_attention_patterns(gradients, long_llama):
     sizes: dict[str, Any] = {"seq_len": 2048, "gradients": gradients}
     with simulate(2) as machine:
         model = load(long_llama, n_devices=2, fuse_blocks=True)

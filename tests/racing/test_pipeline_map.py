@@ -23,7 +23,7 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
     ],
     ids=["over devices", "offloaded"],
 )
-def test_results_are_those_of_a_loop_bit_for_bit(
+def test_pipelined_runs_on_async_devices_equal_a_loops_bits(
     where, runs, machine, folded, from_checkpoint, tokens
 ):
     if where == 2:

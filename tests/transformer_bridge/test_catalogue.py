@@ -133,7 +133,7 @@ def make(name: str) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", names())
-def test_an_architecture(name, compatible, tokenizer, tmp_path):
+def test_architecture_gives_the_same_fused_or_says_why_not(name, compatible, tokenizer, tmp_path):
     if name in NOT_RUN or (compatible and name in NOT_COMPATIBLE):
         pytest.skip("TransformerLens does not process it")
     model, tokens = make(name), torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]] * 2)
