@@ -14,7 +14,7 @@ from tl_devicefix import plan
 from tl_devicefix.placement import devices
 
 if real_devices.TYPE:
-    pytest.skip("this is of what real devices do to the tests", allow_module_level=True)
+    pytest.skip("real devices are in use, which these tests simulate", allow_module_level=True)
 
 
 def test_asking_a_real_machine_for_a_missing_device_skips(monkeypatch):

@@ -83,7 +83,9 @@ def test_check_refuses_an_object_that_is_no_model(model_class, unpatched):
             check(unpatched("gpt2").original_model)
 
 
-a_bridge = pytest.mark.skipif(BRIDGE not in CLASSES, reason="TransformerLens 2 has no Bridge")
+a_bridge = pytest.mark.skipif(
+    BRIDGE not in CLASSES, reason="this TransformerLens has no TransformerBridge"
+)
 NAMES = ["llama", "gpt2"]
 if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code
     NAMES += ["gemma-2", "mixtral", "bloom", "gpt-neo", "gpt-j", "gemma-3", "gpt-oss", "mamba-2"]

@@ -103,7 +103,7 @@ def test_a_function_replaced_by_a_hook_that_is_gone_counts(model_class, on_one, 
     assert_a_replaced_forward_counts(model, tokens, part, register)
 
 
-@pytest.mark.skipif(HOOKED not in CLASSES, reason="of a HookedTransformer")
+@pytest.mark.skipif(HOOKED not in CLASSES, reason="TransformerLens 4 has no HookedTransformer")
 def test_a_function_replaced_before_a_block_counts_in_it(on_cpu, tokens):
     model = on_cpu("llama")
     block = model.blocks[1]

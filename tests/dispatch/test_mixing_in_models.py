@@ -109,7 +109,7 @@ def test_gradients_of_several_blocks_mix_as_on_one_device(over_devices, on_one, 
     assert_agrees(actual, expected, tolerance=1e-4)
 
 
-@pytest.mark.skipif(not HAS_NOTES, reason="notes came with Python 3.11")
+@pytest.mark.skipif(not HAS_NOTES, reason="exceptions have notes since Python 3.11")
 def test_torchs_device_error_gets_a_note_naming_the_docs_page(
     over_devices, machine, tokens, monkeypatch
 ):

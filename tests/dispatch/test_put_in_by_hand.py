@@ -81,7 +81,7 @@ def test_part_put_in_from_another_device_runs_with_one_warning(
     put, model_class, over_devices, on_one, machine, tokens
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
-        pytest.skip("a HookedTransformer's")
+        pytest.skip("only a HookedTransformer's blocks have this part")
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)
     put(reference)
@@ -118,7 +118,7 @@ def test_line_that_the_warning_suggests_silences_it(
     put, model_class, over_devices, on_one, machine, tokens
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
-        pytest.skip("a HookedTransformer's")
+        pytest.skip("only a HookedTransformer's blocks have this part")
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)
     put(reference)
@@ -135,7 +135,9 @@ def test_line_that_the_warning_suggests_silences_it(
         assert_agrees(model(tokens.to("sim:0")), reference(tokens))
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_tensors_put_into_an_offloaded_block_move_to_the_host(machine, request, tokens):
     from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
     model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
@@ -178,7 +180,9 @@ def test_pre_hooks_see_their_block_s_device_after_a_setup(over_devices, machine,
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_a_copied_block_runs_on_its_new_device_after_a_setup(machine, request, tokens):
     load, on_cpu = map(request.getfixturevalue, ("load", "on_cpu"))
     model, reference = load("llama"), copy.deepcopy(on_cpu("llama"))

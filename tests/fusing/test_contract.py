@@ -176,7 +176,7 @@ def test_a_flag_of_an_attention_s_own_config_acts(model_class, fused, tokens):
     model = fused()
     attn = model.blocks[1].attn
     if model_class != HOOKED:
-        pytest.skip("a Bridge's parts have no `cfg`")
+        pytest.skip("a TransformerBridge's attention has no `cfg` to change")
     attn.cfg = copy.copy(attn.cfg)
     attn.cfg.use_split_qkv_input = True  # its inputs have no dimension of heads
     with pytest.raises(RuntimeError, match="subscripts"):
@@ -301,7 +301,7 @@ def test_a_copy_is_fused_and_has_its_own_hooks(how, model_class, fused, tokens, 
     if how == "deepcopy":
         copied = copy.deepcopy(model)
     elif model_class != HOOKED:
-        pytest.skip("TransformerLens's Bridge holds functions that do not pickle")
+        pytest.skip("a TransformerBridge holds functions that cannot be pickled")
     elif how == "pickle":
         copied = pickle.loads(pickle.dumps(model))
     else:

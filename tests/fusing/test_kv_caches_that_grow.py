@@ -17,7 +17,9 @@ import tl_devicefix
 from tl_devicefix.hooked_transformer import fused
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(installed() < Version("3.8"), reason="its blocks are not fused")
+pytestmark = pytest.mark.skipif(
+    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+)
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 

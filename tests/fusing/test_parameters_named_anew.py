@@ -13,7 +13,9 @@ from torch.nn.utils import prune
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(installed() < Version("3.8"), reason="its blocks are not fused")
+pytestmark = pytest.mark.skipif(
+    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+)
 
 
 @pytest.fixture

@@ -26,7 +26,9 @@ def test_embeddings_and_unembedding_are_read_at_home(model, reference):
         assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
 
 
-@pytest.mark.skipif(installed() < Version("3"), reason="TransformerLens 2 keeps old results")
+@pytest.mark.skipif(
+    installed() < Version("3"), reason="TransformerLens 2 reads old results of heads"
+)
 def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tokens):
     def stacked(model):
         kept = {}

@@ -165,7 +165,8 @@ def test_a_setting_that_cannot_be_converted_is_named(config, says, tokenizer, tm
 
 
 @pytest.mark.skipif(
-    "allenai/OLMo-1B-hf" in tl_loading.OFFICIAL_MODEL_NAMES, reason="it converts an OLMo"
+    "allenai/OLMo-1B-hf" in tl_loading.OFFICIAL_MODEL_NAMES,
+    reason="this TransformerLens can convert an OLMo",
 )
 def test_an_architecture_that_is_too_new_is_named(checkpoints):
     with pytest.raises(ValueError, match=r"holds a OlmoForCausalLM, which .* cannot convert") as it:

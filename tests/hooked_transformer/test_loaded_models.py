@@ -206,7 +206,7 @@ def test_devices_that_are_simulated_are_the_default(machine):
 def with_sinks():
     """A model of a HookedTransformerConfig, whose patterns do not sum to 1."""
     if "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__:
-        pytest.skip("the installed TransformerLens has no attention sinks")
+        pytest.skip("this TransformerLens's HookedTransformer has no attention sinks")
     return build_toy(attention_only_config(use_attention_sinks=True))
 
 

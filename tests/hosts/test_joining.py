@@ -48,7 +48,9 @@ def test_address_that_does_not_answer_is_refused():
 
 
 def test_init_hosts_without_a_cluster_joins_no_host(monkeypatch, tmp_path):
-    services = pytest.importorskip("ray._private.services", reason="Ray is not installed")
+    services = pytest.importorskip(
+        "ray._private.services", reason="Ray is not installed: pip install ray"
+    )
     # Clusters of others may run here.
     monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -81,7 +83,7 @@ def test_tensors_arrive_as_they_left_and_can_be_written_to():
 
 
 def test_nodes_are_named_and_ordered_by_their_host(monkeypatch):
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     context = SimpleNamespace(get_node_id=lambda: "0")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 

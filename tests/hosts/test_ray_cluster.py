@@ -17,7 +17,7 @@ import tl_devicefix
 from tl_devicefix.multihost.init_hosts import leave_hosts
 from tl_devicefix.placement.devices import HostLost, joined
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 DRIVER = """
 import sys

@@ -8,7 +8,7 @@ from hf_models import D_MODEL, D_VOCAB, N_LAYERS
 
 import tl_devicefix
 
-MISSING = "circuit-tracer is not installed here: nox -s circuit-tracer"
+MISSING = "circuit-tracer is not installed: run `nox -s circuit-tracer`"
 circuit_tracer = pytest.importorskip("circuit_tracer", reason=MISSING)
 replacing = pytest.importorskip(
     "circuit_tracer.replacement_model.replacement_model_transformerlens", reason=MISSING

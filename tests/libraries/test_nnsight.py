@@ -9,7 +9,7 @@ from model_classes import HOOKED
 
 import tl_devicefix
 
-pytest.importorskip("nnsight", reason="not installed here: nox -s nnsight")
+pytest.importorskip("nnsight", reason="nnsight is not installed: run `nox -s nnsight`")
 
 from nnsight import NNsight
 
@@ -35,7 +35,7 @@ def test_source_lists_the_operations_of_the_unpatched_forward(
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
 def test_operation_in_source_can_be_read_and_changed(model_class, where, machine, request, tokens):
     if model_class != HOOKED:
-        pytest.skip("the operations of a Bridge's attention are those of transformers")
+        pytest.skip("a TransformerBridge's attention runs operations of transformers")
     model = copy.deepcopy(request.getfixturevalue(where)("llama"))
     tokens = tokens.to(model.cfg.device)
     logits, cache = model.run_with_cache(tokens)

@@ -120,7 +120,9 @@ def test_disable_restores_another_librarys_patch(monkeypatch):
     assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_help_lists_new_arguments_after_transformer_lens_own():
     parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
     with tl_devicefix.disabled():

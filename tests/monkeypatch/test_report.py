@@ -14,9 +14,12 @@ if has_hooked_transformer():
 
 hooked = pytest.mark.skipif(
     not has_hooked_transformer() or installed() < Version("3.8"),
-    reason="a HookedTransformer whose blocks can be fused",
+    reason="HookedTransformer's blocks are fused in TransformerLens 3.8 and 3.9 only",
 )
-in_4 = pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge of TransformerLens 4")
+in_4 = pytest.mark.skipif(
+    installed() < Version("4.0"),
+    reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
+)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
@@ -83,8 +86,13 @@ def test_bridges_report_says_why_a_block_is_not_fused(capsys, request):
     assert tl_devicefix.report(model)["blocks.1"] == "not fused: it has hooks"
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a HookedTransformer")
-@pytest.mark.skipif(installed() >= Version("3.8"), reason="one that is older")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
+@pytest.mark.skipif(
+    installed() >= Version("3.8"),
+    reason="TransformerLens 3.8 and later has blocks that can be fused",
+)
 def test_report_says_that_older_transformer_lens_fuses_no_block():
     model = build_toy(solu_config(n_layers=2))
     kind = type(model.blocks[0])

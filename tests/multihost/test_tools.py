@@ -122,7 +122,10 @@ def test_a_model_over_hosts_is_checked(load):
         assert host.calls == []
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's blocks know their index")
+@pytest.mark.skipif(
+    not has_hooked_transformer(),
+    reason="a copied block of a TransformerBridge keeps the index of its layer",
+)
 def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
     with hosts("node-b"):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
@@ -135,7 +138,7 @@ def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
 @pytest.fixture
 def kv_cache():
     if not has_hooked_transformer():
-        pytest.skip("a Bridge has transformers' KV cache")
+        pytest.skip("a TransformerBridge takes transformers' KV cache instead")
     from kinds import new_kv_cache
 
     return lambda model: new_kv_cache(model, 2)

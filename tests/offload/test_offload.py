@@ -128,7 +128,7 @@ def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
 
 
 @a_bridge
-@pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold them")
+@pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
 @pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
 def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):
     with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):

@@ -31,7 +31,7 @@ biases. The others see few: each method is compared by itself in test_weight_pro
 def load(request, hf_models, checkpoints, from_pretrained):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
     if request.param == "checkpoint" and request.config.getoption("--unpatched"):
-        pytest.skip("TransformerLens alone loads no directories")
+        pytest.skip("unpatched TransformerLens cannot load a directory")
 
     def load(name, dtype=torch.float32, **options):
         if request.param == "checkpoint":
@@ -129,7 +129,7 @@ def test_first_n_layers_loads_the_same_model(name, n_layers, load, references, m
 @pytest.mark.parametrize("name", ["llama", "gemma-2"])
 def test_n_ctx_loads_the_same_model(name, load, references, machine, tokens):
     if "n_ctx" not in inspect.signature(HookedTransformer.from_pretrained).parameters:
-        pytest.skip("the installed from_pretrained has no n_ctx")
+        pytest.skip("this TransformerLens's from_pretrained has no argument n_ctx")
     reference = references(name, n_ctx=2 * N_CTX)
 
     model = load(name, n_ctx=2 * N_CTX, n_devices=4)

@@ -83,7 +83,7 @@ def test_method_gives_scattered_weights_what_one_device_gives(
     machine,
 ):
     if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
-        pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
+        pytest.skip("this TransformerLens cannot fold the norms of a mixture of experts")
     argument = scattered(unprocessed(name).state_dict(), machine.devices)
     if name == "bloom":
         argument[

@@ -65,7 +65,7 @@ def test_pipelined_offloaded_runs_equal_a_loops_bit_for_bit(
     machine, offloaded, batches, model_class, device_map, run
 ):
     if model_class == BRIDGE and run is blocks_in_another_order:
-        pytest.skip("a Bridge's blocks want what the model hands them")
+        pytest.skip("a TransformerBridge's blocks need inputs that only its forward has")
     model = offloaded(device_map)
     expected = [run(model, batch) for batch in batches[:2]]
     assert_bit_equal(list(pipeline_map(model, run, batches[:2], 2)), expected)

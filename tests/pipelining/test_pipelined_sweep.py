@@ -178,7 +178,7 @@ def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
 def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, once, tokens):
     if model_class != BRIDGE:
-        pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
+        pytest.skip("only a TransformerBridge has dropout or an unknown architecture")
     model = copy.deepcopy(once(on_one, "gpt2"))
     if why == "in training mode":
         model.train()
@@ -291,7 +291,9 @@ def test_patching_with_a_table_of_indices_gives_the_same(model, few):
     assert actual[1] is rows
 
 
-@pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
+@pytest.mark.skipif(
+    installed().major < 4, reason="patching takes these arguments since TransformerLens 4"
+)
 def test_patching_with_several_metrics_and_baseline_is_the_same(model, tokens):
     few = tokens[:, :2]
     metrics = {"one": lambda logits: logits[:, -1, 5], "two": lambda logits: -logits[:, -1, 5]}

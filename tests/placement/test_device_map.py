@@ -121,7 +121,9 @@ def test_max_memory_beyond_n_devices_warns_with_the_cure(config, machine, caplog
     assert "leave device, device_map and n_devices out" in caplog.text
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has a GPU, so that nothing is warned of"
+)
 @pytest.mark.parametrize(
     "options",
     [{"max_memory": {0: "20GiB", "cpu": "100GiB"}}, {"device_map": {"": 0}}, {"device": 0}],

@@ -13,7 +13,7 @@ from tl_devicefix.placement.devices import free_memory
 from tl_devicefix.placement.memory import is_out_of_memory
 
 if real_devices.TYPE:
-    pytest.skip("asks a simulated device, which answers as told", allow_module_level=True)
+    pytest.skip("only a simulated device's answers can be chosen", allow_module_level=True)
 
 GIB = 2**30
 

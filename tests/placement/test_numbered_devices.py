@@ -102,7 +102,9 @@ def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of configs of HookedTransformers")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_a_model_that_is_not_moved_says_where_it_would_be(from_pretrained, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
         model = from_pretrained("gpt2", device=device, move_to_device=False)

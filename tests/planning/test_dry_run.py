@@ -12,8 +12,13 @@ from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers, peaks_
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-hooked_s = pytest.mark.skipif(not has_hooked_transformer(), reason="a name is a Bridge's")
-a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
+hooked_s = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
+a_bridge_s = pytest.mark.skipif(
+    has_hooked_transformer(),
+    reason="a known name loads as a TransformerBridge in TransformerLens 4 only",
+)
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 

@@ -23,7 +23,10 @@ else:
     from transformer_lens.model_bridge import TransformerBridge
 
     load = TransformerBridge.boot_transformers
-a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
+a_bridge_s = pytest.mark.skipif(
+    has_hooked_transformer(),
+    reason="a known name loads as a TransformerBridge in TransformerLens 4 only",
+)
 
 BILLIONS = {
     "gpt2": 0.124, "EleutherAI/gpt-neo-2.7B": 2.651, "EleutherAI/gpt-j-6B": 6.051,

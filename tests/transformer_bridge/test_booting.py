@@ -269,7 +269,7 @@ def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(hf_models, machine
 def test_transformer_lens_3_registry_keeps_the_models_attention(boot):
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
-        pytest.skip("TransformerLens 4 needs no registry")
+        pytest.skip("this TransformerLens has no registry of attention modules")
     bridge = boot("llama", device="cpu")
     view = view_of(bridge)
     for model in (bridge, view):

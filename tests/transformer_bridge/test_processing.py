@@ -49,7 +49,9 @@ def while_processing(monkeypatch):
     return have
 
 
-@pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 folds no offloaded block")
+@pytest.mark.skipif(
+    has_hooked_transformer(), reason="TransformerLens 3 cannot fold an offloaded block of a Bridge"
+)
 def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot):
     with asynchronous(2):
         bridge = boot("llama", device_map={"": 0, "blocks.2": "cpu"}, compatible=True)

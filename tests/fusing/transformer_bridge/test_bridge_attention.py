@@ -20,7 +20,10 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.monkeypatch.versions import installed as version
 
 pytestmark = [
-    pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
+    pytest.mark.skipif(
+        has_hooked_transformer(),
+        reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
+    ),
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
 ]
 
@@ -166,7 +169,9 @@ def test_a_norm_may_be_parametrized(fused_bridge, tokens):
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
-@pytest.mark.skipif(version() < Version("4.3"), reason="a Gemma 2 that float64 does not run in")
+@pytest.mark.skipif(
+    version() < Version("4.3"), reason="a Gemma 2 Bridge runs in float64 since TransformerLens 4.3"
+)
 def test_padding_in_float64_changes_no_row_of_a_token(fused_bridge, tokens):
     mask = padded(tokens, slice(2))
     bridge = fused_bridge("gemma-2", compatible=True).to(torch.float64)
