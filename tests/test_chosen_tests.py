@@ -39,7 +39,7 @@ def test_asking_a_real_machine_for_a_missing_device_skips(monkeypatch):
                     use(machine)
 
 
-def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch):
+def test_device_names_in_tests_become_those_of_real_devices(monkeypatch):
     monkeypatch.setattr(real_devices, "TYPE", "cuda")
     for code, expected in {
         "'sim'": "cuda",

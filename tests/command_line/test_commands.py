@@ -77,7 +77,7 @@ class Corrupted(torch.Tensor):
         return super().cpu().as_subclass(torch.Tensor) + (torch.arange(len(self)) == 7)
 
 
-def test_a_corrupted_copy_is_noticed(capsys, monkeypatch):
+def test_selfcheck_notices_a_corrupted_copy(capsys, monkeypatch):
     cpu, randn = torch.device("cpu"), torch.randn
     monkeypatch.setattr(torch, "randn", lambda n: randn(n).as_subclass(Corrupted))
     assert not selfcheck._check_copy(cpu, cpu)

@@ -38,7 +38,9 @@ def test_another_default_device_changes_no_result_or_device(
         assert_agrees(result, expected[name])
 
 
-def test_batches_stay_where_they_are(from_checkpoint, machine, tokens, tmp_path):
+def test_save_activations_takes_batches_on_the_models_device(
+    from_checkpoint, machine, tokens, tmp_path
+):
     with torch.device("sim:1"):
         model = from_checkpoint("llama", device="sim:0")
         batches = [{"tokens": tokens.to("sim:0"), "attention_mask": padded(tokens).to("sim:0")}]

@@ -118,7 +118,7 @@ def test_error_names_the_hook_that_mixes_foreign_devices(hook, message, directio
         model(tokens, return_type="loss").backward()
 
 
-def test_an_error_of_the_hook_itself_is_the_user_s_own(model, tokens):
+def test_users_error_in_a_hook_is_raised_unchanged(model, tokens):
     def fail(value, hook):
         raise RuntimeError("mine")
 

@@ -32,7 +32,7 @@ MOVES = {
     [("llama", 1), ("bloom", 4), ("llama", "all but one of two devices"), ("llama", OFFLOADED)],
 )
 @pytest.mark.parametrize("move", MOVES)
-def test_a_device_gathers_the_model(move, kind, spread, load, reference, tokens):
+def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, reference, tokens):
     """TransformerLens's issues 199 and 911 too: inputs did not follow."""
     model, (call, device) = load(kind, spread), MOVES[move]
     model(tokens)  # leaves ALiBi biases where the blocks were
@@ -83,7 +83,7 @@ def test_model_moved_inside_another_module_runs_on_its_device(load, reference, t
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("kind", "spread"), [("bloom", 4), ("llama", OFFLOADED)])
-def test_a_copy_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
+def test_copied_model_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
     model = load(kind, spread)
     model(tokens)
 
@@ -117,7 +117,7 @@ def test_state_dict_loads_from_any_spread_into_any_other(
 
 
 @pytest.mark.parametrize("spread", [OFFLOADED])
-def test_a_pickled_model_runs_where_it_is_put(model, reference, tokens, tmp_path):
+def test_unpickled_model_runs_where_it_is_put(model, reference, tokens, tmp_path):
     torch.save(model, tmp_path / "model.pt")
     model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)
     model.cpu()

@@ -155,7 +155,7 @@ def test_an_edit_in_place_has_its_gradient(fused, tokens):
     assert_either_way(fused(), run)
 
 
-def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
+def test_fused_activations_and_gradients_are_the_same(fused, tokens):
     def run(model):
         _, cache = model.run_with_cache(tokens, incl_bwd=True, return_type="loss")
         model.zero_grad(set_to_none=True)
@@ -289,7 +289,7 @@ def test_a_mask_edited_between_forwards_acts(fused, tokens):
         assert_either_way(fused(), run)
 
 
-def test_generated_text_is_the_same(fused, tokens):
+def test_fused_model_generates_the_same_text(fused, tokens):
     options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
     assert_either_way(fused(), lambda model: model.generate(tokens, **options))
 
@@ -334,7 +334,7 @@ def test_runs_in_flight_are_fused_and_restored(fused, tokens, fused_blocks):
     assert not torch.allclose(doubled, expected)
 
 
-def test_unfused_and_disabled_it_runs_its_own_forward(fused, tokens, fused_blocks):
+def test_unfused_or_disabled_model_runs_its_own_forward(fused, tokens, fused_blocks):
     model = fused()
     model(tokens)
     assert len(fused_blocks) == N_LAYERS
@@ -349,7 +349,7 @@ def test_unfused_and_disabled_it_runs_its_own_forward(fused, tokens, fused_block
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
 
 
-def test_code_exchanged_acts_once_fused_again(model_class, fused, tokens):
+def test_replaced_forward_acts_once_fused_again(model_class, fused, tokens):
     model = fused()
     before, block = model(tokens), model.blocks[1]
     attribute = "mlp" if model_class == HOOKED else "original_component"

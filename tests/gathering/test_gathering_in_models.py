@@ -48,7 +48,7 @@ def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, folded):
     assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
 
 
-def test_stacks_of_different_tensors_are_torchs(machine):
+def test_stacking_unlike_tensors_is_left_to_torch(machine):
     one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
     with ReadAt(machine.devices[0], None, "it", in_place=False):
         assert torch.stack([one, two]).dtype == torch.float64

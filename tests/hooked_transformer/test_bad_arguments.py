@@ -174,7 +174,7 @@ def test_an_architecture_that_is_too_new_is_named(checkpoints):
     assert len(str(it.value)) < 300
 
 
-def test_a_head_of_several_layers_is_named(hf_models, from_pretrained):
+def test_hf_model_with_a_head_of_several_layers_is_refused(hf_models, from_pretrained):
     model = copy.deepcopy(hf_models("llama"))
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), model.lm_head)
     with pytest.raises(ValueError, match="head of this LlamaForCausalLM is of class Sequential"):

@@ -36,7 +36,7 @@ def while_reading(monkeypatch):
     return have
 
 
-def test_all_devices_are_read_for_at_once(load, while_reading):
+def test_components_of_all_devices_are_read_at_once(load, while_reading):
     together, waited_for = threading.Barrier(4), set()
 
     def wait_for_the_others(unit, device):
@@ -51,7 +51,7 @@ def test_all_devices_are_read_for_at_once(load, while_reading):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": {0: "30KB", 1: "30KB", "cpu": "1GB"}}])
-def test_a_device_has_one_component_at_a_time(options, load, monkeypatch):
+def test_device_is_given_one_component_at_a_time(options, load, monkeypatch):
     now: Counter[torch.device] = Counter()
     most: Counter[torch.device] = Counter()
     fill_one = processing._fill_one

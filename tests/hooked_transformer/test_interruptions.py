@@ -130,7 +130,7 @@ def test_failed_load_keeps_the_frames_of_the_callers_own_error(load, machine):
     assert innermost.f_locals == {"looked_at": "here"}
 
 
-def test_running_out_of_memory_says_what_was_there(checkpoints):
+def test_out_of_memory_error_says_what_was_on_the_device(checkpoints):
     directory = checkpoints("gpt2")
     with tl_devicefix.simulate(2):
         placement = tl_devicefix.plan(directory, n_devices=2)

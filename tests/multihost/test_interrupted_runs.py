@@ -129,7 +129,9 @@ LOST_AT = {
 
 
 @pytest.mark.parametrize("method", LOST_AT)
-def test_a_lost_host_is_told_as_such(method, load, model, tokens, assert_right, monkeypatch):
+def test_call_to_a_lost_host_raises_host_lost(
+    method, load, model, tokens, assert_right, monkeypatch
+):
     lost, call = HostLost("node-b is lost"), LocalConnection.call
 
     def call_or_lose(self, called, *arguments):

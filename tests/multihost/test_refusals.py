@@ -94,7 +94,7 @@ def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
         view(spread("llama")).blocks[2].mlp = nn.Identity()
 
 
-def test_code_exchanged_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):
+def test_forward_replaced_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)

@@ -100,7 +100,7 @@ def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, 
     assert_equal(run, alone(kind), spread(kind), tokens)
 
 
-def test_activations_are_saved(alone, spread, tokens, tmp_path):
+def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path):
     name = "blocks.3.attn.hook_z"
     names = ["blocks.1.hook_resid_post", name]
 

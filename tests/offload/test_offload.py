@@ -86,7 +86,7 @@ def test_offloaded_model_gives_the_same_logits_and_cache(offloaded, reference, t
     ("model_class", "kind", "offload"),
     of_each(hooked=OF_HOOKED[:2], bridge=OF_BRIDGE[:1]),
 )
-def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
+def test_offloaded_parameters_get_their_gradients(offloaded, reference, tokens):
     model = offloaded()
     for variant in (model, reference):
         variant.zero_grad()
@@ -116,7 +116,7 @@ a_bridge = pytest.mark.parametrize(
 
 @a_bridge
 @pytest.mark.parametrize("device", ["sim:1", "cpu"])
-def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
+def test_moving_to_one_device_ends_offloading(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
     model, target = offloaded(), torch.device(device)
     model.to(device)

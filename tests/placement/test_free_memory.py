@@ -59,7 +59,7 @@ def test_a_device_that_cannot_tell_has_no_limit(answer):
         assert len(plan("gpt2", n_devices=4).devices) == 4
 
 
-def test_a_device_that_has_failed_is_no_device_without_a_limit(answer):
+def test_failed_device_is_not_taken_for_one_without_a_limit(answer):
     answer(mem_get_info=RuntimeError("CUDA error: CUDA-capable device(s) is/are busy"))
     with pytest.raises(RuntimeError, match="is/are busy"):
         free_memory(torch.device("sim:0"))

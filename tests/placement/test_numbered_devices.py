@@ -58,7 +58,7 @@ def test_number_means_a_device_of_the_home_devices_type(load, options, expected)
     assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
-def test_a_limit_by_number_holds(load, caplog):
+def test_max_memory_by_number_limits_the_home_devices_type(load, caplog):
     weights = load(device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
     limits = {0: weights - 1, "cpu": "1GiB"}
     with caplog.at_level(logging.WARNING, logger="tl_devicefix"):

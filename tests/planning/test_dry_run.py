@@ -114,7 +114,7 @@ def test_peak_is_reported_with_the_module_where_it_was():
     assert "_original_component" not in repr(dry)
 
 
-def test_offloaded_blocks_visit_their_device():
+def test_dry_run_swaps_offloaded_blocks_in():
     limits = {0: "1.5GiB", "cpu": "20GiB"}
 
     dry = dry_run("meta-llama/Llama-3.2-1B", forward, dtype=torch.bfloat16, max_memory=limits)

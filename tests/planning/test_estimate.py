@@ -118,7 +118,7 @@ def grows(name: str, few: int, many: int, **options: Any) -> int:
 @pytest.mark.parametrize(
     ("name", "layers", "width"), [("gpt2", 12, 768), ("Qwen/Qwen2-0.5B", 24, 2 * 64)]
 )
-def test_the_kv_cache_is_that_of_all_tokens(name, layers, width):
+def test_estimate_counts_a_kv_cache_of_all_tokens(name, layers, width):
     in_blocks = 16 * 2 * 400 * width * 4 * layers
     assert in_blocks < grows(name, 500, 900) < 2 * in_blocks  # with room, and keys also rotated
 
@@ -130,7 +130,7 @@ def test_attention_in_a_window_caches_the_window():
     assert in_blocks < grown < 1.6 * in_blocks
 
 
-def test_gradients_take_those_of_the_weights_and_more():
+def test_estimate_counts_gradients_of_weights_and_activations():
     plain, with_gradients = (
         estimate("gpt2", seq_len=8, gradients=g).devices[0] for g in (False, True)
     )

@@ -46,7 +46,7 @@ def bytes_of_components(model: HookedTransformer) -> tuple[dict[str, int], dict[
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *TOYS])
-def test_the_sizes_are_those_of_the_real_model(name, references):
+def test_planned_sizes_equal_the_real_models(name, references):
     if name in TOYS:
         cfg = TOYS[name](dtype=torch.bfloat16)
         model = HookedTransformer(cfg)

@@ -53,7 +53,7 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens)
     assert streams.count(0) <= len(of_host)
 
 
-def test_the_callers_current_device_is_a_runs(machine, folded):
+def test_run_has_the_callers_current_device(machine, folded):
     model, module = folded("gpt2", 2), torch.get_device_module("sim")
     module.set_device(2)
     try:

@@ -34,7 +34,7 @@ def test_devices_and_shapes_are_checked(machine):
         torch.unique(one)
 
 
-def test_numbers_that_are_read_are_0(machine):
+def test_reading_a_tensor_without_values_gives_0(machine):
     x = torch.randn(3, 4, device="sim:0")
     assert x.sum().item() == 0
     assert not (x > 0).all()
@@ -46,7 +46,7 @@ def test_numbers_that_are_read_are_0(machine):
     assert repr(x[0]) == "tensor(..., size=(4,), device='sim:0')"
 
 
-def test_dtypes_go_by_the_default_dtype_of_the_time(machine):
+def test_changed_default_dtype_decides_later_results(machine):
     integers = torch.arange(3, device="sim:0")
     assert (integers / 2).dtype == integers.sqrt().dtype == torch.float32
     torch.set_default_dtype(torch.bfloat16)

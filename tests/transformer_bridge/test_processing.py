@@ -81,7 +81,7 @@ def test_all_devices_fold_at_once_but_for_the_unembedding(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_after_an_error_half_way_the_bridge_is_refused(
+def test_bridge_folded_half_way_is_refused_after_the_error(
     error, machine, boot, while_processing, tokens
 ):
     bridge = boot("gpt2", n_devices=4)

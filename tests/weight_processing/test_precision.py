@@ -154,7 +154,9 @@ AXES = {"gpt2": IN_GPT2, "qwen2": IN_ROTARY, "gemma-2": IN_ROTARY}
 @pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("name", AXES)
-def test_weights_lie_as_they_are_stored(name, options, form, load, checkpoints, machine):
+def test_loaded_weights_keep_their_stored_memory_layout(
+    name, options, form, load, checkpoints, machine
+):
     """TransformerLens shows most matrices transposed, and transposes them back to use them."""
     if form == "hf_model":
         model = load(name, torch.float32, n_devices=3, **options)
