@@ -13,7 +13,14 @@ import torch
 import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
-from hf_models import D_VOCAB, N_LAYERS, randomize, save_checkpoint
+from hf_models import (
+    D_VOCAB,
+    HF_CONFIGS,
+    N_LAYERS,
+    make_hf_model,
+    randomize,
+    save_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
@@ -196,6 +203,23 @@ def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine, tmp_path):
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no .*: spread it by a device_map of its own"):
         TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "has 'ln_final', but this model has no 'model.de"),
+        ("pythia", {"attention_bias": False}, r"cannot make a .* \(assert isinstance\(qkv_bias"),
+    ],
+)
+def test_boot_refuses_a_model_that_no_bridge_can_be_of(
+    name, setting, says, tokenizer, machine, tmp_path
+):
+    config = HF_CONFIGS[name]()
+    vars(config).update(setting)
+    save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
+    with pytest.raises(ValueError, match=says):
+        TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
 
 
 def test_one_device_is_left_to_transformer_lens(machine, boot):

@@ -7,6 +7,7 @@ import copy
 import inspect
 import itertools
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
@@ -29,6 +31,7 @@ from tl_devicefix.checkpoints.hub import (
 from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined, resolve, simulated_device
@@ -99,12 +102,29 @@ def boot_transformers(
     warning = _check_numbers(options, numbers)
     try:
         bridge = _boot(original, bound)
+        _check_components(bridge)
+    except AssertionError as error:  # TransformerLens asserts what its architectures have
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(
+            f"TransformerLens {installed()} cannot make a TransformerBridge of "
+            f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
+        ) from error
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which raises if there is none
         raise
     bridge.__dict__["numbers_warning"] = warning
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
+
+
+def _check_components(bridge: Any) -> None:
+    """Refuse a Bridge that lacks a module, because its first forward would fail."""
+    for name, module in bridge.named_modules():
+        if isinstance(module, GeneralizedComponent) and module.original_component is None:
+            raise ValueError(
+                f"a TransformerBridge of a {type(bridge.original_model).__name__} has {name!r}, "
+                f"but this model has no {module.name!r}: use transformers, or a HookedTransformer"
+            )
 
 
 def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
