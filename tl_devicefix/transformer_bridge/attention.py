@@ -126,7 +126,7 @@ def place_of_mask(layer: Any) -> int:
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
-@torch.inference_mode(False)  # where edits are not counted
+@torch.inference_mode(False)  # because edits are not counted in inference mode
 def built(mask: Any, residual: torch.Tensor) -> Any:
     """Convert a mask for SDPA to the one that transformers makes for "eager"."""
     n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()
