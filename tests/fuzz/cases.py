@@ -97,8 +97,6 @@ class Draw:
         self._left_out |= {"IGNORE", "zero", "bidirectional"} if is_left else {"left"}
         if LOSES_CACHE:  # in which two blocks of one number would meet
             self._left_out.add("graft")
-            # The package mends that cache, in which keys lie otherwise: not to the bit for 10 keys.
-            self._left_out |= set() if is_fused else {"generate"}
 
     def any_operation(self) -> tuple[Any, ...]:
         """A run, a change, or a change that a hook makes within a later run."""

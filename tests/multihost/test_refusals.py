@@ -74,6 +74,8 @@ PUT_IN = {
     "parameter": lambda block: setattr(*_first_weight(block), nn.Parameter(ONE)),
     "buffer": lambda block: block.attn.register_buffer("mask", ONE),
     "attribute": lambda block: setattr(block.ln1, "eps", 3.0),
+    "direction": lambda block: setattr(block.attn, "_attention_dir_override", "bidirectional"),
+    "config": lambda block: setattr(block.attn, "cfg", None),
     "torch hook": lambda block: block.mlp.register_forward_hook(lambda *args: None),
 }
 
@@ -91,7 +93,7 @@ def test_remote_block_refuses_local_edits(put_in, spread, tokens):
 @pytest.mark.parametrize("view", [copy.deepcopy, view_of])
 def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
     with pytest.raises(RuntimeError, match="mlp was put into it here"):
-        view(spread("llama")).blocks[2].mlp = nn.Identity()
+        view(spread("gpt2")).blocks[2].mlp = nn.Identity()
 
 
 def test_forward_replaced_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):

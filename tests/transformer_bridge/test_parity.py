@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from comparison import assert_agrees, assert_same_tensors, on_cpu
+import torch
+from comparison import assert_agrees, assert_bit_equal, assert_same_tensors, on_cpu
 
+import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 NAMED_IN_THE_ISSUE = ["llama", "qwen2", "gpt2", "gemma-2", "mixtral", "pythia"]
@@ -47,3 +49,11 @@ def test_compatibility_mode_equals_the_unpatched_release(name, machine, boot, re
     bridge = boot(name, compatible=True, n_devices=3)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])
+
+
+def test_one_device_changes_no_bit(boot):
+    bridge, tokens = boot("gpt2", device="cpu"), torch.arange(20).view(2, 10)
+    _, cache = bridge.run_with_cache(tokens, return_cache_object=False)
+    with tl_devicefix.disabled():
+        _, expected = bridge.run_with_cache(tokens, return_cache_object=False)
+    assert_bit_equal(cache, expected)

@@ -194,6 +194,7 @@ class RemoteModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
+        is_note &= name != "_attention_dir_override"  # because attention reads it
         if not (is_note or name in _SET_BY_LIBRARIES):
             self._check_name(name)
         super().__setattr__(name, value)
@@ -212,7 +213,7 @@ class RemoteModule(nn.Module):
 
 _SET_BY_LIBRARIES = frozenset(
     (
-        *("training", "name", "cfg", "config", "alibi"),
+        *("training", "name", "config", "alibi"),
         *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
     )
 )

@@ -20,14 +20,16 @@ class ThisForward(NamedTuple):
     """Nobody reads the outputs that transformers records of it."""
     config_of_sdpa: Any = None
     """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
+    is_cache_read: bool = True
+    """Somebody reads the KV cache afterwards: `generate`, or the user."""
 
 
 def this_forward() -> ThisForward:
     """Return the facts about this thread's forward."""
     kept = kept_in_forward()
     if ThisForward not in kept:
-        is_of_bridge, by_sdpa = kept.get(FACTS) or (False, False)
-        kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None)
+        is_of_bridge, by_sdpa, is_cache_read = kept.get(FACTS) or (False, False, True)
+        kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None, is_cache_read)
     return kept[ThisForward]  # type: ignore[no-any-return]
 
 
@@ -108,8 +110,12 @@ _patches_kv_cache = functools.partial(
 @_patches_kv_cache("MLAAttentionBridge", "forward", takes="self")
 @_patches_kv_cache("GlmMoeDsaAttentionBridge", "forward", takes="self")
 def with_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rename `cache` to `past_key_values`, because the Bridge's attention reads that name."""
-    if "cache" in kwargs:
+    """Rename `cache` to `past_key_values`, because the Bridge's attention reads that name.
+
+    Not in a forward whose cache nobody reads, because its numbers are to be TransformerLens's, and
+    keys from a cache lie otherwise, so that scores differ in the last bit.
+    """
+    if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
 
@@ -120,7 +126,7 @@ def place_of_mask(layer: Any) -> int:
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
-@torch.inference_mode(False)  # where edits are not counted
+@torch.inference_mode(False)  # because edits are not counted in inference mode
 def built(mask: Any, residual: torch.Tensor) -> Any:
     """Convert a mask for SDPA to the one that transformers makes for "eager"."""
     n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()

@@ -42,9 +42,17 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     is_usual = all(map(_is_of_tokens, masks))
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
-    with one_forward(ThisForward(is_plain, config)), together():
-        kept_in_forward()[FACTS] = [is_usual, config is not None]
+    is_cache_read = _is_cache_read(*args[1:2], **kwargs)
+    with one_forward(ThisForward(is_plain, config, is_cache_read)), together():
+        kept_in_forward()[FACTS] = [is_usual, config is not None, is_cache_read]
         return running.forward(original, self, *args, **kwargs)
+
+
+def _is_cache_read(return_type: Any = None, **kwargs: Any) -> bool:
+    """Return True if a KV cache is given, asked for, or returned; `generate` asks for one."""
+    names = "past_key_values", "cache", "use_cache", "use_past_kv_cache"
+    is_named = any(kwargs.get(name) is not None for name in names)
+    return is_named or return_type == "logits_and_cache"
 
 
 def _takes_cache(bridge: Any) -> bool:

@@ -275,7 +275,7 @@ class RMSNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self._parameters = norm._parameters
-        vars(self)["_norm"] = norm  # in a tuple, so that it is not a submodule
+        vars(self)["_norm"] = norm  # not a submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., d_model], normalised."""
