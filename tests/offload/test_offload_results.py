@@ -13,7 +13,7 @@ from kinds import home_of
 from offloads import HOST, assert_at_rest
 
 import tl_devicefix
-from tl_devicefix.offload.copying import keeping_on_host
+from tl_devicefix.offload.copying import BlockCopy, PrefetchedWeight, keeping_on_host
 
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
@@ -100,6 +100,37 @@ def test_weights_changed_by_a_hook_stay_changed_in_the_next_run(
     assert_at_rest(model)
     assert_same_weights(model, reference)
     assert_agrees(model(tokens), reference(tokens))
+
+
+def test_a_change_in_inference_mode_is_written_back():
+    """Not simulated: there, inference mode is `no_grad`."""
+    layer = torch.nn.Linear(3, 3)
+    expected = layer.weight.detach() * 2
+    with torch.inference_mode():
+        copies = BlockCopy([(layer, "weight", layer.weight)], HOST)
+        copies.swap_in()
+        layer.weight.mul_(2)
+        copies.swap_out()
+    assert_agrees(layer.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("offload", ["all of one device"])
+def test_the_next_forward_undoes_what_an_interrupt_leaves(
+    load, offload, reference, tokens, monkeypatch
+):
+    model, swap_in, swapped = load("llama", offload), PrefetchedWeight.swap_in, []
+
+    def interrupted(weight):
+        swap_in(weight)
+        swapped.append(weight)
+        if len(swapped) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PrefetchedWeight, "swap_in", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(tokens)
+    assert_agrees(model(tokens), reference(tokens))
+    assert_at_rest(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
