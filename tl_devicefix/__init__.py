@@ -7,6 +7,7 @@ TL_DEVICEFIX_DISABLE=1 is set.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,6 @@ def __dir__() -> list[str]:
 
 # Not for `python -m tl_devicefix`, because help and mistakes should not wait for the import of
 # TransformerLens: its commands call `enable()`. Python imports the package with this argv then.
-_is_command = sys.argv[:1] == ["-m"] and "tl_devicefix" in sys.orig_argv
+_is_command = sys.argv[:1] == ["-m"] and ("-m", "tl_devicefix") in itertools.pairwise(sys.orig_argv)
 if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0") and not _is_command:
     importlib.import_module("tl_devicefix.patches").enable()

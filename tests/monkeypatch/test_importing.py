@@ -74,6 +74,15 @@ def test_importing_it_disabled_imports_and_patches_nothing():
     run("-c", DISABLED, disable="1")
 
 
+def test_a_package_that_takes_this_name_as_argument_is_patched(tmp_path, monkeypatch):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "__init__.py").write_text("import tl_devicefix\n")
+    script = "from tl_devicefix.patches import is_enabled; assert is_enabled()\n"
+    (tmp_path / "study" / "__main__.py").write_text(script)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run("-m", "study", "tl_devicefix", disable="0")
+
+
 def test_help_of_the_command_line_imports_no_torch():
     run("-X", "importtime", "-m", "tl_devicefix", "--help", disable="0", without="torch")
 
