@@ -274,10 +274,8 @@ HOOKED_TRANSFORMER: dict[str, Callable[[Path], float]] = {
 BRIDGE: dict[str, Callable[[Path], float]] = {
     "hook_resid_mid, edited": partial(edit_resid_mid, False),
     "hook_resid_mid, its gradient": partial(edit_resid_mid, True),
-    "hooked Gemma 3 with soft caps": partial(hook_pattern, "gemma-3", attn_logit_softcapping=2.0),
-    "hooked GPT-2, scale_attn_weights=False": partial(
-        hook_pattern, "gpt2", scale_attn_weights=False
-    ),
+    "Gemma 3 with soft caps": partial(hook_pattern, "gemma-3", attn_logit_softcapping=2.0),
+    "GPT-2, scale_attn_weights=False": partial(hook_pattern, "gpt2", scale_attn_weights=False),
     **{
         f"generate, {name}": partial(generate_with_state, name)
         for name in ("mamba", "mamba-2", "falcon-mamba", "bamba", "nemotron-h")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# On CPUs with AVX512-BF16, bitsandbytes warns when it is imported (by TransformerLens, below) that
+# an optional kernel is missing. We silence it, because workers of pytest-xdist print it after the
+# summary, where it reads like the reason of a failure.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# ruff: noqa: E402
 
 import real_devices  # isort: skip  # before what names devices
 import torch

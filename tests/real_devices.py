@@ -40,9 +40,9 @@ NOT_RUN = ("simulation", "racing", "placement/test_hosts.py") if TYPE else ()
 """Tests that are of simulated devices themselves."""
 
 _OF_SIMULATED_ONES = {
-    "test_bytes_on_the_devices_of_a_machine_that_was_left": "real devices are not left",
-    "test_the_demo_loads_compares_and_shows_the_heads": "names the demo's simulated devices",
-    "test_what_does_not_fit_at_all_is_refused_as_by_a_plan": "names a dry run's devices",
+    "test_bytes_on_answers_after_the_machine_was_left": "only a simulated machine can be left",
+    "test_the_demo_loads_compares_and_shows_the_heads": "the demo prints simulated devices",
+    "test_dry_run_refuses_weights_that_do_not_fit": "a dry run names its simulated devices",
 }
 
 
@@ -52,7 +52,7 @@ def device_count() -> int:
 
 
 def _skip_as_too_few(count: int) -> NoReturn:
-    pytest.skip(f"needs {count} devices of type {TYPE!r}, of which there are {device_count()}")
+    pytest.skip(f"needs {count} devices of type {TYPE!r}, but this machine has {device_count()}")
 
 
 class _Devices(list[torch.device]):
@@ -100,7 +100,7 @@ class RealMachine:
 def simulate(n_devices: int, memory: Any = None, **options: Any) -> Iterator[RealMachine]:
     """In place of `tl_devicefix.simulate`: the machine has as many devices, and is the default."""
     if memory is not None or options:
-        pytest.skip("devices of a given size, or without values, are simulated only")
+        pytest.skip("only simulated devices can have a given size, or no values")
     module = torch.get_device_module(TYPE)
     if hasattr(module, "set_device"):  # which an earlier test may have done
         module.set_device(0)
@@ -138,7 +138,7 @@ def skip_what_names_others(items: list[pytest.Item]) -> None:
         texts += map(repr, params)
         indices = [int(i) for text in texts for i in re.findall(rf"\b{TYPE}:(\d+)", text)]
         if max(indices, default=0) >= device_count():
-            reason = f"names {TYPE}:{max(indices)}, but there are {device_count()} of {TYPE!r}"
+            reason = f"names {TYPE}:{max(indices)}, but this machine has {device_count()} {TYPE!r}"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -62,13 +62,13 @@ def test_detaching_a_class_leaves_the_others(detached, output, module):
     assert (Inner.of(module) is None) == (detached is not Outer)
 
 
-def test_a_deep_copy_has_the_same_around_it(module):
+def test_deep_copied_module_keeps_its_arounds(module):
     copied = copy.deepcopy(module)
     Outer.detach(module)
     assert copied("x") == "(x<)>|"
 
 
-def test_a_module_that_has_lost_all_is_as_before(module):
+def test_module_without_its_arounds_is_as_before(module):
     fresh = nn.Identity()
     Outer().attach(fresh)
     assert pickle.loads(pickle.dumps(fresh))("x") == "x<>|"

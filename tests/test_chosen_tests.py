@@ -14,10 +14,10 @@ from tl_devicefix import plan
 from tl_devicefix.placement import devices
 
 if real_devices.TYPE:
-    pytest.skip("this is of what real devices do to the tests", allow_module_level=True)
+    pytest.skip("real devices are in use, which these tests simulate", allow_module_level=True)
 
 
-def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_test(monkeypatch):
+def test_asking_a_real_machine_for_a_missing_device_skips(monkeypatch):
     monkeypatch.setattr(real_devices, "TYPE", "sim")
     skipped = pytest.raises(pytest.skip.Exception, match=r"of type 'sim'|simulated devices only")
     with tl_devicefix.simulate(2):
@@ -39,7 +39,7 @@ def test_a_machine_has_the_devices_that_are_here_and_one_that_is_not_skips_the_t
                     use(machine)
 
 
-def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch):
+def test_device_names_in_tests_become_those_of_real_devices(monkeypatch):
     monkeypatch.setattr(real_devices, "TYPE", "cuda")
     for code, expected in {
         "'sim'": "cuda",
@@ -51,7 +51,7 @@ def test_names_of_devices_in_tests_are_those_of_real_ones(monkeypatch):
         assert eval(compile(renamed, "", "eval"), {"i": 1}) == expected
 
 
-def test_a_cover_has_every_pair_of_a_group_that_there_is_and_every_value_of_others():
+def test_cover_has_every_pair_of_a_group_and_every_other_value():
     product = [
         {"kind": kind, "spread": spread, "dtype": dtype}
         for kind, spread in (("llama", 1), ("llama", 3), ("llama", 4), ("gpt2", 4), ("bloom", 4))

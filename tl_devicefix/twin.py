@@ -348,13 +348,24 @@ def undisturbed() -> Iterator[None]:
 
 
 def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
-    """Refuse a live model with modules, parameters or hooks that its config does not make.
-
-    A converter drops a bias that it does not expect, and never sees a replaced norm or head. The
-    twin is made of the config, so it cannot show these; we compare module paths with it instead.
+    """Refuse a live model for a HookedTransformer if its config does not make all of its parts.
 
     Raises:
         ValueError: naming the parts.
+    """
+    if beyond := parts_beyond_config(hf_model):
+        raise ValueError(
+            f"hf_model has parts that its config does not make ({beyond}), which a "
+            "HookedTransformer would leave out: undo the change, use TransformerBridge without "
+            "compatibility mode, or pass numbers='ignore'"
+        )
+
+
+def parts_beyond_config(hf_model: nn.Module) -> str:
+    """Return which modules of a live model its config does not make, and why; "" if none.
+
+    A converter drops a bias that it does not expect, and never sees a replaced norm or head. The
+    twin is made of the config, so it cannot show these; we compare modules with it instead.
     """
     live = LiveWeights(hf_model)
     try:
@@ -363,25 +374,45 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
             made = class_in_transformers(live.model)._from_config(config)
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
-        return
+        return ""
     found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
-    if beyond := sorted({path for path, *_ in found ^ expected}):
-        more = f" and {len(beyond) - 3} more" if beyond[3:] else ""
-        raise ValueError(
-            "hf_model has parts that its config does not make (another class, other parameters, or "
-            f"a hook), which a HookedTransformer would leave out: {', '.join(beyond[:3])}{more}; "
-            "undo the change, use TransformerBridge, or pass numbers='ignore'"
-        )
+    frequencies = dict(_frequencies(made))
+    beyond = {path for path, *_ in found ^ expected}.union(
+        name
+        for name, found_there in _frequencies(live.model)
+        if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
+    )
+    if not beyond:
+        return ""
+    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+    first = ", ".join(sorted(beyond)[:3])
+    return f"another class, other parameters or numbers, a hook or a forward: {first}{more}"
 
 
 def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any, ...]]:
-    """Return each module's path without numbers, class, parameters, and if it has hooks."""
+    """Return each module's path without numbers, and all that a converter would not see of it."""
     module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ours = [h for h in hooks if not (h.__module__ or "").startswith(("transformers", "accelerate"))]
+    attributes = vars(module)
+    runs_otherwise = bool(ours) or ("forward" in attributes and "_old_forward" not in attributes)
+    numbers = ((name, value) for name, value in attributes.items() if type(value) is float)
+    # Dropout does nothing in a converted model, and users set it to 0.
+    numbers = ((name, value) for name, value in numbers if "drop" not in name and name != "p")
     kind = type(module) if path else class_in_transformers(module)
-    yield re.sub(r"\.\d+(?=\.|$)", ".*", path), kind.__name__, own, bool(ours)
+    called = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+    yield called, kind.__name__, own, runs_otherwise, *numbers
     for name, child in module._modules.items():
         if child is not None:
             yield from _parts(live, child, f"{path}.{name}" if path else name)
+
+
+def _frequencies(model: nn.Module) -> Iterator[tuple[str, Float[torch.Tensor, " frequency"]]]:
+    """Yield the rotary frequencies that do not change with the length of texts, by name."""
+    for path, module in model.named_modules():
+        kinds = str(getattr(module, "rope_type", ""))
+        for name, buffer in module._buffers.items():
+            is_fixed = "dynamic" not in kinds and "longrope" not in kinds
+            if name.endswith("inv_freq") and is_fixed and buffer is not None and not buffer.is_meta:
+                yield f"{path}.{name}", buffer.float().cpu()

@@ -41,7 +41,7 @@ INDICES: Any = [
 ]
 
 
-def test_indices_are_those_of_the_tensor(written, all_of_it):
+def test_indexing_reads_what_indexing_a_tensor_gives(written, all_of_it):
     assert len(written) == len(written[RESID]) == N_EXAMPLES
     assert written[RESID].shape == tuple(all_of_it.shape)
     for index in INDICES:
@@ -53,24 +53,24 @@ def test_indices_are_those_of_the_tensor(written, all_of_it):
     assert [int(number) for number in written[REDUCED]] == list(range(N_EXAMPLES))  # and ends
 
 
-def test_changes_to_a_tensor_stay_in_it(written):
+def test_changing_a_read_tensor_leaves_the_file_unchanged(written):
     written[RESID][3].zero_()
     assert written[RESID][3].any()
 
 
-def test_safetensors_alone_reads_it(written, all_of_it):
+def test_safetensors_alone_reads_the_shards(written, all_of_it):
     index = json.loads((written.directory / INDEX).read_text())
     shards = [load_file(written.directory / shard["file"]) for shard in index["shards"]]
     assert torch.equal(torch.cat([shard[RESID] for shard in shards]), all_of_it)
     assert torch.equal(torch.cat([shard["tokens"] for shard in shards]), written.tokens[:])
 
 
-def test_a_directory_without_activations(tmp_path):
+def test_directory_without_activations_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there are no saved activations in"):
         tl_devicefix.load_activations(tmp_path)
 
 
-def test_the_file_of_an_index_is_no_directory(written):
+def test_path_of_index_json_is_refused_naming_its_directory(written):
     with pytest.raises(
         FileNotFoundError, match="it is a file; give the directory, such as '"
     ) as it:
@@ -78,7 +78,7 @@ def test_the_file_of_an_index_is_no_directory(written):
     assert str(it.value).endswith(f"'{written.directory}'")
 
 
-def test_an_index_that_cannot_be_read_or_was_edited_is_not_believed(written):
+def test_damaged_or_edited_index_is_refused(written):
     path = written.directory / INDEX
     index = path.read_text()
     damaged, edited = "index.json is damaged: put", r"damaged \(it is not the one in the index\)"
@@ -154,7 +154,7 @@ def assert_no_thread_reads() -> None:
             assert not thread.is_alive()
 
 
-def test_every_token_is_handed_out_once_an_epoch_in_another_order(written):
+def test_each_epoch_hands_out_every_token_once_shuffled_anew(written):
     order = numbers(written.activations(RESID, 7, epochs=2))
     assert len(order) == 2 * N_TOKENS
     first, second = order[:N_TOKENS], order[N_TOKENS:]
@@ -175,7 +175,7 @@ def test_the_order_is_that_of_the_seed_and_mixes_all_shards(written):
     assert len({number // per_shard for number in orders[0][:per_shard]}) > 1
 
 
-def test_without_shuffling_they_come_as_on_disk(written):
+def test_unshuffled_batches_come_in_the_order_on_disk(written):
     batches = list(written.activations(RESID, 7, shuffle=False))
     assert [len(batch) for batch in batches] == [7] * 9 + [3]
     assert torch.equal(torch.cat(batches), written[RESID][:].flatten(0, 1))
@@ -185,7 +185,7 @@ def test_without_shuffling_they_come_as_on_disk(written):
 
 
 @pytest.mark.parametrize("n_batches", [0, 9, 14])
-def test_others_go_on_where_some_were(n_batches, written):
+def test_state_dict_resumes_other_batches_where_it_was_taken(n_batches, written):
     options: Any = {"batch_size": 7, "epochs": 2, "seed": 1}
     first = written.activations(RESID, **options)
     seen = list(itertools.islice(first, n_batches))
@@ -203,7 +203,7 @@ def test_others_go_on_where_some_were(n_batches, written):
         written.activations(RESID, **{**options, "seed": 2}).load_state_dict(first.state_dict())
 
 
-def test_there_is_no_end_of_them_where_epochs_is_none_but_of_the_thread_that_reads(written):
+def test_epochs_none_iterates_until_closed_or_dropped(written):
     batches = written.activations(RESID, 20, epochs=None)
     assert sorted(numbers(itertools.islice(batches, 8)))[:4] == [0, 0, 1, 1]
     with pytest.raises(TypeError, match="do not end"):

@@ -41,7 +41,7 @@ def machine():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_activations_over_devices_are_those_of_a_loop_bit_for_bit(
+def test_saved_activations_equal_a_loops_bit_for_bit(
     dtype, model_class, machine, folded, batches, run
 ):
     if dtype == torch.bfloat16 and model_class == BRIDGE and installed() < Version("4.0"):
@@ -78,9 +78,7 @@ METHODS: dict[str, Callable[[ActivationCache], Any]] = {
 """Each way in which a cache's methods read it."""
 
 
-def test_methods_of_a_cache_that_was_read_gives_what_the_one_in_memory_gives(
-    machine, folded, batches, run
-):
+def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, folded, batches, run):
     model = folded("llama", 4)
     result = run(model, batches[:3], shard_size=100_000)
     assert len(result.index.shards) > 1
@@ -108,7 +106,7 @@ def test_an_example_is_a_cache_without_a_batch_axis(machine, over_devices, batch
         result.cache(9)
 
 
-def test_a_cache_keeps_what_is_put_into_it(folded_on_one, batches, run):
+def test_cache_read_from_disk_keeps_entries_put_into_it(folded_on_one, batches, run):
     result = run(folded_on_one("llama"), batches, RESID)
     cache = result.cache(slice(0, 2))
     cache[RESID].zero_()
@@ -139,7 +137,7 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, r
     assert_agrees(result[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
-def test_batches_are_made_of_what_a_loader_has(folded_on_one, batches, tmp_path):
+def test_loaders_and_datasets_are_batched_and_saved(folded_on_one, batches, tmp_path):
     model, tokens = folded_on_one("llama"), torch.cat(batches)
     dataset = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
     without_a_length = dataset.with_format("torch").to_iterable_dataset()
@@ -158,9 +156,7 @@ def test_batches_are_made_of_what_a_loader_has(folded_on_one, batches, tmp_path)
         assert_agrees(result[RESID][:], expected)
 
 
-def test_dtype_and_transform_change_activations_on_their_device_and_nothing_else(
-    machine, over_devices, batches, run
-):
+def test_transform_and_dtype_act_on_the_activations_device(machine, over_devices, batches, run):
     """A dict transforms the names that it has."""
     model = over_devices("llama")
     n_rows: list[int] = []
@@ -220,7 +216,7 @@ def test_shards_depend_on_the_arguments_only(machine, over_devices, batches, tmp
     assert files(tmp_path / "1") == files(tmp_path / "4")
 
 
-def test_offloaded_blocks(machine, from_checkpoint, batches, run):
+def test_activations_of_offloaded_blocks_are_saved(machine, from_checkpoint, batches, run):
     model = from_checkpoint("llama", device_map={"": 0, "blocks": "cpu"})
     result = run(model, batches, RESID)
     assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
@@ -275,7 +271,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_a_sentence_says_what_is_wrong(options, message, folded_on_one, run, tmp_path):
+def test_bad_arguments_are_refused_before_an_index_is_written(
+    options, message, folded_on_one, run, tmp_path
+):
     options = {"names_filter": RESID, "data": [IDS[None]], **options}
     model = options.pop("model", None) or folded_on_one("llama")
     with pytest.raises((ValueError, TypeError), match=message):
@@ -329,7 +327,7 @@ READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
 ERRORS = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
 
-def test_what_cannot_be_read(tmp_path):
+def test_unreadable_names_and_indices_are_refused(tmp_path):
     h = write_by_hand(tmp_path)
     for read, message in READ:
         with pytest.raises(ERRORS, match=message):

@@ -91,7 +91,7 @@ def kill_at(moment: float, job: Callable[[], Any]) -> bool:
     return process.exitcode == -signal.SIGKILL
 
 
-def test_killed_at_any_moment_shards_are_complete_and_the_rest_follows(start, tmp_path):
+def test_killed_job_leaves_whole_shards_and_resumes_the_rest(start, tmp_path):
     began = time.perf_counter()
     start(directory=tmp_path / "whole")
     duration = time.perf_counter() - began
@@ -143,7 +143,7 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 """What is said of options that the first call had not."""
 
 
-def test_what_would_not_go_on_as_it_began_is_refused(begun, start):
+def test_resuming_with_other_options_or_versions_is_refused(begun, start):
     before = files(begun)
     for message, options in OTHER_OPTIONS.items():
         with pytest.raises((ValueError, FileExistsError), match=message):
@@ -159,9 +159,7 @@ def test_what_would_not_go_on_as_it_began_is_refused(begun, start):
     assert files(begun) == before
 
 
-def test_to_go_on_with_another_model_or_other_data_is_refused_naming_it(
-    begun, start, batches, folded_on_one
-):
+def test_resuming_with_another_model_or_data_is_refused(begun, start, batches, folded_on_one):
     with pytest.raises(ValueError, match=r"the model's \w+ is .*; load the first call's model"):
         start(resume=True, model=folded_on_one("gpt2"))
     saved = len(load_activations(begun))
@@ -183,7 +181,7 @@ def test_to_go_on_with_another_model_or_other_data_is_refused_naming_it(
         start([*batches, batches[0]], resume=True)
 
 
-def test_a_process_that_was_forked_meanwhile_does_not_keep_others_out(start, batches):
+def test_forked_process_does_not_hold_the_directorys_lock(start, batches):
     """As a DataLoader's workers are, which may live on."""
     context = multiprocessing.get_context("fork")
     over = context.Event()
@@ -224,7 +222,7 @@ def test_an_interrupt_waits_for_the_writer(start, batches, tmp_path, monkeypatch
     assert before.keys() <= files(tmp_path / "out").keys()
 
 
-def test_a_loader_may_use_its_memory_again(start, batches):
+def test_loader_may_reuse_the_memory_of_its_batches(start, batches):
     def of_one_piece_of_memory():
         tokens = torch.empty_like(batches[0])
         for item in batches:
@@ -253,9 +251,7 @@ def test_a_disk_that_is_full_leaves_complete_shards(start, tmp_path, monkeypatch
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
-    start, tmp_path, monkeypatch
-):
+def test_too_small_disk_is_refused_before_anything_is_written(start, tmp_path, monkeypatch):
     usage = resume.shutil.disk_usage(tmp_path)._replace(free=2**16)
     monkeypatch.setattr(resume.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"activations need .*, but the disk of .* only 64.0 KiB"):

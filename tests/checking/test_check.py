@@ -35,14 +35,14 @@ def findings(model):
 
 
 @pytest.mark.parametrize("name", [*EVERY_ARCHITECTURE, *TOYS])
-def test_a_loaded_model_is_well(name, load, tokens):
+def test_check_finds_no_fault_in_a_loaded_model(name, load, tokens):
     model = load(name)
     model(tokens)  # leaves ALiBi biases
     assert check(model), check(model)
 
 
 @pytest.mark.parametrize(("name", "n", "options"), [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING)])
-def test_a_model_is_well_however_it_is_loaded_copied_and_moved(name, n, options, load):
+def test_check_finds_no_fault_after_loading_copying_or_moving(name, n, options, load):
     model = load(name, n_devices=n, **options)
     assert check(model), check(model)
     assert check(copy.deepcopy(model))
@@ -68,15 +68,13 @@ def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
     assert len(repr(report).splitlines()) == 10
 
 
-def test_a_second_name_of_a_part_and_a_permanent_hook_are_no_faults(model):
+def test_check_accepts_aliases_of_parts_and_permanent_hooks(model):
     model.probe = model.blocks[3].mlp
     model.blocks[2].hook_resid_post.add_perma_hook(identity)
     assert check(model), check(model)
 
 
-def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_where_it_is(
-    model, tokens
-):
+def test_misplaced_module_is_found_until_setup_then_stays(model, tokens):
     model.blocks[4].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
     name = "blocks.4.mlp"
     (finding,) = check(model).findings
@@ -96,7 +94,7 @@ def test_a_module_put_in_at_home_is_found_until_it_is_set_up_and_then_stays_wher
     assert_agrees(model(tokens), expected)
 
 
-def test_torch_s_modules_of_a_block_that_was_moved_are_not_taken_for_attached(load):
+def test_torch_lists_in_a_moved_block_are_not_taken_for_attached(load):
     model = load("mixtral")  # whose experts are in torch's lists
     model.blocks[2].to("sim:0")
     assert findings(model) == [("device", "blocks.2")]
@@ -122,7 +120,7 @@ def test_a_model_without_a_placement_is_compared_with_its_config():
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
 
 
-def test_a_model_that_is_not_on_its_device_yet(machine):
+def test_model_not_yet_on_its_device_is_found_and_repaired(machine):
     cfg = attention_only_config()
     cfg.device = "sim:1"
     model = HookedTransformer(cfg, move_to_device=False)
@@ -181,7 +179,7 @@ def without_sizes(text):
     return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())
 
 
-def test_offloaded_blocks_are_where_they_should_be(load, tokens):
+def test_offloaded_block_moved_to_a_device_is_found_and_repaired(load, tokens):
     model = load("llama", 1, device_map={"": 0, "blocks.2": "cpu"})
     assert check(model).well, check(model)
     model.blocks[2].to("sim:0")

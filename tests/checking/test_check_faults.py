@@ -21,7 +21,7 @@ UNPATCHED = {
     ("model_class", "name", "options"),
     [(model_class, *item) for model_class in CLASSES for item in UNPATCHED[model_class]],
 )
-def test_a_model_of_unpatched_transformer_lens_is_well(name, options, unpatched):
+def test_check_finds_no_fault_in_an_unpatched_model(name, options, unpatched):
     assert repr(check(unpatched(name, **options))) == "all is well"
 
 
@@ -30,7 +30,7 @@ def test_a_model_of_unpatched_transformer_lens_is_well(name, options, unpatched)
     [(model_class, fault) for model_class in CLASSES for fault in FAULTS[model_class]],
     ids=lambda value: value if isinstance(value, str) else value.breaks.__name__,
 )
-def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by_a_repair(
+def test_each_fault_is_named_and_mended_by_its_fix_and_by_repair(
     model_class, fault, model, reference, tokens, machine
 ):
     placed = repr(model.placement)
@@ -75,7 +75,7 @@ def test_each_fault_is_found_alone_and_named_and_mended_by_the_given_line_and_by
 CLASS_NAMES = {HOOKED: "HookedTransformer", BRIDGE: "TransformerBridge"}
 
 
-def test_what_is_no_model_is_refused(model_class, unpatched):
+def test_check_refuses_an_object_that_is_no_model(model_class, unpatched):
     with pytest.raises(TypeError, match=f"{CLASS_NAMES[model_class]}.*, but this is a Linear"):
         check(nn.Linear(2, 2))
     if model_class == BRIDGE:
@@ -83,7 +83,9 @@ def test_what_is_no_model_is_refused(model_class, unpatched):
             check(unpatched("gpt2").original_model)
 
 
-a_bridge = pytest.mark.skipif(BRIDGE not in CLASSES, reason="TransformerLens 2 has no Bridge")
+a_bridge = pytest.mark.skipif(
+    BRIDGE not in CLASSES, reason="this TransformerLens has no TransformerBridge"
+)
 NAMES = ["llama", "gpt2"]
 if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code
     NAMES += ["gemma-2", "mixtral", "bloom", "gpt-neo", "gpt-j", "gemma-3", "gpt-oss", "mamba-2"]
@@ -92,7 +94,7 @@ if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code
 
 @a_bridge
 @pytest.mark.parametrize("name", NAMES)
-def test_a_booted_bridge_is_well_before_and_after_folding(name, boot, machine, tokens):
+def test_check_finds_no_fault_in_a_bridge_folded_or_not(name, boot, machine, tokens):
     bridge = boot(name, n_devices=3)
     assert check(bridge), check(bridge)
     bridge.enable_compatibility_mode(fold_ln=name != "gpt2")  # which leaves all norms
@@ -102,7 +104,7 @@ def test_a_booted_bridge_is_well_before_and_after_folding(name, boot, machine, t
 
 
 @a_bridge
-def test_a_repair_keeps_what_is_tied_tied(boot, machine):
+def test_repair_keeps_tied_embeddings_tied(boot, machine):
     bridge = boot("gpt2", n_devices=3)
     bridge.embed.to("sim:2")
     assert check(bridge, repair=True), check(bridge)

@@ -64,7 +64,7 @@ LOADED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 )
 # The converters of these compute, those of others move weights.
 @pytest.mark.parametrize("name", ["gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3"])
-def test_any_dtype_is_loaded_in_any_other_and_loses_nothing(
+def test_loading_in_another_dtype_is_off_by_one_ulp_at_most(
     name, stored, loaded, form, hf_models,
     checkpoints, from_pretrained, machine,
 ) :  # fmt: skip
@@ -148,7 +148,7 @@ UNNAMED = {"from_checkpoint": False, "original_architecture": None}
         *((name, "hf_model beside a directory") for name in ("gemma-2", "olmo", "gpt2")),
     ],
 )
-def test_a_padded_vocabulary(
+def test_padded_vocabulary_is_kept_and_changes_no_logits(
     name, form, hf_models, references, from_pretrained, machine,
     checkpoints, tokens, tmp_path,
 ) :  # fmt: skip
@@ -241,7 +241,9 @@ def own_models(monkeypatch):
     ("name", "options"),
     [*((name, {}) for name in OWN), ("NeelNanda/GELU_3L512W_C4_Code", {"checkpoint_index": 1})],
 )
-def test_transformer_lens_s_own_models(name, options, own_models, machine, tokens):
+def test_transformer_lens_own_checkpoints_load_the_same_model(
+    name, options, own_models, machine, tokens
+):
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu", **options)
     model = HookedTransformer.from_pretrained(name, n_devices=3, **options)
@@ -249,7 +251,7 @@ def test_transformer_lens_s_own_models(name, options, own_models, machine, token
     assert_same_model(model, reference, tokens)
 
 
-def test_transformer_lens_s_own_models_are_rounded_once(own_models):
+def test_transformer_lens_own_checkpoints_are_rounded_once(own_models):
     name = "NeelNanda/GELU_3L512W_C4_Code"
     exact = HookedTransformer.from_pretrained(name, device="cpu")
     model = HookedTransformer.from_pretrained(name, device="cpu", dtype=torch.bfloat16)
@@ -258,7 +260,7 @@ def test_transformer_lens_s_own_models_are_rounded_once(own_models):
 
 
 @pytest.mark.fails_unpatched
-def test_a_revision_is_the_model_s_and_not_that_of_a_tokenizer_of_another_repository(
+def test_revision_is_not_asked_of_another_repositorys_tokenizer(
     own_models, hf_models, tokenizer, machine, tmp_path, monkeypatch
 ):
     name, how = "NeelNanda/GELU_3L512W_C4_Code", {"cache_dir": tmp_path, "revision": "v2"}
@@ -301,7 +303,7 @@ def file_of(checkpoint: Path, tensor: str, file: str) -> str:
     ("tensor", "n_files"),
     [(NAME, 1), (BIAS, 3), ("model.embed_tokens.weight", 1), ("lm_head.weight", 3)],
 )
-def test_a_missing_tensor(tensor, n_files, tensors, write, refused):
+def test_missing_tensor_is_refused_by_name(tensor, n_files, tensors, write, refused):
     listed = list(tensors)
     del tensors[tensor]
     checkpoint = write(n_files=n_files, listed=listed)
@@ -309,7 +311,7 @@ def test_a_missing_tensor(tensor, n_files, tensors, write, refused):
         load(checkpoint)
 
 
-def test_names_of_a_wrapped_model(tensors, write, refused):
+def test_state_dict_of_a_wrapped_model_is_refused(tensors, write, refused):
     for name in list(tensors):
         tensors[f"module.{name}"] = tensors.pop(name)
     checkpoint = write()
@@ -318,7 +320,7 @@ def test_names_of_a_wrapped_model(tensors, write, refused):
 
 
 @pytest.mark.parametrize("n_files", [1, 3])
-def test_an_extra_tensor(n_files, tensors, write, refused):
+def test_extra_tensor_is_refused_naming_its_file(n_files, tensors, write, refused):
     tensors[EXTRA] = torch.ones(3)
     checkpoint = write(n_files=n_files)
     with refused(str(checkpoint), EXTRA, file_of(checkpoint, EXTRA, SAFETENSORS), "again"):
@@ -326,7 +328,7 @@ def test_an_extra_tensor(n_files, tensors, write, refused):
 
 
 @pytest.mark.parametrize(("n_files", "file"), [(1, PICKLE), (3, SAFETENSORS)])
-def test_a_misshapen_tensor(n_files, file, tensors, write, refused):
+def test_misshapen_tensor_is_refused_with_both_shapes(n_files, file, tensors, write, refused):
     tensors[LAST] = torch.ones(D_MLP, D_MODEL - 1)
     checkpoint = write(file, n_files)
     shapes = f"(stored ({D_MLP}, {D_MODEL - 1}), expected ({D_MLP}, {D_MODEL}))"
@@ -350,7 +352,7 @@ DAMAGE: tuple[Callable[[bytes], bytes], ...] = (
 )
 
 
-def test_a_damaged_file(write, refused):
+def test_damaged_file_is_refused_by_name(write, refused):
     checkpoint = write(n_files=3)
     file = checkpoint / file_of(checkpoint, NAME, SAFETENSORS)
     content = file.read_bytes()
@@ -361,7 +363,7 @@ def test_a_damaged_file(write, refused):
 
 
 @pytest.mark.parametrize("file", [SAFETENSORS, PICKLE])
-def test_a_shard_that_is_not_there(file, write, refused):
+def test_missing_shard_is_refused_by_name(file, write, refused):
     checkpoint = write(file, 3)
     shard = checkpoint / file_of(checkpoint, LAST, file)
     shard.unlink()
@@ -369,7 +371,7 @@ def test_a_shard_that_is_not_there(file, write, refused):
         load(checkpoint)
 
 
-def test_a_damaged_index(write, refused):
+def test_damaged_shard_index_is_refused(write, refused):
     file = write(n_files=3) / f"{SAFETENSORS}.index.json"
     for index in (file.read_text()[:-30], "[]", '{"weight_map": null}', '{"weight_map": {"a": 5}}'):
         file.write_text(index)
@@ -380,7 +382,7 @@ def test_a_damaged_index(write, refused):
 @pytest.mark.cover(("zipped", "left"))
 @pytest.mark.parametrize("zipped", [True, False], ids=["zipped", "before torch 1.6"])
 @pytest.mark.parametrize("left", [0, -1000], ids="{} bytes".format)
-def test_a_pickle_that_is_cut_short(left, zipped, write, refused):
+def test_truncated_pickle_is_refused(left, zipped, write, refused):
     checkpoint = write(PICKLE, 3, _use_new_zipfile_serialization=zipped)
     file = sorted(checkpoint.glob("*.bin"))[-1]
     file.write_bytes(file.read_bytes()[:left])
@@ -398,7 +400,7 @@ class Malicious:
         return os.mkdir, (str(self._path),)
 
 
-def test_a_pickle_that_would_run_code(write, refused):
+def test_pickle_that_would_run_code_is_refused_and_does_not_run(write, refused):
     checkpoint = write(PICKLE)
     content = {"a": Malicious(checkpoint / "it ran")}
     for zipped in (True, False):
@@ -408,12 +410,12 @@ def test_a_pickle_that_would_run_code(write, refused):
     assert not (checkpoint / "it ran").exists()
 
 
-def test_a_directory_without_a_config(tmp_path, refused):
+def test_directory_without_config_json_is_refused(tmp_path, refused):
     with refused(str(tmp_path), "config.json", "save_pretrained"):
         load(tmp_path)
 
 
-def test_a_config_that_cannot_be_used(write, refused):
+def test_unusable_config_json_is_refused(write, refused):
     checkpoint = write()
     config = checkpoint / "config.json"
     fields = json.loads(config.read_text())

@@ -357,7 +357,7 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_plain_model_and_goes_on_as_before(
+def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
     name, processing, parts_of, load, reference_of, snapshot, tokens
 ):
     case = CASES[name]
@@ -379,7 +379,7 @@ def test_it_is_the_plain_model_and_goes_on_as_before(
 
 
 @pytest.mark.parametrize("case", NOT_AS_MERGED)
-def test_adapters_that_peft_itself_does_not_merge(case, parts_of, load, references, tokens):
+def test_adapters_that_peft_cannot_merge_are_merged(case, parts_of, load, references, tokens):
     name, adapt = NOT_AS_MERGED[case]
     references(name)  # skips where TransformerLens itself cannot read it
     hf_model = adapt(parts_of(name).model)
@@ -409,9 +409,7 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
 
 
 @pytest.mark.fails_unpatched
-def test_a_model_that_is_loaded_where_the_adapted_one_lies_shares_nothing_with_it(
-    parts_of, load, snapshot
-):
+def test_loaded_model_shares_no_memory_with_the_adapted_one(parts_of, load, snapshot):
     hf_model = lora(*IN_GPT2, **CONV)(parts_of("gpt2").model)
     before = snapshot(hf_model)
     model = load("gpt2", hf_model, n_devices=1, device="cpu", **NO_PROCESSING)
@@ -444,9 +442,7 @@ TAKES_A_BLOCK: dict[str, Make] = {
 @pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", TAKES_A_BLOCK)
-def test_computing_weights_takes_about_a_block_of_memory_and_only_while_loading(
-    how, dtype, parts_of, load, machine
-):
+def test_computing_weights_takes_one_block_of_extra_memory(how, dtype, parts_of, load, machine):
     """Beyond what loading a plain model takes: the block in float32, and for DoRA a layer of it."""
 
     def load_on(device, hf_model):
@@ -508,7 +504,7 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_plain_weights_is_refused(case, parts_of, load, refused):
+def test_hf_model_without_plain_weights_is_refused(case, parts_of, load, refused):
     name, make, says = REFUSED[case]
     hf_model = make(parts_of(name))
     with refused(*says, hf_model=hf_model):

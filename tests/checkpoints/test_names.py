@@ -63,7 +63,7 @@ def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_listed_name_is_the_model_that_transformer_lens_loads_by_it(architecture, put, tokens):
+def test_listed_name_loads_the_model_transformer_lens_loads(architecture, put, tokens):
     name = ALL_ARCHITECTURES[architecture].official_name
     put(architecture, name)
     with tl_devicefix.disabled():
@@ -87,7 +87,7 @@ def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, to
         assert model.to_tokens("w5 w7")[0, -2:].tolist() == [5, 7]
 
 
-def test_any_name_on_the_hub_and_any_path_will_do(put, directory, hf_models):
+def test_any_hub_name_and_any_path_can_be_loaded(put, directory, hf_models):
     for name in ("bert/mine", "NeelNanda/of-mine"):
         put(name=name)
         assert_embeds_as(load_unprocessed(name), hf_models("qwen2"))
@@ -102,7 +102,7 @@ def test_any_name_on_the_hub_and_any_path_will_do(put, directory, hf_models):
         assert Path(model.tokenizer.name_or_path).resolve() == path
 
 
-def test_the_text_model_of_a_multimodal_fine_tune(hub, tokenizer, tokens):
+def test_text_model_of_a_multimodal_fine_tune_is_loaded(hub, tokenizer, tokens):
     name = "google/gemma-3-4b-it"
     if name not in tl_loading.OFFICIAL_MODEL_NAMES:
         pytest.skip(f"the installed TransformerLens has no {name}")
@@ -126,7 +126,7 @@ def test_the_text_model_of_a_multimodal_fine_tune(hub, tokenizer, tokens):
 
 
 @pytest.mark.fails_unpatched
-def test_without_a_tokenizer_there_the_model_has_none_and_says_so(
+def test_checkpoint_without_tokenizer_loads_with_one_warning(
     hub, hf_models, tokenizer, tmp_path, tokens, caplog
 ):
     hub.add(FINE_TUNE, hf_models("qwen2"))
@@ -151,7 +151,7 @@ def name(request):
 
 
 @pytest.mark.fails_unpatched
-def test_revision(name, put, hub, tmp_path):
+def test_revision_chooses_weights_config_and_tokenizer(name, put, hub, tmp_path):
     main = put(name=name)
     v2 = copy.deepcopy(main)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_revision(name, put, hub, tmp_path):
 
 
 @pytest.mark.fails_unpatched
-def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_path):
+def test_cache_dir_and_local_files_only_are_obeyed(name, hub, hf_models, tokenizer, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     HubCache(elsewhere).add(name, hf_models("qwen2"), tokenizer)
     model = load_unprocessed(name, cache_dir=elsewhere, local_files_only=True)
@@ -180,7 +180,7 @@ def test_cache_dir_and_local_files_only(name, hub, hf_models, tokenizer, tmp_pat
 
 
 @pytest.mark.fails_unpatched
-def test_token(name, put, monkeypatch):
+def test_given_token_reaches_every_download(name, put, monkeypatch):
     """TransformerLens gives transformers one from HF_TOKEN, and a second is an error."""
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
     put(name=name)
@@ -202,7 +202,7 @@ def test_token(name, put, monkeypatch):
     assert all(used == {"hf_given"} for used in tokens_of.values())
 
 
-def test_subfolder(hub, hf_models, tokenizer):
+def test_subfolder_chooses_model_and_tokenizer(hub, hf_models, tokenizer):
     snapshot = hub.add("someone/collection", hf_models("gpt2"))
     hf_models("qwen2").save_pretrained(snapshot / "small")
     tokenizer.save_pretrained(snapshot / "small")
@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 """A name -> what its refusal says."""
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(put, tmp_path, refused):
+def test_name_that_is_no_checkpoint_is_refused_in_a_sentence(put, tmp_path, refused):
     for name, says in REFUSED.items():
         with refused(repr(name), *says) as caught:
             HookedTransformer.from_pretrained(name)
@@ -270,7 +270,7 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_a_checkpoint_with_code_of_its_own_is_loaded_if_that_is_trusted(
+def test_checkpoint_with_own_code_loads_only_if_trusted(
     hub, modules, hf_models, references, tokens
 ):
     folder = hub.add("someone/own", hf_models("llama"))
@@ -331,7 +331,7 @@ def test_every_model_of_a_known_family_is_known():
         if fields["model_type"] in transformers.CONFIG_MAPPING and name not in NOT_LISTED
     }.values(),
 )
-def test_a_known_config_is_what_transformer_lens_makes_of_the_fetched_one(name, hub):
+def test_known_config_equals_the_one_made_of_the_fetched_file(name, hub):
     if name not in tl_loading.OFFICIAL_MODEL_NAMES:
         pytest.skip(f"the installed TransformerLens does not list {name}")
     unread = {"torch_dtype": "float16", "transformers_version": "4.40.0", "use_cache": True}

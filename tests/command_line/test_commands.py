@@ -39,9 +39,7 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys):
         assert says in output
 
 
-def test_the_demo_is_refused_too_many_devices_and_fails_where_the_numbers_differ(
-    capsys, monkeypatch
-):
+def test_demo_fails_on_too_many_devices_or_wrong_numbers(capsys, monkeypatch):
     assert main(["demo", "--n-devices", "100"]) == 2
     assert capsys.readouterr().err.endswith("n_devices must be from 1 to 64, but is 100\n")
     right = demo.hf_logits
@@ -79,7 +77,7 @@ class Corrupted(torch.Tensor):
         return super().cpu().as_subclass(torch.Tensor) + (torch.arange(len(self)) == 7)
 
 
-def test_a_corrupted_copy_is_noticed(capsys, monkeypatch):
+def test_selfcheck_notices_a_corrupted_copy(capsys, monkeypatch):
     cpu, randn = torch.device("cpu"), torch.randn
     monkeypatch.setattr(torch, "randn", lambda n: randn(n).as_subclass(Corrupted))
     assert not selfcheck._check_copy(cpu, cpu)
@@ -95,7 +93,7 @@ def test_a_corrupted_copy_is_noticed(capsys, monkeypatch):
         ("estimate gpt2 --n-device=4", "did you mean '--n-devices'?"),
     ],
 )
-def test_help_and_mistakes(arguments, says, capsys):
+def test_help_and_mistakes_print_usage_and_exit_status(arguments, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     printed = capsys.readouterr()

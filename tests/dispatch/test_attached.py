@@ -59,9 +59,7 @@ def attached(request, model, reference):
 
 
 @pytest.mark.fails_unpatched
-def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_one_device(
-    attached, tokens
-):
+def test_attached_module_runs_on_its_device_and_follows_to(attached, tokens):
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
@@ -74,7 +72,9 @@ def test_it_runs_where_its_weights_are_and_follows_a_model_that_is_gathered_on_o
     ("spread", "device"),
     [(4, "cpu"), ("all of one device", "sim:0"), ("some of three devices", "sim:2")],
 )
-def test_it_runs_wherever_it_is(spread, device, load, reference, tokens):
+def test_module_replacing_an_mlp_runs_and_stays_on_its_device(
+    spread, device, load, reference, tokens
+):
     model, reference = load("llama", spread), copy.deepcopy(reference)
     for variant, location in ((model, device), (reference, "cpu")):
         variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
@@ -84,7 +84,7 @@ def test_it_runs_wherever_it_is(spread, device, load, reference, tokens):
 
 
 @pytest.mark.fails_unpatched
-def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(model, tokens):
+def test_attached_modules_nested_results_return_to_its_input(model, tokens):
     model, seen = copy.deepcopy(model), []
     model.blocks[4].reader = Reader(model.cfg.d_model).to(model.cfg.device)
     model.setup()
@@ -101,7 +101,7 @@ def test_results_in_a_named_tuple_or_a_dict_are_where_its_input_was(model, token
     assert seen == [model.placement.device_of("blocks.4")] != [home_of(model)]
 
 
-def test_a_forward_of_its_own_comes_back_when_it_is_removed(model, tokens):
+def test_removed_module_gets_its_own_forward_back(model, tokens):
     """As accelerate's hooks and users' patches set one on a module."""
     model = copy.deepcopy(model)
     probe, before = Probe(model.cfg.d_model).to(model.cfg.device), model.blocks[4].mlp

@@ -26,7 +26,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2's projection is fused
-def test_another_default_device_changes_nothing(kind, from_checkpoint, on_one, machine, tokens):
+def test_another_default_device_changes_no_result_or_device(
+    kind, from_checkpoint, on_one, machine, tokens
+):
     expected = {name: call(on_one(kind), tokens) for name, call in CALLS.items()}
     with torch.device("sim:1"):
         model = from_checkpoint(kind, n_devices=4)
@@ -36,7 +38,9 @@ def test_another_default_device_changes_nothing(kind, from_checkpoint, on_one, m
         assert_agrees(result, expected[name])
 
 
-def test_batches_stay_where_they_are(from_checkpoint, machine, tokens, tmp_path):
+def test_save_activations_takes_batches_on_the_models_device(
+    from_checkpoint, machine, tokens, tmp_path
+):
     with torch.device("sim:1"):
         model = from_checkpoint("llama", device="sim:0")
         batches = [{"tokens": tokens.to("sim:0"), "attention_mask": padded(tokens).to("sim:0")}]

@@ -53,7 +53,9 @@ def added_to_a_dict_by_mock(run, point):
 @pytest.mark.parametrize(
     "scenario", [put_back, put_back_while_unpatched, added_to_a_new_dict, added_to_a_dict_by_mock]
 )
-def test_hooks_count_whatever_dict_they_are_in(model_class, over_devices, on_one, tokens, scenario):
+def test_hooks_act_when_their_dict_is_exchanged(
+    model_class, over_devices, on_one, tokens, scenario
+):
     def outputs(model):
         x, block = tokens.to(model.cfg.device), model.blocks[1]
         point = block.mlp.hook_out if model_class == BRIDGE else block.hook_mlp_out
@@ -87,7 +89,7 @@ def assert_a_replaced_forward_counts(model, tokens, part, register):
         assert_agrees(ours, installed)
 
 
-def test_a_function_replaced_by_a_hook_that_is_gone_counts(model_class, on_one, tokens):
+def test_forward_replaced_by_a_removed_hook_acts(model_class, on_one, tokens):
     model = on_one("llama")
     point = model.blocks[0].hook_out if model_class == BRIDGE else model.blocks[0].hook_resid_post
     part = model.blocks[1].ln2.original_component if model_class == BRIDGE else model.blocks[1].mlp
@@ -103,8 +105,8 @@ def test_a_function_replaced_by_a_hook_that_is_gone_counts(model_class, on_one, 
     assert_a_replaced_forward_counts(model, tokens, part, register)
 
 
-@pytest.mark.skipif(HOOKED not in CLASSES, reason="of a HookedTransformer")
-def test_a_function_replaced_before_a_block_counts_in_it(on_cpu, tokens):
+@pytest.mark.skipif(HOOKED not in CLASSES, reason="TransformerLens 4 has no HookedTransformer")
+def test_forward_replaced_by_a_pre_hook_acts_in_its_block(on_cpu, tokens):
     model = on_cpu("llama")
     block = model.blocks[1]
     register = lambda replace: block.register_forward_pre_hook(lambda *_: replace())  # noqa: E731

@@ -59,7 +59,7 @@ CALLS = {
 @pytest.mark.cover(("kind", "spread"), ("call", "fails_unpatched"))
 @somewhere
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
+def test_each_call_gives_one_devices_results_at_home(call, model, reference, tokens):
     """TransformerLens's issues 837, 872 and 1260 too: five layers are not a multiple of 3 or 4."""
     expected = CALLS[call](reference, tokens)
     assert_agrees(CALLS[call](model, tokens), expected, home_of(model))
@@ -69,7 +69,7 @@ def test_it_is_as_on_one_device_and_at_home(call, model, reference, tokens):
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", "sim:3"])
-def test_what_a_model_takes_may_come_from_any_device(where, model, reference, tokens, mask):
+def test_inputs_may_come_from_any_device(where, model, reference, tokens, mask):
     def run(model, where):
         moved, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
         layers = {"start_at_layer": 3, "return_type": "both"}
@@ -103,7 +103,7 @@ def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
 
 
 @somewhere
-def test_every_gradient(model, reference, tokens):
+def test_every_gradient_equals_one_devices(model, reference, tokens):
     for owner in (model, reference):
         owner(tokens, return_type="loss").backward()
     for name, parameter in model.named_parameters():

@@ -49,13 +49,13 @@ def test_an_unknown_hook_point_is_named_with_the_nearest(name, model_class, mode
         (lambda name: name == MISSPELT, "names_filter selects no hook point"),
     ],
 )
-def test_a_filter_of_unknown_names_is_warned_of(names_filter, says, model, tokens):
+def test_names_filter_of_unknown_names_warns(names_filter, says, model, tokens):
     with pytest.warns(UserWarning, match=says):
         model.run_with_cache(tokens, names_filter=names_filter)
 
 
 @pytest.mark.parametrize("names_filter", [None, "hook_embed", ["blocks.3.hook_resid_post"]])
-def test_names_of_hook_points_are_no_cause_for_a_warning(names_filter, model_class, model, tokens):
+def test_names_filter_of_known_names_does_not_warn(names_filter, model_class, model, tokens):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.run_with_cache(tokens, names_filter=names_filter)

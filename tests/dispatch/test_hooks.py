@@ -80,14 +80,12 @@ def a_mask_that_is_edited_between_blocks(model, tokens):
         *(a_vector_that_is_used_without_a_graph_first, a_mask_that_is_edited_between_blocks),
     ],
 )
-def test_hooks_that_use_and_change_what_is_at_home(script, model, reference, tokens):
+def test_hooks_may_use_and_change_tensors_on_the_home_device(script, model, reference, tokens):
     assert_agrees(script(model, tokens), script(reference, tokens))
 
 
 @pytest.mark.parametrize("spread", [1, 4])
-def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
-    model, reference, tokens, other_tokens
-):
+def test_hook_reads_weights_and_caches_within_gather_on(model, reference, tokens, other_tokens):
     def run(model):
         _, clean = model.run_with_cache(other_tokens)
 
@@ -111,9 +109,7 @@ def test_a_hook_that_reads_weights_and_caches_on_a_chosen_device(
     ],
     ids=["mixes", "returns", "returns a tuple"],
 )
-def test_a_hook_that_uses_a_tensor_of_no_device_of_the_model_is_named(
-    hook, message, direction, model, tokens
-):
+def test_error_names_the_hook_that_mixes_foreign_devices(hook, message, direction, model, tokens):
     """On one GPU, a tensor on the CPU fails too."""
     with (
         model.hooks(**{f"{direction}_hooks": [(LAST, hook)]}),
@@ -122,7 +118,7 @@ def test_a_hook_that_uses_a_tensor_of_no_device_of_the_model_is_named(
         model(tokens, return_type="loss").backward()
 
 
-def test_an_error_of_the_hook_itself_is_the_user_s_own(model, tokens):
+def test_users_error_in_a_hook_is_raised_unchanged(model, tokens):
     def fail(value, hook):
         raise RuntimeError("mine")
 
@@ -130,7 +126,7 @@ def test_an_error_of_the_hook_itself_is_the_user_s_own(model, tokens):
         model.run_with_hooks(tokens, fwd_hooks=[(LAST, fail)])
 
 
-def test_hooks_added_before_a_model_is_spread_mix_devices_afterwards(load, reference, tokens):
+def test_hooks_added_before_spreading_may_mix_devices_after(load, reference, tokens):
     model = load("llama", 1)
     vector = torch.linspace(-1, 1, model.cfg.d_model, device="sim:0")
     model.add_hook(LAST, lambda value, hook: value + vector)

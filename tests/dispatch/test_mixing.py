@@ -30,7 +30,7 @@ def mixes(model):
     return True
 
 
-def test_it_is_on_within_the_with_also_if_it_is_entered_again(model):
+def test_mix_devices_is_on_until_its_outermost_with_ends(model):
     assert not mixes(model)
     with tl_devicefix.mix_devices() as mixing:
         with tl_devicefix.mix_devices(), mixing:
@@ -60,7 +60,7 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
     assert seen == [weight.device]
 
 
-def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(model):
+def test_mixed_result_lies_at_home_or_beside_the_largest_operand(model):
     small, large = (torch.ones(n, device=f"sim:{n}") for n in (1, 3))
     with tl_devicefix.mix_devices():
         assert (small + large).device == large.device
@@ -69,7 +69,7 @@ def test_results_lie_at_home_or_where_one_operand_is_larger_than_all_the_others(
         assert torch.cat([large, *smalls]).device == torch.device("sim:0")
 
 
-def test_what_is_changed_or_indexed_stays_where_it_is(model):
+def test_changed_or_indexed_tensors_stay_on_their_device(model):
     table, index = torch.arange(6.0, device="sim:3"), torch.tensor([1, 2], device="sim:1")
     out, other = torch.empty(6, device="sim:1"), torch.zeros(6, device="sim:0")
     with tl_devicefix.mix_devices():
@@ -92,7 +92,7 @@ def test_a_device_that_is_not_in_use_is_left_to_torch(model):
             torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
 
 
-def test_a_result_goes_to_the_home_of_the_model_that_is_on_all_of_its_devices(machine):
+def test_mixed_result_goes_home_to_the_model_on_all_its_devices(machine):
     on_both = plan("gpt2", device_map={"": 1, "blocks.3": 0})
     on_one = plan("gpt2", device_map=0)
     in_use.use(on_both)
@@ -119,7 +119,7 @@ def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, from_pretrain
     assert in_use.devices_in_use() == before
 
 
-def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(model, machine, tokens):
+def test_mix_devices_adds_no_copies_to_a_forward_that_mixes_none(model, machine, tokens):
     def run():
         machine.reset_transfers()
         return model(tokens), list(machine.transfers)
@@ -131,7 +131,7 @@ def test_where_nothing_mixes_nothing_more_is_copied_and_nothing_changes(model, m
     assert actual[1] == expected[1]
 
 
-def test_copies_are_gone_when_the_result_is_there(model, machine):
+def test_copies_made_for_mixing_are_freed_with_the_result(model, machine):
     at_home, elsewhere = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:1")
     before = machine.memory_allocated(0)
     gc.collect()
@@ -158,7 +158,7 @@ def test_lists_that_may_be_changed_in_part_are_not_changed_twice(mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_is_changed_on_another_device_stays_there(mode):
+def test_tensor_changed_without_grad_stays_on_its_device(mode):
     with mode():
         buffer = torch.zeros(3, device="meta")
         with JoinedAt(torch.device("cpu"), HOST_AND_META):

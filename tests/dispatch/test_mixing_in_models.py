@@ -75,9 +75,7 @@ def a_pytorch_hook(model, tokens, to):
         *(what_hooks_kept, modules_called_by_hand, a_pytorch_hook),
     ],
 )
-def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
-    script, over_devices, on_one, tokens
-):
+def test_single_device_script_works_mixing_or_as_rewritten(script, over_devices, on_one, tokens):
     def stay(tensor, device):
         return tensor
 
@@ -94,7 +92,7 @@ def test_what_fails_works_within_mix_devices_and_what_to_write_instead(
 
 
 @pytest.mark.fails_unpatched
-def test_gradients_of_several_blocks(over_devices, on_one, tokens):
+def test_gradients_of_several_blocks_mix_as_on_one_device(over_devices, on_one, tokens):
     def gradients(model, tokens):
         model.zero_grad()
         with tl_devicefix.mix_devices():
@@ -111,8 +109,8 @@ def test_gradients_of_several_blocks(over_devices, on_one, tokens):
     assert_agrees(actual, expected, tolerance=1e-4)
 
 
-@pytest.mark.skipif(not HAS_NOTES, reason="notes came with Python 3.11")
-def test_torchs_own_error_gets_a_note_that_names_a_page_in_what_passes_through_here(
+@pytest.mark.skipif(not HAS_NOTES, reason="exceptions have notes since Python 3.11")
+def test_torchs_device_error_gets_a_note_naming_the_docs_page(
     over_devices, machine, tokens, monkeypatch
 ):
     """As of real devices, whose errors are torch's and say nothing of the kind."""

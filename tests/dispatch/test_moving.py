@@ -32,7 +32,7 @@ MOVES = {
     [("llama", 1), ("bloom", 4), ("llama", "all but one of two devices"), ("llama", OFFLOADED)],
 )
 @pytest.mark.parametrize("move", MOVES)
-def test_a_device_gathers_the_model(move, kind, spread, load, reference, tokens):
+def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, reference, tokens):
     """TransformerLens's issues 199 and 911 too: inputs did not follow."""
     model, (call, device) = load(kind, spread), MOVES[move]
     model(tokens)  # leaves ALiBi biases where the blocks were
@@ -51,7 +51,7 @@ def test_a_device_gathers_the_model(move, kind, spread, load, reference, tokens)
 
 
 @pytest.mark.parametrize("spread", [4, OFFLOADED])
-def test_a_dtype_changes_where_the_model_lies(spread, load, on_cpu, tokens):
+def test_dtype_change_moves_no_component(spread, load, on_cpu, tokens):
     model = load("llama", spread)
     devices = model.placement.device_map
     weights = sum(c.weights for c in model.placement.components)
@@ -73,7 +73,7 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_moves(load, reference
     assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"))
 
 
-def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(load, reference, tokens):
+def test_model_moved_inside_another_module_runs_on_its_device(load, reference, tokens):
     """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
     model = load("llama")
     torch.nn.ModuleDict({"language model": model}).to("sim:1")
@@ -83,7 +83,7 @@ def test_a_model_moved_as_part_of_another_module_takes_tokens_where_it_is(load, 
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("kind", "spread"), [("bloom", 4), ("llama", OFFLOADED)])
-def test_a_copy_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
+def test_copied_model_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
     model = load(kind, spread)
     model(tokens)
 
@@ -102,7 +102,7 @@ def test_a_copy_runs_and_moves_by_itself(kind, spread, load, reference, tokens):
 @pytest.mark.parametrize(
     ("kind", "source", "target"), [("llama", 4, 3), ("attention-only", 1, 4), ("llama", 4, 1)]
 )
-def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
+def test_state_dict_loads_from_any_spread_into_any_other(
     kind, source, target, load, reference, tokens, tmp_path
 ):
     model, other = load(kind, source), load(kind, target)
@@ -117,7 +117,7 @@ def test_a_state_dict_goes_from_any_spread_to_any_other_and_through_a_file(
 
 
 @pytest.mark.parametrize("spread", [OFFLOADED])
-def test_a_pickled_model_runs_where_it_is_put(model, reference, tokens, tmp_path):
+def test_unpickled_model_runs_where_it_is_put(model, reference, tokens, tmp_path):
     torch.save(model, tmp_path / "model.pt")
     model = torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=False)
     model.cpu()

@@ -77,9 +77,11 @@ def logits_and_gradients(model, tokens):
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
-def test_it_runs_as_on_one_device(put, model_class, over_devices, on_one, machine, tokens):
+def test_part_put_in_from_another_device_runs_with_one_warning(
+    put, model_class, over_devices, on_one, machine, tokens
+):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
-        pytest.skip("a HookedTransformer's")
+        pytest.skip("only a HookedTransformer's blocks have this part")
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)
     put(reference)
@@ -94,9 +96,7 @@ def test_it_runs_as_on_one_device(put, model_class, over_devices, on_one, machin
         assert_agrees(model(tokens.to("sim:0"), return_type="loss"), expected[0])
 
 
-def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_until_then(
-    over_devices, machine, tokens
-):
+def test_forward_moves_the_same_parameter_with_its_grad(over_devices, machine, tokens):
     model = over_devices("llama")
     data(model)
     held, name = weight(model, 4)
@@ -114,11 +114,11 @@ def test_a_parameter_stays_the_same_object_with_its_gradient_and_check_finds_it_
 
 
 @pytest.mark.parametrize("put", [a_parameter, masks], **by_name)
-def test_the_line_that_the_warning_says_does_without_it(
+def test_line_that_the_warning_suggests_silences_it(
     put, model_class, over_devices, on_one, machine, tokens
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
-        pytest.skip("a HookedTransformer's")
+        pytest.skip("only a HookedTransformer's blocks have this part")
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
     put(model)
     put(reference)
@@ -135,8 +135,10 @@ def test_the_line_that_the_warning_says_does_without_it(
         assert_agrees(model(tokens.to("sim:0")), reference(tokens))
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
-def test_what_is_put_into_an_offloaded_block_goes_to_the_host(machine, request, tokens):
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
+def test_tensors_put_into_an_offloaded_block_move_to_the_host(machine, request, tokens):
     from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
     model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
     reference = copy.deepcopy(on_cpu("llama"))
@@ -158,7 +160,7 @@ def test_what_is_put_into_an_offloaded_block_goes_to_the_host(machine, request, 
         assert on == {device}
 
 
-def test_what_is_left_alone_warns_of_nothing(over_devices, machine, tokens):
+def test_untouched_model_and_its_copy_warn_of_nothing(over_devices, machine, tokens):
     model = over_devices("llama")
     with no_warning():
         model(tokens.to("sim:0"))
@@ -178,7 +180,9 @@ def test_pre_hooks_see_their_block_s_device_after_a_setup(over_devices, machine,
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_a_copied_block_runs_on_its_new_device_after_a_setup(machine, request, tokens):
     load, on_cpu = map(request.getfixturevalue, ("load", "on_cpu"))
     model, reference = load("llama"), copy.deepcopy(on_cpu("llama"))

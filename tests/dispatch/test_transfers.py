@@ -32,7 +32,7 @@ def test_a_forward_copies_the_residual_stream_once_where_it_must(
     assert second == first
 
 
-def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
+def test_input_copied_without_grad_is_copied_again_with_grad(machine):
     bias = torch.ones(2, device="sim:0", requires_grad=True)
     carry_to, block = CarryTo(torch.device("sim:1")), torch.nn.Identity()
     with one_forward():
@@ -44,7 +44,9 @@ def test_what_a_block_takes_is_copied_anew_where_a_gradient_is_wanted(machine):
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", 1), ("bloom", 3)])
-def test_what_adds_to_the_copies_of_a_forward(spread, model, tokens, mask, at_home, transfers_of):
+def test_masks_loss_and_text_add_one_copy_per_device_at_most(
+    spread, model, tokens, mask, at_home, transfers_of
+):
     plain = transfers_of(model, at_home)
     with_loss = transfers_of(model, tokens, return_type="both")
     of_text = transfers_of(model, "w3 w4 w5 w6 w7 w8 w9 w10")  # and <bos>: nine tokens
@@ -58,7 +60,7 @@ def test_what_adds_to_the_copies_of_a_forward(spread, model, tokens, mask, at_ho
 
 
 @pytest.mark.parametrize("spread", [1, 4])
-def test_a_generated_token_copies_no_more_than_a_forward_of_one_token(
+def test_generated_token_copies_no_more_than_a_one_token_forward(
     spread, model, at_home, transfers_of
 ):
     def generating(n_tokens):
@@ -83,7 +85,7 @@ def test_a_backward_copies_the_gradient_back_along_the_same_way(model, at_home, 
 
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 1), ("gpt2", 1)])
-def test_a_model_on_one_device_pays_nothing(model, at_home, transfers_of):
+def test_model_on_one_device_has_no_hooks_and_no_copies(model, at_home, transfers_of):
     for module in model.modules():
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
@@ -134,7 +136,7 @@ OF_CACHES = {
 
 
 @pytest.mark.parametrize("analysis", OF_CACHES)
-def test_cached_activations_that_are_gathered_are_copied_once_and_no_weights_are(
+def test_analysis_of_a_cache_copies_activations_once_no_weights(
     analysis, model, at_home, transfers_of
 ):
     (analyse, names), home = OF_CACHES[analysis], home_of(model)

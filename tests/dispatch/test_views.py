@@ -50,7 +50,7 @@ def view_of(model_class):
 @pytest.mark.parametrize(
     ("model_class", "kind", "where"), [row for row in KINDS if row[0] in CLASSES]
 )
-def test_it_gives_the_same_bits(model, view_of, at_home):
+def test_view_gives_the_models_results_bit_for_bit(model, view_of, at_home):
     def results(model):
         hooks = [(RESIDUAL, lambda activation, hook: activation / 2)]
         hooked = model.run_with_hooks(at_home, fwd_hooks=hooks)
@@ -75,9 +75,7 @@ def reached_from(value):
 
 
 @with_offloaded
-def test_it_has_the_weights_of_the_model_copies_none_and_leads_to_no_module_of_it(
-    model, view_of, machine
-):
+def test_view_shares_weights_but_no_modules(model, view_of, machine):
     mlp = model.blocks[1].mlp
     forward = mlp.forward
     vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)  # as notebooks do
@@ -103,7 +101,7 @@ def test_it_has_the_weights_of_the_model_copies_none_and_leads_to_no_module_of_i
 
 
 @with_offloaded
-def test_it_is_gone_when_it_is_dropped(model, view_of, at_home):
+def test_dropped_view_is_freed_without_garbage_collection(model, view_of, at_home):
     view = view_of(model)
     view(at_home)
     restore(view)
@@ -119,7 +117,7 @@ def test_it_is_gone_when_it_is_dropped(model, view_of, at_home):
     assert gone[1]() is None
 
 
-def test_what_a_user_s_class_adds_is_the_model_s(model, view_of, at_home):
+def test_view_of_a_subclass_shares_the_attributes_it_adds(model, view_of, at_home):
     class Recording(type(model)):
         def __init__(self):
             raise AssertionError("called for a view")
@@ -162,7 +160,7 @@ def add_all_kinds_of_hooks(model, calls):
     model.add_hook(RESIDUAL, partial(note, "backward"), dir="bwd")
 
 
-def test_all_hooks_of_the_model_are_there_and_get_its_hook_points(model, view_of, at_home):
+def test_view_runs_the_models_hooks_with_its_own_hook_points(model, view_of, at_home):
     calls = []
     add_all_kinds_of_hooks(model, calls)
     model(at_home, return_type="loss").backward()
@@ -233,7 +231,7 @@ def state_of(model):
 
 
 @with_offloaded
-def test_what_a_run_changed_is_gone_when_it_is_restored(model, view_of, at_home):
+def test_restoring_a_view_undoes_everything_a_run_changed(model, view_of, at_home):
     expected, calls = model(at_home), []
     add_all_kinds_of_hooks(model, calls)
     model.hook_dict[RESIDUAL].ctx["of the model"] = 1

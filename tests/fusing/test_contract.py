@@ -155,7 +155,7 @@ def test_an_edit_in_place_has_its_gradient(fused, tokens):
     assert_either_way(fused(), run)
 
 
-def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
+def test_fused_activations_and_gradients_are_the_same(fused, tokens):
     def run(model):
         _, cache = model.run_with_cache(tokens, incl_bwd=True, return_type="loss")
         model.zero_grad(set_to_none=True)
@@ -165,7 +165,7 @@ def test_every_activation_and_its_gradient_are_the_same(fused, tokens):
 
 
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
-def test_gradients_of_one_token_after_inference_mode(kind, fused, tokens):
+def test_one_token_has_its_gradients_after_inference_mode(kind, fused, tokens):
     model = fused(kind)
     with torch.inference_mode():
         model(tokens)
@@ -176,7 +176,7 @@ def test_a_flag_of_an_attention_s_own_config_acts(model_class, fused, tokens):
     model = fused()
     attn = model.blocks[1].attn
     if model_class != HOOKED:
-        pytest.skip("a Bridge's parts have no `cfg`")
+        pytest.skip("a TransformerBridge's attention has no `cfg` to change")
     attn.cfg = copy.copy(attn.cfg)
     attn.cfg.use_split_qkv_input = True  # its inputs have no dimension of heads
     with pytest.raises(RuntimeError, match="subscripts"):
@@ -289,7 +289,7 @@ def test_a_mask_edited_between_forwards_acts(fused, tokens):
         assert_either_way(fused(), run)
 
 
-def test_generated_text_is_the_same(fused, tokens):
+def test_fused_model_generates_the_same_text(fused, tokens):
     options = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
     assert_either_way(fused(), lambda model: model.generate(tokens, **options))
 
@@ -301,7 +301,7 @@ def test_a_copy_is_fused_and_has_its_own_hooks(how, model_class, fused, tokens, 
     if how == "deepcopy":
         copied = copy.deepcopy(model)
     elif model_class != HOOKED:
-        pytest.skip("TransformerLens's Bridge holds functions that do not pickle")
+        pytest.skip("a TransformerBridge holds functions that cannot be pickled")
     elif how == "pickle":
         copied = pickle.loads(pickle.dumps(model))
     else:
@@ -334,7 +334,7 @@ def test_runs_in_flight_are_fused_and_restored(fused, tokens, fused_blocks):
     assert not torch.allclose(doubled, expected)
 
 
-def test_unfused_and_disabled_it_runs_its_own_forward(fused, tokens, fused_blocks):
+def test_unfused_or_disabled_model_runs_its_own_forward(fused, tokens, fused_blocks):
     model = fused()
     model(tokens)
     assert len(fused_blocks) == N_LAYERS
@@ -349,7 +349,7 @@ def test_unfused_and_disabled_it_runs_its_own_forward(fused, tokens, fused_block
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
 
 
-def test_code_exchanged_acts_once_fused_again(model_class, fused, tokens):
+def test_replaced_forward_acts_once_fused_again(model_class, fused, tokens):
     model = fused()
     before, block = model(tokens), model.blocks[1]
     attribute = "mlp" if model_class == HOOKED else "original_component"
@@ -360,7 +360,7 @@ def test_code_exchanged_acts_once_fused_again(model_class, fused, tokens):
     assert not torch.allclose(after, before)
 
 
-def test_a_fused_model_is_let_go(fused, tokens):
+def test_dropped_fused_model_is_freed(fused, tokens):
     model = fused("gpt2")
     model(tokens)
     block = weakref.ref(model.blocks[1])
@@ -384,7 +384,7 @@ def errors(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[float,
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_it_is_as_close_to_float64_as_unfused(kind, dtype, fused):
+def test_fused_model_is_as_close_to_float64_as_unfused(kind, dtype, fused):
     prompts = torch.randint(0, 40, (64, 24), generator=torch.Generator().manual_seed(0))
     ours, theirs = errors(fused(kind), prompts, dtype)
     assert 0 < ours <= 1.1 * theirs
@@ -407,7 +407,7 @@ def test_no_pattern_is_built_unless_it_is_hooked(fused):
     assert unfused(model, lambda model: of_pairs())
 
 
-def test_over_devices_and_offloaded_it_is_the_same(fused, from_checkpoint, machine, tokens):
+def test_fused_model_gives_the_same_spread_or_offloaded(fused, from_checkpoint, machine, tokens):
     expected = fused("gpt2")(tokens)
     mask = padded(tokens, slice(-3, None))
     expected_padded = fused("gpt2")(tokens, attention_mask=mask)[mask.bool()]

@@ -17,7 +17,9 @@ import tl_devicefix
 from tl_devicefix.hooked_transformer import fused
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(installed() < Version("3.8"), reason="its blocks are not fused")
+pytestmark = pytest.mark.skipif(
+    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+)
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
@@ -80,15 +82,13 @@ def assert_grows_as_installed(model: Any, text: Any, mask: Any, step: Any = None
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_logits_and_what_is_in_the_cache(name, inference, mask, fused_copy, text):
+def test_growing_cache_gives_installed_logits_and_entries(name, inference, mask, fused_copy, text):
     model = fused_copy(name)
     with torch.inference_mode() if inference else torch.no_grad():
         assert_grows_as_installed(model, text, MASKS[mask])
 
 
-def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
-    fused_copy, text, monkeypatch
-):
+def test_new_keys_are_appended_in_place_and_rotated_once(fused_copy, text, monkeypatch):
     model, places, rotated = fused_copy("llama"), set(), []
     attention = model.blocks[0].attn
     original = fused._rotated
@@ -110,7 +110,7 @@ def test_it_is_written_behind_what_is_there_and_keys_are_rotated_once(
 
 
 @torch.no_grad()
-def test_it_grows_beyond_its_room(fused_copy, text, monkeypatch):
+def test_cache_grows_beyond_its_reserved_room(fused_copy, text, monkeypatch):
     monkeypatch.setattr("tl_devicefix.fusing.kv_cache._LEAST_ROOM", 2)
     assert_grows_as_installed(fused_copy("gpt2"), text, MASKS["padded"])
 
@@ -146,7 +146,7 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mask", ["all", "padded"])
 @pytest.mark.parametrize("how", BY_HAND)
-def test_what_is_done_to_a_cache_by_hand(how, mask, mode, fused_copy, text):
+def test_cache_changed_by_hand_grows_as_the_installed_one(how, mask, mode, fused_copy, text):
     model, (token, change) = fused_copy("llama"), BY_HAND[how]
 
     def step(cache, at):
@@ -159,7 +159,7 @@ def test_what_is_done_to_a_cache_by_hand(how, mask, mode, fused_copy, text):
 
 @torch.no_grad()
 @pytest.mark.parametrize("of", [lambda value: value, lambda value: value.data], ids=["it", "data"])
-def test_a_hook_that_edits_rotated_keys(of, fused_copy, text):
+def test_hook_editing_rotated_keys_acts_as_installed(of, fused_copy, text):
     def edit(value, hook):
         of(value)[:, 1] += 1
 
@@ -206,7 +206,7 @@ def shallow(cache: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
-def test_two_texts_with_one_beginning(duplicate, fused_copy, text):
+def test_copied_cache_continues_two_texts_from_one_beginning(duplicate, fused_copy, text):
     model, other = fused_copy("llama"), text.flip(1)
     together = [torch.cat([text[:, :6], tokens[:, 6:9]], dim=1) for tokens in (text, other)]
     expected = [model(tokens)[:, 6:] for tokens in together]
@@ -224,7 +224,7 @@ def test_two_texts_with_one_beginning(duplicate, fused_copy, text):
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
 
 
-def test_a_graph_that_holds_keys_while_the_cache_grows(fused_copy, text):
+def test_autograd_graph_keeps_its_keys_while_the_cache_grows(fused_copy, text):
     model = fused_copy("llama")
     cache = new_kv_cache(model, 2)
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_a_graph_that_holds_keys_while_the_cache_grows(fused_copy, text):
     assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
-def test_with_gradients(fused_copy, text):
+def test_growing_cache_gives_installed_gradients(fused_copy, text):
     def run(model):
         logits = torch.cat(read(model, text, MASKS["all"])[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -13,7 +13,9 @@ from torch.nn.utils import prune
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(installed() < Version("3.8"), reason="its blocks are not fused")
+pytestmark = pytest.mark.skipif(
+    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+)
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ CHANGES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_forward_sees_it(change, fused_copy, tokens):
+def test_next_forward_sees_a_deleted_or_replaced_parameter(change, fused_copy, tokens):
     name, act = CHANGES[change]
     model = fused_copy(name)
     model(tokens)
@@ -50,11 +52,11 @@ def test_the_next_forward_sees_it(change, fused_copy, tokens):
 
 
 @torch.no_grad()
-def test_an_empty_batch(fused_copy, tokens):
+def test_fused_blocks_run_an_empty_batch(fused_copy, tokens):
     assert_either_way(fused_copy("llama"), lambda model: model(tokens[:0]))
 
 
-def test_alibi_first_used_in_inference_mode(fused_copy, tokens):
+def test_alibi_made_in_inference_mode_is_used_with_gradients(fused_copy, tokens):
     model = fused_copy("bloom")
     with torch.inference_mode():
         model(tokens)

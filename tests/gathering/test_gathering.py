@@ -20,13 +20,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("spread", ["scattered"])
-def test_the_embeddings_and_the_unembedding_are_read_at_home_wherever_they_are(model, reference):
+def test_embeddings_and_unembedding_are_read_at_home(model, reference):
     assert model.unembed.W_U.device != home_of(model)
     for name in ("W_E", "W_U", "b_U"):
         assert_agrees(getattr(model, name), getattr(reference, name), home_of(model))
 
 
-@pytest.mark.skipif(installed() < Version("3"), reason="TransformerLens 2 keeps old results")
+@pytest.mark.skipif(
+    installed() < Version("3"), reason="TransformerLens 2 reads old results of heads"
+)
 def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tokens):
     def stacked(model):
         kept = {}
@@ -41,7 +43,7 @@ def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tok
     assert_agrees(stacked(model), stacked(reference), home_of(model))
 
 
-def test_functional_gradients_of_gathered_weights(model, reference):
+def test_gathered_weights_have_functional_gradients(model, reference):
     def gradient(model):
         def loss(weights):
             with torch.nn.utils.stateless._reparametrize_module(model, weights):
@@ -52,7 +54,7 @@ def test_functional_gradients_of_gathered_weights(model, reference):
     assert_agrees(gradient(model), gradient(reference))
 
 
-def test_another_device_than_home_or_the_cpu_within_it_and_in_its_thread(model):
+def test_gather_on_chooses_the_device_within_its_own_thread(model):
     with gather_on("sim:2"):
         assert model.W_Q.device == torch.device("sim:2")
         with gather_on(1), ThreadPoolExecutor(1) as threads:
@@ -95,7 +97,7 @@ HOLDS = [("unfolded pythia", "scattered"), ("gpt2", "some of three devices"), ("
     ("kind", "spread"),
     [*(pytest.param(*where, marks=pytest.mark.fails_unpatched) for where in FAILS), *HOLDS],
 )
-def test_every_activation(model, reference, tokens):
+def test_cache_equals_one_devices_and_is_stored_where_computed(model, reference, tokens):
     expected = reference.run_with_cache(tokens)
     logits, cache = model.run_with_cache(tokens)
     assert_agrees((logits, cache), expected, home_of(model))
@@ -105,7 +107,7 @@ def test_every_activation(model, reference, tokens):
 
 
 @pytest.mark.fails_unpatched
-def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model, reference, tokens):
+def test_cache_sliced_within_gather_on_is_read_at_home_after(model, reference, tokens):
     _, expected = reference.run_with_cache(tokens)
     _, cache = model.run_with_cache(tokens)
     with gather_on("cpu"):
@@ -114,9 +116,7 @@ def test_a_slice_that_is_made_within_gather_on_is_read_at_home_afterwards(model,
     assert_agrees(first, expected.apply_slice_to_batch_dim(0), home_of(model))
 
 
-def test_reading_and_slicing_a_cache_leave_activations_where_they_were_computed(
-    model, machine, tokens
-):
+def test_reading_or_slicing_a_cache_moves_no_stored_activation(model, machine, tokens):
     _, cache = model.run_with_cache(tokens)
     of_slice = cache.apply_slice_to_batch_dim(0).cache_dict
     assert of_slice[LAST].device == home_of(model)
@@ -145,7 +145,7 @@ COPIES = {
 
 
 @pytest.mark.fails_unpatched
-def test_a_copy_of_a_cache_is_at_home_too(model, reference, tokens, tmp_path):
+def test_copied_cache_is_read_at_home(model, reference, tokens, tmp_path):
     options = {"names_filter": RESIDUALS, "return_cache_object": False}
     _, expected = reference.run_with_cache(tokens, **options)
     for copied in COPIES.values():

@@ -26,7 +26,7 @@ def test_weights_are_read_on_the_chosen_device(n_devices, machine, folded, folde
     assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
 
 
-def test_nothing_but_what_is_read_is_made_where_it_is_read(machine, folded):
+def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, folded):
     model = folded("gpt2", 4)
 
     def made_at_home(device, read):
@@ -48,7 +48,7 @@ def test_nothing_but_what_is_read_is_made_where_it_is_read(machine, folded):
     assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
 
 
-def test_stacks_of_different_tensors_are_torchs(machine):
+def test_stacking_unlike_tensors_is_left_to_torch(machine):
     one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
     with ReadAt(machine.devices[0], None, "it", in_place=False):
         assert torch.stack([one, two]).dtype == torch.float64
@@ -56,7 +56,7 @@ def test_stacks_of_different_tensors_are_torchs(machine):
             torch.stack([one, torch.ones(1)])
 
 
-def test_what_is_computed_from_weights_and_caches_is_too(machine, folded, folded_on_one, tokens):
+def test_analyses_within_gather_on_compute_on_its_device(machine, folded, folded_on_one, tokens):
     def computed(model):
         _, cache = model.run_with_cache(tokens.to(model.cfg.device))
         with gather_on("cpu"):
@@ -145,7 +145,7 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, t
         assert changed["resid_post", 4].shape == (tokens.shape[1], model.cfg.d_model)
 
 
-def test_its_model_may_be_anything_that_has_what_is_read():
+def test_cache_accepts_any_object_with_weights_as_its_model():
     """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
     block = SimpleNamespace(attn=SimpleNamespace(W_O=torch.ones(2, 4, 8)))
     stub = SimpleNamespace(cfg=SimpleNamespace(n_layers=1, n_heads=2), blocks=[block])
@@ -158,7 +158,7 @@ def test_its_model_may_be_anything_that_has_what_is_read():
     "model_class", [model_class for model_class in CLASSES if model_class == BRIDGE]
 )
 @pytest.mark.fails_unpatched
-def test_a_deep_copy_changes_alone(over_devices):
+def test_changing_a_deep_copys_dtype_leaves_the_original(over_devices):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
     bridge = over_devices("llama")
     copy.deepcopy(bridge).to(torch.float64)

@@ -59,7 +59,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_is_refused(case, hf_models, from_pretrained, refused):
+def test_from_pretrained_refuses_bad_arguments(case, hf_models, from_pretrained, refused):
     options, says = NONSENSE[case]
     with refused(*says, error=(ValueError, TypeError), hf_model=hf_models("qwen2")):
         from_pretrained("qwen2", **options)
@@ -87,12 +87,12 @@ def test_earlier_models_are_named_where_another_does_not_fit(checkpoints, simula
         assert first.cfg.device == "sim:0"
 
 
-def test_what_is_for_transformers_and_like_an_argument_of_ours_passes(from_pretrained):
+def test_transformers_arguments_resembling_ours_are_accepted(from_pretrained):
     options = {"device_mesh": None, "tp_size": None, "use_cache": True, "load_in_8bit": False}
     assert from_pretrained("qwen2", device="cpu", torch_dtype=torch.float64, **options)
 
 
-def test_more_devices_than_one_are_refused_where_there_is_only_the_cpu():
+def test_two_devices_are_refused_on_a_cpu_only_machine():
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         pytest.skip("this machine has several devices")
     with pytest.raises(ValueError, match=r"tl_devicefix\.simulate") as caught:
@@ -126,7 +126,7 @@ UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_a_model_that_cannot_be_used(case, hf_models, from_pretrained, refused):
+def test_unusable_hf_model_is_refused(case, hf_models, from_pretrained, refused):
     spoil, says = UNUSABLE[case]
     hf_model = copy.deepcopy(hf_models("qwen2"))
     spoil(hf_model)
@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_used(case, hf_models, from_pretrained, refused):
         from_pretrained("qwen2", hf_model, n_devices=4)
 
 
-def test_both_architectures_are_named(hf_models, from_pretrained):
+def test_hf_model_of_another_architecture_is_refused_naming_both(hf_models, from_pretrained):
     """TransformerLens has a Gemma 2's settings by its name; of others, hf_model's own count."""
     sentence = "hf_model is a GPT2LMHeadModel, but the name belongs to a Gemma2ForCausalLM "
     remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
@@ -165,7 +165,8 @@ def test_a_setting_that_cannot_be_converted_is_named(config, says, tokenizer, tm
 
 
 @pytest.mark.skipif(
-    "allenai/OLMo-1B-hf" in tl_loading.OFFICIAL_MODEL_NAMES, reason="it converts an OLMo"
+    "allenai/OLMo-1B-hf" in tl_loading.OFFICIAL_MODEL_NAMES,
+    reason="this TransformerLens can convert an OLMo",
 )
 def test_an_architecture_that_is_too_new_is_named(checkpoints):
     with pytest.raises(ValueError, match=r"holds a OlmoForCausalLM, which .* cannot convert") as it:
@@ -173,14 +174,16 @@ def test_an_architecture_that_is_too_new_is_named(checkpoints):
     assert len(str(it.value)) < 300
 
 
-def test_a_head_of_several_layers_is_named(hf_models, from_pretrained):
+def test_hf_model_with_a_head_of_several_layers_is_refused(hf_models, from_pretrained):
     model = copy.deepcopy(hf_models("llama"))
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), model.lm_head)
     with pytest.raises(ValueError, match="head of this LlamaForCausalLM is of class Sequential"):
         from_pretrained("llama", model, device="cpu")
 
 
-def test_no_room_is_no_wrong_architecture(hf_models, from_pretrained, references, monkeypatch):
+def test_out_of_memory_is_not_reported_as_wrong_architecture(
+    hf_models, from_pretrained, references, monkeypatch
+):
     def no_room(*_, **__):
         raise torch.OutOfMemoryError("there is no room")
 

@@ -36,7 +36,7 @@ def while_reading(monkeypatch):
     return have
 
 
-def test_all_devices_are_read_for_at_once(load, while_reading):
+def test_components_of_all_devices_are_read_at_once(load, while_reading):
     together, waited_for = threading.Barrier(4), set()
 
     def wait_for_the_others(unit, device):
@@ -51,7 +51,7 @@ def test_all_devices_are_read_for_at_once(load, while_reading):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": {0: "30KB", 1: "30KB", "cpu": "1GB"}}])
-def test_a_device_has_one_component_at_a_time(options, load, monkeypatch):
+def test_device_is_given_one_component_at_a_time(options, load, monkeypatch):
     now: Counter[torch.device] = Counter()
     most: Counter[torch.device] = Counter()
     fill_one = processing._fill_one
@@ -70,9 +70,7 @@ def test_a_device_has_one_component_at_a_time(options, load, monkeypatch):
     assert most == dict.fromkeys(model.placement.devices, 1)
 
 
-def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
-    load, while_reading, monkeypatch
-):
+def test_source_that_computes_weights_is_read_by_one_thread(load, while_reading, monkeypatch):
     read_by, original = set(), HuggingFaceSource.__init__
 
     def computing(self, *args):
@@ -86,9 +84,7 @@ def test_what_computes_weights_is_read_one_at_a_time_by_the_caller(
     assert read_by == {threading.current_thread()}
 
 
-def test_the_first_component_that_fails_is_told_of_though_a_later_one_fails_before(
-    load, while_reading, machine
-):
+def test_error_of_the_first_failing_component_is_raised(load, while_reading, machine):
     later_one_has_failed = threading.Event()
 
     def fail(unit, device):

@@ -115,7 +115,7 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     assert_same_weights(model, reference)
 
 
-def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(load, machine):
+def test_failed_load_keeps_the_frames_of_the_callers_own_error(load, machine):
     def look():
         looked_at = "here"
         raise KeyError(looked_at)
@@ -130,7 +130,7 @@ def test_an_error_that_the_caller_handles_meanwhile_keeps_its_frames(load, machi
     assert innermost.f_locals == {"looked_at": "here"}
 
 
-def test_running_out_of_memory_says_what_was_there(checkpoints):
+def test_out_of_memory_error_says_what_was_on_the_device(checkpoints):
     directory = checkpoints("gpt2")
     with tl_devicefix.simulate(2):
         placement = tl_devicefix.plan(directory, n_devices=2)

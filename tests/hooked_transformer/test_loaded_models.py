@@ -52,7 +52,7 @@ def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machin
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("device", ["cpu", "sim:1"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
-def test_no_two_parameters_share_memory_nor_any_with_the_hf_model(
+def test_parameters_share_no_memory_with_others_or_the_hf_model(
     name, device, options, from_pretrained, hf_models, snapshot,
     machine,
 ) :  # fmt: skip
@@ -94,7 +94,7 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
 
 
-def test_what_is_saved_is_the_model(from_pretrained, machine, tmp_path):
+def test_documented_way_to_save_writes_every_weight(from_pretrained, machine, tmp_path):
     model = from_pretrained("gpt-neo", n_devices=4)  # which has global and local attention in turn
     docstring = HookedTransformer.from_pretrained.__doc__.splitlines()
     advice = textwrap.dedent("\n".join(line for line in docstring if "copied" in line))
@@ -118,7 +118,7 @@ class WithProbe(HookedTransformer):
         self.register_buffer("seen", torch.arange(3))
 
 
-def test_what_a_subclass_adds_keeps_its_values_and_is_at_home(checkpoints, machine):
+def test_tensors_that_a_subclass_adds_keep_their_values_at_home(checkpoints, machine):
     model = WithProbe.from_pretrained(checkpoints("gpt2"), n_devices=3)
     added = {tensor.device for tensor in (model.scale, model.probe.weight, model.seen)}
     assert added == {model.placement.home}
@@ -160,7 +160,7 @@ def test_the_masks_that_old_checkpoints_store_are_ignored(tmp_path):
         ("olmo", "hidden_act", "gelu"),
     ],
 )
-def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
+def test_unusual_fields_of_config_json_are_obeyed(name, field, value, tmp_path):
     config = HF_CONFIGS[name]()
     setattr(config, field, value)
     make_hf_model(config).save_pretrained(tmp_path)
@@ -176,7 +176,7 @@ def test_what_config_json_says_is_not_overlooked(name, field, value, tmp_path):
     assert_agrees(log_probs(model, TOKENS), expected, tolerance=1e-4)
 
 
-def test_float32_weights_are_folded_in_the_float64_of_their_model(checkpoints):
+def test_float32_weights_are_folded_in_a_float64_models_dtype(checkpoints):
     load = partial(HookedTransformer.from_pretrained_no_processing, checkpoints("gpt2"))
     source, model = load(device="cpu"), load(device="cpu", dtype=torch.float64)
     model.load_and_process_state_dict(source.state_dict())
@@ -206,7 +206,7 @@ def test_devices_that_are_simulated_are_the_default(machine):
 def with_sinks():
     """A model of a HookedTransformerConfig, whose patterns do not sum to 1."""
     if "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__:
-        pytest.skip("the installed TransformerLens has no attention sinks")
+        pytest.skip("this TransformerLens's HookedTransformer has no attention sinks")
     return build_toy(attention_only_config(use_attention_sinks=True))
 
 

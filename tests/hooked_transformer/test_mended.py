@@ -50,13 +50,17 @@ def test_config_saved_by_transformers_5_keeps_its_rotary_base(tmp_path):
 
 
 @pytest.mark.skipif(
-    "swiss-ai/Apertus-8B-2509" not in OFFICIAL_MODEL_NAMES, reason="TransformerLens has no Apertus"
+    "swiss-ai/Apertus-8B-2509" not in OFFICIAL_MODEL_NAMES,
+    reason="this TransformerLens has no Apertus",
 )
 def test_apertus_has_norms_that_its_config_does_not_name(tmp_path):
     _assert_right(transformers.ApertusConfig(**GROUPED), tmp_path)
 
 
-@pytest.mark.skipif(Version(transformers.__version__) >= Version("5"), reason="5 reads its own")
+@pytest.mark.skipif(
+    Version(transformers.__version__) >= Version("5"),
+    reason="transformers 5 reads rope_parameters itself",
+)
 @pytest.mark.parametrize(
     ("config", "rope", "expected"),
     [

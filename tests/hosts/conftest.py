@@ -107,7 +107,7 @@ class Cluster:
 @pytest.fixture(scope="session")
 def cluster():
     """The cluster of this session; this process is not connected to it yet."""
-    pytest.importorskip("ray", reason="Ray is not installed")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     cluster = Cluster()
     try:
         cluster.add_node()

@@ -23,7 +23,7 @@ class _Described:
         self.describe = lambda wait: {"devices": ["cuda:0", "cuda:1"], "versions": versions}
 
 
-def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
+def test_node_with_other_package_versions_is_refused():
     assert joining._described(_Described(), 1.0).devices == ("cuda:0", "cuda:1")
     for package in ("Python", "torch", "transformers", "transformer_lens"):
         differs = f"node-b has {package} 0.1, and this .* has {own_versions()[package]}: "
@@ -31,7 +31,7 @@ def test_a_node_of_the_same_versions_joins_and_one_of_another_is_refused():
             joining._described(_Described(**{package: "0.1"}), 1.0)
 
 
-def test_without_ray(monkeypatch):
+def test_without_ray_init_hosts_warns_or_refuses_an_address(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -42,13 +42,15 @@ def test_without_ray(monkeypatch):
     assert joined() == ()
 
 
-def test_nobody_at_an_address():
+def test_address_that_does_not_answer_is_refused():
     with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127.0.0.1:1: start"):
         joining._check_that_it_answers("127.0.0.1:1")
 
 
-def test_no_cluster(monkeypatch, tmp_path):
-    services = pytest.importorskip("ray._private.services", reason="Ray is not installed")
+def test_init_hosts_without_a_cluster_joins_no_host(monkeypatch, tmp_path):
+    services = pytest.importorskip(
+        "ray._private.services", reason="Ray is not installed: pip install ray"
+    )
     # Clusters of others may run here.
     monkeypatch.setattr(services, "find_gcs_addresses", cache(set))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -80,8 +82,8 @@ def test_tensors_arrive_as_they_left_and_can_be_written_to():
         assert not tensor.any()
 
 
-def test_the_names_and_the_order_of_nodes(monkeypatch):
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
+def test_nodes_are_named_and_ordered_by_their_host(monkeypatch):
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     context = SimpleNamespace(get_node_id=lambda: "0")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 

@@ -17,7 +17,7 @@ import tl_devicefix
 from tl_devicefix.multihost.init_hosts import leave_hosts
 from tl_devicefix.placement.devices import HostLost, joined
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 DRIVER = """
 import sys
@@ -105,7 +105,7 @@ def load(checkpoints, **elsewhere):
     return HookedTransformer.from_pretrained(str(checkpoints("llama")), device_map=device_map)
 
 
-def test_a_model_over_two_nodes(refused, worker, checkpoints):
+def test_model_over_two_nodes_gives_what_one_process_gives(refused, worker, checkpoints):
     spread = load(checkpoints)
     alone = load(checkpoints, **{"blocks.2": "cpu"})
     tokens = torch.randint(1, alone.cfg.d_vocab, (2, 9))
@@ -122,14 +122,14 @@ def test_a_model_over_two_nodes(refused, worker, checkpoints):
         torch.testing.assert_close(one, other)
 
 
-def test_an_error_of_the_worker(worker):
+def test_workers_error_is_raised_with_its_traceback(worker):
     with pytest.raises(IndexError) as raised:
         worker.call("free_memory", 7)
     assert "in free_memory" in str(raised.value.__cause__)  # the worker's traceback
     assert worker.call("free_memory", 0) > 0
 
 
-def test_an_interrupt(worker, cluster):
+def test_interrupt_ends_a_call_that_waits(worker, cluster):
     (process,) = cluster.other.workers()
     process.suspend()  # so that the call waits
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
@@ -144,7 +144,7 @@ def test_an_interrupt(worker, cluster):
     assert worker.call("free_memory", 0) > 0
 
 
-def test_a_killed_worker(worker, cluster, checkpoints):
+def test_killed_worker_is_reported_and_a_new_one_can_join(worker, cluster, checkpoints):
     is_told, model = asking(worker), load(checkpoints)
     (process,) = cluster.other.workers()
     process.kill()
@@ -155,7 +155,7 @@ def test_a_killed_worker(worker, cluster, checkpoints):
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
 
 
-def test_a_worker_that_stands_still(worker, cluster):
+def test_suspended_worker_is_reported_and_ended(worker, cluster):
     is_told = asking(worker)
     (process,) = cluster.other.workers()
     process.suspend()
@@ -166,7 +166,7 @@ def test_a_worker_that_stands_still(worker, cluster):
     assert eventually(lambda: not process.is_running())
 
 
-def test_a_killed_node(worker, cluster):
+def test_killed_node_is_reported_and_no_longer_joined(worker, cluster):
     is_told = asking(worker)
     cluster.other.end()
     is_told()
@@ -183,14 +183,14 @@ def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
     assert eventually(lambda: not cluster.other.workers())
 
 
-def test_a_shutdown_of_ray(worker):
+def test_ray_shutdown_is_reported_as_a_lost_host(worker):
     ray.shutdown()
     with pytest.raises(HostLost, match=r"ray\.shutdown\(\) was called"):
         worker.call("free_memory", 0)
     assert not ray.is_initialized()
 
 
-def test_the_drivers_end(cluster, both_nodes):
+def test_worker_ends_with_its_driver(cluster, both_nodes):
     before = cluster.other.workers()
     driver = drive(cluster.address)
     assert driver.stdout.readline() == "1\n"
@@ -200,7 +200,7 @@ def test_the_drivers_end(cluster, both_nodes):
     assert eventually(lambda: not process.is_running())
 
 
-def test_the_example(cluster):
+def test_example_of_several_hosts_runs_on_a_cluster(cluster):
     example = Path(tl_devicefix.__file__).parents[1] / "examples" / "several_hosts.py"
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(
@@ -209,7 +209,7 @@ def test_the_example(cluster):
     assert re.search(r"^host1/cpu +blocks\.4-7 ", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_another_token(refused):
+def test_cluster_refuses_another_token_with_a_hint(refused):
     said, _ = refused.communicate(timeout=WITHIN)
     assert said.startswith("ConnectionError the Ray cluster at '127.0.0.1:")
     assert "refuses this process's token: set RAY_AUTH_MODE=token" in said

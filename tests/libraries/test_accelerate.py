@@ -31,7 +31,7 @@ def losses_of_training(accelerator, model, tokens):
     return losses
 
 
-def test_prepare_leaves_a_spread_model_where_it_lies_and_trains_it(
+def test_prepare_leaves_a_spread_model_in_place_and_trains_it(
     over_devices, on_one, accelerator, tokens
 ):
     model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))

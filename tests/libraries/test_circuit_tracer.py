@@ -8,7 +8,7 @@ from hf_models import D_MODEL, D_VOCAB, N_LAYERS
 
 import tl_devicefix
 
-MISSING = "circuit-tracer is not installed here: nox -s circuit-tracer"
+MISSING = "circuit-tracer is not installed: run `nox -s circuit-tracer`"
 circuit_tracer = pytest.importorskip("circuit_tracer", reason=MISSING)
 replacing = pytest.importorskip(
     "circuit_tracer.replacement_model.replacement_model_transformerlens", reason=MISSING
@@ -96,7 +96,7 @@ def dense(value):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_as_on_one_device(call, load, machine):
+def test_circuit_tracer_gives_over_devices_what_one_cpu_gives(call, load, machine):
     with tl_devicefix.disabled():
         expected = dense(CALLS[call](load(device="cpu")))
     with tl_devicefix.mix_devices():

@@ -6,7 +6,10 @@ import pytest
 import torch
 from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
 
-pytest.importorskip("dictionary_learning", reason="not installed here: nox -s dictionary-learning")
+pytest.importorskip(
+    "dictionary_learning",
+    reason="dictionary_learning is not installed: run `nox -s dictionary-learning`",
+)
 
 from dictionary_learning import AutoEncoder
 from dictionary_learning.trainers import StandardTrainer

@@ -9,7 +9,7 @@ from model_classes import HOOKED
 
 import tl_devicefix
 
-pytest.importorskip("nnsight", reason="not installed here: nox -s nnsight")
+pytest.importorskip("nnsight", reason="nnsight is not installed: run `nox -s nnsight`")
 
 from nnsight import NNsight
 
@@ -19,7 +19,9 @@ MODULES = ["", "blocks.3", "blocks.3.attn", "blocks.3.mlp", "blocks.3.ln1", "ln_
 
 @pytest.mark.parametrize("path", MODULES)
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
-def test_its_operations_are_those_without_the_patches(model_class, where, path, machine, request):
+def test_source_lists_the_operations_of_the_unpatched_forward(
+    model_class, where, path, machine, request
+):
     def operations():
         traced = NNsight(copy.deepcopy(model))
         return (traced.get(path) if path else traced).source.names
@@ -31,9 +33,9 @@ def test_its_operations_are_those_without_the_patches(model_class, where, path, 
 
 
 @pytest.mark.parametrize("where", ["on_one", "over_devices"])
-def test_an_operation_is_read_and_changed(model_class, where, machine, request, tokens):
+def test_operation_in_source_can_be_read_and_changed(model_class, where, machine, request, tokens):
     if model_class != HOOKED:
-        pytest.skip("the operations of a Bridge's attention are those of transformers")
+        pytest.skip("a TransformerBridge's attention runs operations of transformers")
     model = copy.deepcopy(request.getfixturevalue(where)("llama"))
     tokens = tokens.to(model.cfg.device)
     logits, cache = model.run_with_cache(tokens)

@@ -78,7 +78,7 @@ def test_an_sae_runs_wherever_it_is_and_is_left_as_it_was(at, models, tokens):
     assert tl_devicefix.patches.is_enabled()
 
 
-def test_a_view_of_a_model_with_an_sae(models, tokens):
+def test_view_runs_the_models_sae_with_its_own_hook_points(models, tokens):
     model, reference = models
     model.add_sae(make_sae("sim:0"))
     expected, without = model(tokens), reference(tokens)

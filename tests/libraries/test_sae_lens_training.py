@@ -108,7 +108,7 @@ def expected(train, references):
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:3"])
-def test_training_an_sae(device, model, train, expected):
+def test_sae_trains_as_on_one_device_wherever_it_is(device, model, train, expected):
     """Wherever the SAE is, of a hook point that is not at home."""
     assert model.placement.device_of(HOOK) != model.placement.home
     assert_agrees(train(model, device), expected, torch.device(device), tolerance=1e-4)

@@ -208,7 +208,7 @@ def table():
 TABLE = table()
 
 
-def test_every_row_of_the_page_is_run_and_all_that_is_run_is_on_it():
+def test_page_lists_exactly_the_rows_that_are_tested():
     assert list(TABLE) == list(ROWS)
 
 
@@ -221,7 +221,7 @@ def both(from_checkpoint, on_one, machine):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_as_the_page_says(name, model_class, both, tokens):
+def test_each_row_behaves_as_the_page_says(name, model_class, both, tokens):
     (spread, alone), says, call = both, TABLE[name][model_class], ROWS[name]
     if says.startswith(NEITHER):
         with pytest.raises((AttributeError, RuntimeError)):

@@ -48,7 +48,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
     return {row.split()[0] for row in rows}
 
 
-def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once():
+def test_disable_restores_the_original_objects_even_if_repeated():
     once = parts_of_transformer_lens()
     tl_devicefix.enable()
     importlib.reload(tl_devicefix)
@@ -64,7 +64,7 @@ def test_disabling_puts_back_the_very_objects_that_were_there_and_twice_is_once(
     assert changed(once, parts_of_transformer_lens()) == set()
 
 
-def test_what_changes_is_what_report_lists_and_nothing_else(capsys):
+def test_enable_changes_exactly_what_report_lists(capsys):
     if importlib.util.find_spec("transformer_lens.model_bridge"):
         importlib.import_module("transformer_lens.model_bridge")
     patched = parts_of_transformer_lens()
@@ -89,7 +89,7 @@ def test_what_changes_is_what_report_lists_and_nothing_else(capsys):
         ("disable", "disabled", None),
     ],
 )
-def test_after_a_block_it_is_as_before(start, block, error):
+def test_enabled_and_disabled_restore_the_state_before_them(start, block, error):
     tl_devicefix.disable()
     original = parts_of_transformer_lens()
     getattr(tl_devicefix, start)()
@@ -106,7 +106,7 @@ def test_after_a_block_it_is_as_before(start, block, error):
     assert changed(original, parts_of_transformer_lens()) == set()
 
 
-def test_what_another_library_put_there_is_put_back(monkeypatch):
+def test_disable_restores_another_librarys_patch(monkeypatch):
     tl_devicefix.disable()
     original = getattr(MODEL_CLASS, PROCESSING)
 
@@ -120,8 +120,10 @@ def test_what_another_library_put_there_is_put_back(monkeypatch):
     assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of a HookedTransformer")
-def test_help_shows_what_is_new_after_what_was_there():
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
+def test_help_lists_new_arguments_after_transformer_lens_own():
     parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
     with tl_devicefix.disabled():
         original = inspect.signature(MODEL_CLASS.from_pretrained).parameters
@@ -151,7 +153,7 @@ def test_tools_see_the_installed_forward_through_its_replacement():
         assert inspect.signature(forward) == inspect.signature(installed_forward)
 
 
-def test_a_function_is_patched_and_restored_for_whoever_has_imported_it():
+def test_patched_function_changes_for_those_who_imported_it():
     for name in [patch.name for patch in table() if patch.owner is None]:
         function = named(name)
         tl_devicefix.disable()
@@ -165,7 +167,7 @@ def test_a_function_is_patched_and_restored_for_whoever_has_imported_it():
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
-def test_what_an_interrupt_has_left_is_mended_by_the_next_call_of_either(mends, monkeypatch):
+def test_next_enable_or_disable_mends_an_interrupted_enable(mends, monkeypatch):
     mends()
     expected = parts_of_transformer_lens()
     tl_devicefix.disable()
@@ -249,7 +251,7 @@ if versions.has_hooked_transformer():
 @pytest.mark.parametrize(
     ("name", "instead", "takes"), [*((name, None, "") for name in MISSING), *CHANGED]
 )
-def test_a_target_that_is_missing_or_has_an_unknown_signature_is_named(
+def test_missing_or_changed_target_is_named_and_nothing_patched(
     name, instead, takes, monkeypatch_unpatched
 ):
     for place in places_of(name):

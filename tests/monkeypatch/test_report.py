@@ -14,9 +14,12 @@ if has_hooked_transformer():
 
 hooked = pytest.mark.skipif(
     not has_hooked_transformer() or installed() < Version("3.8"),
-    reason="a HookedTransformer whose blocks can be fused",
+    reason="HookedTransformer's blocks are fused in TransformerLens 3.8 and 3.9 only",
 )
-in_4 = pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge of TransformerLens 4")
+in_4 = pytest.mark.skipif(
+    installed() < Version("4.0"),
+    reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
+)
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
@@ -25,7 +28,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
 
 
-def test_it_returns_what_it_prints(capsys):
+def test_report_returns_the_patches_that_it_prints(capsys):
     report = tl_devicefix.report()
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert len(report) == len(lines)
@@ -45,7 +48,7 @@ def test_it_returns_what_it_prints(capsys):
 
 
 @hooked
-def test_a_model_s_report_says_which_blocks_are_fused_or_why_not(capsys):
+def test_models_report_says_why_a_block_is_not_fused(capsys):
     model = build_toy(solu_config(n_layers=3))
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
     tl_devicefix.fuse_blocks(model)
@@ -72,7 +75,7 @@ def test_a_model_s_report_says_which_blocks_are_fused_or_why_not(capsys):
 
 
 @in_4
-def test_a_bridge_s_report_says_which_blocks_are_fused_or_why_not(capsys, request):
+def test_bridges_report_says_why_a_block_is_not_fused(capsys, request):
     model = tl_devicefix.fuse_blocks(request.getfixturevalue("boot")("llama", device="cpu"))
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
     report = tl_devicefix.report(model)
@@ -83,9 +86,14 @@ def test_a_bridge_s_report_says_which_blocks_are_fused_or_why_not(capsys, reques
     assert tl_devicefix.report(model)["blocks.1"] == "not fused: it has hooks"
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a HookedTransformer")
-@pytest.mark.skipif(installed() >= Version("3.8"), reason="one that is older")
-def test_an_older_model_stays_as_it_is_and_the_report_says_so():
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
+@pytest.mark.skipif(
+    installed() >= Version("3.8"),
+    reason="TransformerLens 3.8 and later has blocks that can be fused",
+)
+def test_report_says_that_older_transformer_lens_fuses_no_block():
     model = build_toy(solu_config(n_layers=2))
     kind = type(model.blocks[0])
     tl_devicefix.fuse_blocks(model)
@@ -93,6 +101,6 @@ def test_an_older_model_stays_as_it_is_and_the_report_says_so():
     assert "is older than 3.8" in tl_devicefix.report(model)["blocks.0"]
 
 
-def test_what_is_no_model_is_refused_in_a_sentence():
+def test_report_refuses_an_object_that_is_no_model():
     with pytest.raises(TypeError, match=r"the model must be a .* but this is a Linear"):
         tl_devicefix.report(torch.nn.Linear(1, 1))

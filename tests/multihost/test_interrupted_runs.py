@@ -92,7 +92,7 @@ def kept(host):
     return len(host.worker._kept)
 
 
-def test_a_host_keeps_what_somebody_may_use_and_no_model_that_is_gone(load, own_host, tokens):
+def test_host_frees_tensors_and_models_that_nobody_holds(load, own_host, tokens):
     model = load("llama", device_map=PLACES)
     names = [Z, "blocks.3.hook_resid_pre"]
     before = kept(own_host)
@@ -129,7 +129,9 @@ LOST_AT = {
 
 
 @pytest.mark.parametrize("method", LOST_AT)
-def test_a_lost_host_is_told_as_such(method, load, model, tokens, assert_right, monkeypatch):
+def test_call_to_a_lost_host_raises_host_lost(
+    method, load, model, tokens, assert_right, monkeypatch
+):
     lost, call = HostLost("node-b is lost"), LocalConnection.call
 
     def call_or_lose(self, called, *arguments):

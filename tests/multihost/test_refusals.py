@@ -41,7 +41,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_weight_elsewhere_cannot_be(change, weight):
+def test_remote_weight_refuses_every_change(change, weight):
     before = weight.clone()
     frozen = r"^blocks\.2\.\S+ is on node-b, where weights are frozen: they cannot be changed and "
     with pytest.raises(RuntimeError, match=frozen), torch.no_grad():
@@ -50,7 +50,7 @@ def test_a_weight_elsewhere_cannot_be(change, weight):
     assert not weight.requires_grad
 
 
-def test_an_optimiser_of_weights_elsewhere_changes_none(load, host, tokens):
+def test_optimizer_changes_no_remote_weight(load, host, tokens):
     model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
     every, own = model.parameters(), [p for p in model.parameters() if p.requires_grad]
     before = [parameter.clone() for parameter in own]
@@ -96,7 +96,7 @@ def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
         view(spread("gpt2")).blocks[2].mlp = nn.Identity()
 
 
-def test_code_exchanged_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):
+def test_forward_replaced_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
@@ -116,7 +116,7 @@ def test_hook_on_a_whole_block_may_keep_its_output(alone, spread, tokens):
     assert torch.equal(outputs[1], outputs[3])
 
 
-def test_what_is_put_on_a_whole_block_acts(spread, tokens):
+def test_hook_or_forward_set_on_a_whole_remote_block_acts(spread, tokens):
     def doubled(output):
         return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
 
@@ -216,9 +216,7 @@ REFUSED += REFUSED_OF_HOOKED if has_hooked_transformer() else REFUSED_OF_BRIDGE
 
 
 @pytest.mark.parametrize(("run", "message"), REFUSED)
-def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
-    run, message, spread, tokens
-):
+def test_edit_a_remote_host_would_miss_is_refused_before_it_acts(run, message, spread, tokens):
     model = spread("llama")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
@@ -235,7 +233,7 @@ def test_what_its_host_would_not_see_is_refused_before_anything_is_done(
         assert torch.equal(model(tokens), expected)
 
 
-def test_a_model_in_memory_is_refused(load, host):
+def test_hf_model_in_memory_cannot_be_loaded_over_hosts(load, host):
     host.calls.clear()
     refused = "hf_model cannot be loaded over several hosts: save it|When passing hf_model"
     where = {"": "cpu", "blocks.2": "node-b/cpu"}
@@ -254,14 +252,14 @@ def test_a_model_in_memory_is_refused(load, host):
     ],
     ids=str,
 )
-def test_only_blocks_can_be_elsewhere(where, message, load, host):
+def test_components_other_than_blocks_cannot_be_remote(where, message, load, host):
     host.calls.clear()
     with pytest.raises(ValueError, match=f"^{message}.* where only blocks can be: "):
         load("llama", **where)
     assert "load" not in host.calls
 
 
-def test_a_header_is_compared_whole(tmp_path):
+def test_checkpoints_that_differ_late_in_a_header_are_told_apart(tmp_path):
     folders = [tmp_path / name for name in ("here", "there")]
     for folder, letter in zip(folders, "ab"):
         folder.mkdir()
@@ -296,7 +294,9 @@ def changed(change, file):
         ),
     ],
 )
-def test_a_checkpoint_that_differs(change, message, load, checkpoints, tmp_path, monkeypatch, host):
+def test_hosts_checkpoint_that_differs_is_refused(
+    change, message, load, checkpoints, tmp_path, monkeypatch, host
+):
     """Workers read a copy, under the name of the first."""
     there, here = tmp_path / "copy", worker.differences
     shutil.copytree(checkpoints("llama"), there)

@@ -124,7 +124,7 @@ EXACT["edited by data"] = functools.partial(edited, "attn.hook_z", True)
 
 
 @pytest.mark.parametrize("run", EXACT.values(), ids=EXACT)
-def test_bit_for_bit(run, alone, spread, tokens):
+def test_remote_blocks_give_one_processs_results_bit_for_bit(run, alone, spread, tokens):
     expected, given = (tree_leaves(run(load("llama"), tokens)) for load in (alone, spread))
     assert len(expected) == len(given) > 0
     for one, other in zip(expected, given):
@@ -178,12 +178,12 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize("run", GRADIENTS)
-def test_gradients(run, alone, spread, tokens):
+def test_remote_blocks_give_one_processs_gradients(run, alone, spread, tokens):
     expected, given = (run(load("llama"), tokens) for load in (alone, spread))
     torch.testing.assert_close(given, expected, rtol=2e-5, atol=1e-6)
 
 
-def test_consecutive_blocks_take_one_call_and_hooks_that_look_none(spread, host, tokens):
+def test_consecutive_remote_blocks_and_their_cache_take_one_call(spread, host, tokens):
     model = spread("llama")
     names = [f"blocks.{layer}.hook_resid_{at}" for layer in (2, 3) for at in ("pre", "mid")]
     model.run_with_cache(tokens, names_filter=names)  # shows what its blocks return

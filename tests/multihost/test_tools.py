@@ -96,11 +96,11 @@ def assert_equal(run, alone, spread, tokens):
 
 
 @pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), ("gpt2", mapped)])
-def test_as_in_one_process(kind, run, alone, spread, tokens):
+def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
 
 
-def test_activations_are_saved(alone, spread, tokens, tmp_path):
+def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path):
     name = "blocks.3.attn.hook_z"
     names = ["blocks.1.hook_resid_post", name]
 
@@ -122,7 +122,10 @@ def test_a_model_over_hosts_is_checked(load):
         assert host.calls == []
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="a Bridge's blocks know their index")
+@pytest.mark.skipif(
+    not has_hooked_transformer(),
+    reason="a copied block of a TransformerBridge keeps the index of its layer",
+)
 def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
     with hosts("node-b"):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
@@ -135,7 +138,7 @@ def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
 @pytest.fixture
 def kv_cache():
     if not has_hooked_transformer():
-        pytest.skip("a Bridge has transformers' KV cache")
+        pytest.skip("a TransformerBridge takes transformers' KV cache instead")
     from kinds import new_kv_cache
 
     return lambda model: new_kv_cache(model, 2)
@@ -155,7 +158,7 @@ def test_a_frozen_kv_cache_is_used_again(kv_cache, alone, spread, tokens):
         assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tokens):
+def test_remote_kv_cache_can_be_read_copied_and_changed(kv_cache, alone, spread, tokens):
     def run(model, tokens):
         cache = kv_cache(model)
         model(tokens[:, :4], past_kv_cache=cache)
@@ -172,9 +175,7 @@ def test_a_kv_cache_that_is_read_copied_and_changed(kv_cache, alone, spread, tok
         assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
-    kv_cache, spread, host, tokens
-):
+def test_remote_kv_cache_stays_on_its_host_and_refuses_gradients(kv_cache, spread, host, tokens):
     model = spread("llama")
     cache = kv_cache(model)
     with torch.no_grad():
@@ -188,7 +189,7 @@ def test_a_kv_cache_stays_with_its_host_and_gradients_do_not_pass_through_it(
         model(tokens[:, 4:5], past_kv_cache=cache)
 
 
-def test_settings_of_torch_go_along(spread, tokens, monkeypatch):
+def test_torch_settings_of_the_driver_apply_on_the_host(spread, tokens, monkeypatch):
     of_thread, told = threading.local(), []
 
     def put(value):

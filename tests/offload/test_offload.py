@@ -59,9 +59,7 @@ def reference(model_class, kind, folded, request):
         bridge=[(*variant, folded) for variant in OF_BRIDGE for folded in FOLDED],
     ),
 )
-def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
-    offloaded, reference, tokens
-):
+def test_offloaded_model_gives_the_same_logits_and_cache(offloaded, reference, tokens):
     model = offloaded()
     assert len(offloaded_blocks(model)) > 1
     assert_at_rest(model)
@@ -88,7 +86,7 @@ def test_results_and_caches_are_the_same_and_are_made_where_the_blocks_run(
     ("model_class", "kind", "offload"),
     of_each(hooked=OF_HOOKED[:2], bridge=OF_BRIDGE[:1]),
 )
-def test_gradients_arrive_at_the_parameters(offloaded, reference, tokens):
+def test_offloaded_parameters_get_their_gradients(offloaded, reference, tokens):
     model = offloaded()
     for variant in (model, reference):
         variant.zero_grad()
@@ -118,7 +116,7 @@ a_bridge = pytest.mark.parametrize(
 
 @a_bridge
 @pytest.mark.parametrize("device", ["sim:1", "cpu"])
-def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
+def test_moving_to_one_device_ends_offloading(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
     model, target = offloaded(), torch.device(device)
     model.to(device)
@@ -130,8 +128,8 @@ def test_a_device_gathers_the_model(device, offloaded, reference, tokens):
 
 
 @a_bridge
-@pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold them")
+@pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
 @pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
-def test_transformer_lens_3_says_that_it_cannot_fold_them(offloaded):
+def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):
     with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
         offloaded().enable_compatibility_mode()

@@ -13,7 +13,7 @@ from tl_devicefix.placement.fitting import working_room
 @pytest.mark.parametrize(
     ("kind", "offload"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
 )
-def test_a_forward_copies_the_weights_of_each_offloaded_block_once(model, at_home, transfers_of):
+def test_forward_copies_each_offloaded_blocks_weights_once(model, at_home, transfers_of):
     for end in (3, model.cfg.n_layers):
         away = [model.blocks[layer] for layer in offloaded_blocks(model) if layer < end]
         transfers = transfers_of(model, at_home, stop_at_layer=end)
@@ -68,7 +68,7 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(model, tokens, ma
     assert block / 8 < machine.max_memory_allocated(0) - n_bytes < 2 * block
 
 
-def test_loading_needs_no_more_of_a_device_than_running_and_what_is_being_folded(load, machine):
+def test_loading_takes_no_more_memory_than_running_plus_folding(load, machine):
     gc.collect()
     for device in machine.devices:
         machine.reset_peak_memory_stats(device)

@@ -13,7 +13,7 @@ from kinds import home_of
 from offloads import HOST, assert_at_rest
 
 import tl_devicefix
-from tl_devicefix.offload.copying import keeping_on_host
+from tl_devicefix.offload.copying import BlockCopy, PrefetchedWeight, keeping_on_host
 
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
@@ -39,9 +39,7 @@ def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
 
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
-def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_host(
-    model, reference, tokens
-):
+def test_hooks_may_use_weights_of_any_offloaded_block(model, reference, tokens):
     are_together = set()
 
     def steered(model):
@@ -59,7 +57,7 @@ def test_hooks_see_the_weights_where_the_block_runs_and_may_use_others_from_the_
     ("offload", "error"),
     [("all of one device", ValueError), ("some of three devices", KeyboardInterrupt)],
 )
-def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
+def test_hook_that_raises_leaves_no_copies_of_offloaded_blocks(
     error, model, reference, tokens, machine
 ):
     def fail(activation, hook):
@@ -79,7 +77,7 @@ def test_after_a_hook_that_raises_the_model_is_whole_and_no_memory_stays(
     ("hooked", "change"),
     [("blocks.2.hook_resid_pre", "data"), ("blocks.1.hook_resid_post", "in place")],
 )
-def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_changed(
+def test_weights_changed_by_a_hook_stay_changed_in_the_next_run(
     hooked, change, load, reference, tokens
 ):
     def result(model):
@@ -104,6 +102,37 @@ def test_what_a_hook_changes_in_the_weights_of_its_block_or_the_next_stays_chang
     assert_agrees(model(tokens), reference(tokens))
 
 
+def test_a_change_in_inference_mode_is_written_back():
+    """Not simulated: there, inference mode is `no_grad`."""
+    layer = torch.nn.Linear(3, 3)
+    expected = layer.weight.detach() * 2
+    with torch.inference_mode():
+        copies = BlockCopy([(layer, "weight", layer.weight)], HOST)
+        copies.swap_in()
+        layer.weight.mul_(2)
+        copies.swap_out()
+    assert_agrees(layer.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("offload", ["all of one device"])
+def test_the_next_forward_undoes_what_an_interrupt_leaves(
+    load, offload, reference, tokens, monkeypatch
+):
+    model, swap_in, swapped = load("llama", offload), PrefetchedWeight.swap_in, []
+
+    def interrupted(weight):
+        swap_in(weight)
+        swapped.append(weight)
+        if len(swapped) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PrefetchedWeight, "swap_in", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        model(tokens)
+    assert_agrees(model(tokens), reference(tokens))
+    assert_at_rest(model)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained, tokens, machine):
     """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
@@ -120,7 +149,7 @@ def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained,
 
 
 @pytest.mark.parametrize("changed", ["activation", "weight"])
-def test_what_backward_needs_may_not_be_changed_before(changed):
+def test_backward_refuses_tensors_changed_since_the_forward(changed):
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""
     tensors = {name: torch.ones(3, requires_grad=True) for name in ("weight", "activation")}
     copy_there = tensors["weight"] * 1
@@ -136,7 +165,7 @@ def test_what_backward_needs_may_not_be_changed_before(changed):
         result.sum().backward()
 
 
-def test_weights_are_processed_on_the_device_and_kept_on_the_host(load, reference, tokens):
+def test_processed_weights_of_offloaded_blocks_stay_on_the_host(load, reference, tokens):
     model = load("llama", "some of three devices", **NO_PROCESSING)
     model.process_weights_()
     assert_at_rest(model)

@@ -31,7 +31,7 @@ biases. The others see few: each method is compared by itself in test_weight_pro
 def load(request, hf_models, checkpoints, from_pretrained):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
     if request.param == "checkpoint" and request.config.getoption("--unpatched"):
-        pytest.skip("TransformerLens alone loads no directories")
+        pytest.skip("unpatched TransformerLens cannot load a directory")
 
     def load(name, dtype=torch.float32, **options):
         if request.param == "checkpoint":
@@ -56,7 +56,7 @@ def load(request, hf_models, checkpoints, from_pretrained):
         *((name, "refactored", 4) for name, kind in ARCHITECTURES.items() if kind.can_refactor),
     ],
 )
-def test_it_is_what_transformer_lens_loads(
+def test_spread_model_equals_the_one_transformer_lens_loads(
     name, processing, n_devices, load, references, machine,
     tokens,
 ) :  # fmt: skip
@@ -72,12 +72,14 @@ def test_it_is_what_transformer_lens_loads(
     assert_same_model(model, reference, tokens)
 
 
-def test_attention_matrices_that_cannot_be_refactored_are_refused(load, machine):
+def test_refactoring_rotary_attention_matrices_is_refused(load, machine):
     with pytest.raises(ValueError, match="refactor_factored_attn_matrices=True cannot be used"):
         load("pythia", n_devices=4, **PROCESSING["refactored"])
 
 
-def test_no_processing(checkpoints, references, machine, tokens):
+def test_from_pretrained_no_processing_loads_the_same_model(
+    checkpoints, references, machine, tokens
+):
     reference = references("qwen2", **NO_PROCESSING)
 
     model = HookedTransformer.from_pretrained_no_processing(str(checkpoints("qwen2")), n_devices=4)
@@ -115,7 +117,7 @@ def test_float64_stays_float64_and_is_folded_in_it(name, load, references, machi
 
 
 @pytest.mark.parametrize(("name", "n_layers"), [("gpt2", 1), ("gemma-2", 3)])
-def test_first_n_layers(name, n_layers, load, references, machine, tokens):
+def test_first_n_layers_loads_the_same_model(name, n_layers, load, references, machine, tokens):
     reference = references(name, first_n_layers=n_layers)
 
     model = load(name, first_n_layers=n_layers, n_devices=4)
@@ -125,9 +127,9 @@ def test_first_n_layers(name, n_layers, load, references, machine, tokens):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma-2"])
-def test_n_ctx(name, load, references, machine, tokens):
+def test_n_ctx_loads_the_same_model(name, load, references, machine, tokens):
     if "n_ctx" not in inspect.signature(HookedTransformer.from_pretrained).parameters:
-        pytest.skip("the installed from_pretrained has no n_ctx")
+        pytest.skip("this TransformerLens's from_pretrained has no argument n_ctx")
     reference = references(name, n_ctx=2 * N_CTX)
 
     model = load(name, n_ctx=2 * N_CTX, n_devices=4)
@@ -172,7 +174,7 @@ def test_without_move_to_device_the_model_stays_on_the_cpu(load, references, mac
     assert_same_weights(model, reference)
 
 
-def test_the_norms_of_mixtures_of_experts_are_folded_only_if_transformer_lens_does(
+def test_mixture_of_experts_norms_fold_as_transformer_lens_does(
     hf_models, checkpoints, references, machine, tokens
 ):
     """TransformerLens 2, and some 3, drop the norms of such a model: with fold_ln it is wrong."""

@@ -74,7 +74,7 @@ class Snapshot:
 
 
 @for_each(METHODS, hold_unpatched=ONE_MATRIX_AT_A_TIME)
-def test_a_method_does_what_it_did_with_weights_on_one_device(
+def test_method_gives_scattered_weights_what_one_device_gives(
     method,
     options,
     name,
@@ -83,7 +83,7 @@ def test_a_method_does_what_it_did_with_weights_on_one_device(
     machine,
 ):
     if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
-        pytest.skip("this TransformerLens cannot fold the norms of mixtures of experts")
+        pytest.skip("this TransformerLens cannot fold the norms of a mixture of experts")
     argument = scattered(unprocessed(name).state_dict(), machine.devices)
     if name == "bloom":
         argument[
@@ -111,7 +111,7 @@ def test_a_method_does_what_it_did_with_weights_on_one_device(
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("processing", PROCESSING)
 @pytest.mark.parametrize(("name", "n_devices"), [("attention-only", 3), ("solu", 1), ("solu", 4)])
-def test_loading_weights_that_lie_anywhere(
+def test_weights_on_any_device_are_loaded_and_processed(
     name,
     processing,
     n_devices,
@@ -139,7 +139,7 @@ def test_loading_weights_that_lie_anywhere(
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("options", [{}, {"fold_ln": False}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral", "solu"])
-def test_processing_an_unprocessed_model_in_place(
+def test_process_weights_in_place_equals_transformer_lens(
     name,
     options,
     unprocessed,
@@ -164,7 +164,7 @@ def test_processing_an_unprocessed_model_in_place(
     "first", [{}, *({flag: False} for flag in list(NO_PROCESSING)[:3])], ids=str
 )
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "solu"])
-def test_processing_the_rest_of_a_wholly_or_partly_processed_model(
+def test_processing_a_partly_processed_model_does_the_rest_once(
     name,
     first,
     unprocessed,
@@ -220,7 +220,7 @@ def test_weights_whose_processing_was_interrupted_are_not_used(
             use()
 
 
-def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
+def test_device_out_of_memory_while_loading_weights_is_named(
     unprocessed, without_weights, machine, monkeypatch
 ):
     model = without_weights("gpt2", n_devices=4)
@@ -230,7 +230,7 @@ def test_a_placed_model_s_device_that_has_no_room_for_other_weights_is_named(
         model.load_and_process_state_dict(unprocessed("gpt2").state_dict())
 
 
-def test_weights_of_another_shape_are_refused_and_the_model_is_as_it_was(
+def test_misshapen_weights_are_refused_and_leave_the_model(
     unprocessed, without_weights, machine, tokens
 ):
     weights = unprocessed("gpt2").state_dict()
@@ -256,7 +256,7 @@ def test_a_model_whose_processing_is_refused_is_as_it_was(checkpoints, machine, 
     assert torch.equal(model(tokens), expected)
 
 
-def test_weights_that_a_subclass_has_beside_the_components_are_loaded_too(unprocessed, machine):
+def test_weights_that_a_subclass_adds_are_loaded(unprocessed, machine):
     weights = {**unprocessed("solu").state_dict(), "extra.weight": torch.full((2, 2), 7.0)}
     model = unprocessed("solu")
     model.extra = torch.nn.Linear(2, 2, bias=False)

@@ -61,11 +61,11 @@ def blocks_in_another_order(model, batch):
         *((parts_of_the_model, ON_ONE), (blocks_in_another_order, ON_ONE)),
     ],
 )
-def test_results_are_those_of_a_loop_bit_for_bit(
+def test_pipelined_offloaded_runs_equal_a_loops_bit_for_bit(
     machine, offloaded, batches, model_class, device_map, run
 ):
     if model_class == BRIDGE and run is blocks_in_another_order:
-        pytest.skip("a Bridge's blocks want what the model hands them")
+        pytest.skip("a TransformerBridge's blocks need inputs that only its forward has")
     model = offloaded(device_map)
     expected = [run(model, batch) for batch in batches[:2]]
     assert_bit_equal(list(pipeline_map(model, run, batches[:2], 2)), expected)
@@ -134,7 +134,7 @@ def test_two_blocks_at_a_time_are_on_a_device(machine, offloaded, one_token):
         assert machine.memory_allocated(device) == held
 
 
-def test_nothing_of_runs_that_did_not_finish_stays_on_the_device(machine, offloaded, batches):
+def test_unfinished_runs_leave_no_memory_on_the_device(machine, offloaded, batches):
     model = offloaded(ON_TWO)
     model(batches[0])
     gc.collect()

@@ -47,7 +47,7 @@ GRADIENTS += (users.gradients_without_backward,)
 
 
 @pytest.mark.parametrize(("runs", "n"), [(FORWARDS, 3), (WAITING, 2), (GRADIENTS, 2)])
-def test_results_are_those_of_a_loop_bit_for_bit(model, batches, runs, n):
+def test_pipelined_runs_equal_a_loops_bit_for_bit(model, batches, runs, n):
     def all_of_them(model, batch):
         return {run.__name__: run(model, batch) for run in runs}
 
@@ -56,7 +56,7 @@ def test_results_are_those_of_a_loop_bit_for_bit(model, batches, runs, n):
     assert_nothing_is_left(model)
 
 
-def test_a_run_computes_on_one_device_while_another_is_on_the_next(model, batches):
+def test_two_runs_compute_on_two_devices_at_once(model, batches):
     begun, waited = threading.Event(), []
 
     def run(view, number):
@@ -75,7 +75,7 @@ def samples_tokens(model, batch):
     return model.generate(batch[:1].to(model.cfg.device), **options)
 
 
-def test_random_numbers_are_those_of_a_loop(model, batches):
+def test_pipelined_runs_draw_the_random_numbers_of_a_loop(model, batches):
     def run(model, batch):
         """Draws from what the run before it left, and after a seed of its own."""
         out = model(batch)
@@ -113,7 +113,7 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
 
 
 @pytest.mark.parametrize("ends", ["by an error", "early"])
-def test_runs_that_a_loop_would_not_have_begun_change_nothing_that_is_shared(model, batches, ends):
+def test_runs_beyond_an_error_change_no_shared_rng_or_grad(model, batches, ends):
     begun = threading.Event()
     model.zero_grad()
 
@@ -167,7 +167,7 @@ def what_is_in_force(model, batch):
     )
 
 
-def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model):
+def test_callers_torch_modes_apply_within_a_run(model):
     outside = what_is_in_force(model, None)
     expected, actual = {}, {}
     for name, state in STATES.items():
@@ -179,9 +179,7 @@ def test_what_is_in_force_for_the_caller_is_in_force_in_a_run(model):
 
 
 @pytest.mark.parametrize(("error", "max_in_flight"), [(KeyError, 4), (StopIteration, 1)])
-def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
-    model, batches, error, max_in_flight
-):
+def test_error_in_a_run_is_raised_in_order_naming_its_item(model, batches, error, max_in_flight):
     def run(view, item):
         number, batch = item
 
@@ -204,7 +202,7 @@ def test_an_error_is_raised_when_its_turn_comes_and_names_the_item(
     assert next(results, "no more") == "no more"
 
 
-def test_of_an_endless_iterator_no_more_is_read_than_needed(model, batches):
+def test_endless_iterator_is_read_no_further_than_needed(model, batches):
     read = []
 
     def endless():
@@ -223,9 +221,7 @@ def test_of_an_endless_iterator_no_more_is_read_than_needed(model, batches):
 
 
 @pytest.mark.parametrize(("error", "n_fetched"), [(LookupError, 2), (KeyboardInterrupt, 0)])
-def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrupt_at_once(
-    model, batches, error, n_fetched
-):
+def test_error_of_items_comes_after_results_interrupt_at_once(model, batches, error, n_fetched):
     fetched = []
 
     def items():
@@ -238,7 +234,7 @@ def test_an_error_of_the_items_comes_after_the_results_before_it_and_an_interrup
     assert_nothing_is_left(model)
 
 
-def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batches):
+def test_closing_the_iterator_ends_its_runs_and_frees_memory(model, batches):
     waits, goes_on = threading.Event(), threading.Event()
 
     def run(view, number):
@@ -267,7 +263,7 @@ def test_runs_that_nobody_waits_for_end_and_give_their_memory_back(model, batche
     ("changed_by", "how"),
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
-def test_a_weight_that_is_changed_is_refused(over_devices, batches, changed_by, how):
+def test_weight_changed_while_runs_are_in_flight_is_refused(over_devices, batches, changed_by, how):
     model = over_devices("llama")
 
     def change(model):
@@ -306,7 +302,7 @@ USES = {
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 3])
-def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(model, batches, max_in_flight):
+def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches, max_in_flight):
     tokenizer = model.tokenizer
     for use in USES.values():
 
@@ -321,7 +317,7 @@ def test_a_run_may_read_the_model_itself_but_neither_run_nor_hook_it(model, batc
         list(pipeline_map(model, use, batches[:2], max_in_flight))  # of a view
 
 
-def test_a_loop_may_run_and_hook_the_model_itself_between_results(over_devices, batches):
+def test_caller_may_run_and_hook_the_model_between_results(over_devices, batches):
     model = over_devices("llama")
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
@@ -331,7 +327,7 @@ def test_a_loop_may_run_and_hook_the_model_itself_between_results(over_devices, 
         [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
 
 
-def test_what_makes_no_sense_is_refused_at_once(on_one):
+def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
     model = on_one("llama")
     for max_in_flight in (0, 1.5, True, "2"):
         with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
@@ -354,14 +350,14 @@ def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys, monkeypatc
     assert "2/2" in capsys.readouterr().err
 
 
-def test_runs_on_one_device(on_one, batches):
+def test_model_on_one_device_runs_as_in_a_loop(on_one, batches):
     model = on_one("llama")
     expected = [logits(model, batch) for batch in batches]
     for options in ({}, {"max_in_flight": 2}):
         assert_bit_equal(list(pipeline_map(model, logits, batches, **options)), expected)
 
 
-def test_how_one_run_reads_text_is_seen_by_no_other(model):
+def test_tokenizer_settings_of_one_run_reach_no_other(model):
     texts, reading, has_read = ["t1 t2", "t3 t4 t5"], threading.Event(), threading.Event()
 
     def meanwhile(activation, hook):

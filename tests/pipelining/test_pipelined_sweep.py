@@ -76,7 +76,7 @@ def no_grad():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_it_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
+def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
     model = copy.deepcopy(once(on_one, kind))
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
@@ -96,7 +96,7 @@ def test_it_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
-def test_over_devices(machine, over_devices, tokens):
+def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, over_devices, tokens):
     model = over_devices("gpt2")
     at_home = tokens.to(model.cfg.device)
     runs = [[], at(3), at(1)]
@@ -155,7 +155,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_starts_at_the_first_block_if_that_may_differ(name, model, tokens):
+def test_sweep_starts_at_block_0_where_an_earlier_one_may_differ(name, model, tokens):
     given = CASES[name](model)
     hooks = given if isinstance(given, list) else []
     arguments = given if isinstance(given, dict) else {}
@@ -168,7 +168,7 @@ def test_it_starts_at_the_first_block_if_that_may_differ(name, model, tokens):
     assert count.blocks == 2 * N_LAYERS
 
 
-def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(model, tokens):
+def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
     model.add_perma_hook("blocks.2.hook_mlp_out", leave)
     with blocks_run(model) as count:
         list(tl_devicefix.sweep(model, tokens, [at(4)]))
@@ -176,9 +176,9 @@ def test_it_starts_at_the_first_block_that_anything_of_the_users_is_in(model, to
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_a_bridge_starts_at_the_first_block(why, model_class, on_one, once, tokens):
+def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, once, tokens):
     if model_class != BRIDGE:
-        pytest.skip("a HookedTransformer has no dropout, and blocks that are known")
+        pytest.skip("only a TransformerBridge has dropout or an unknown architecture")
     model = copy.deepcopy(once(on_one, "gpt2"))
     if why == "in training mode":
         model.train()
@@ -203,9 +203,7 @@ def test_an_error_in_a_hook_leaves_nothing_behind(model, tokens):
 
 
 @pytest.mark.parametrize("changed_by", ["a run", "the caller"])
-def test_a_weight_that_is_changed_between_runs_that_share_a_residual_stream_is_refused(
-    changed_by, model, tokens
-):
+def test_weight_changed_between_runs_of_a_sweep_is_refused(changed_by, model, tokens):
     weight = next(model.blocks[0].parameters())
 
     def change(*args, **kwargs):
@@ -244,7 +242,7 @@ WITHOUT_HOOKS = {
 }
 
 
-def test_what_makes_no_sense_is_refused(model_class, model, tokens):
+def test_sweep_refuses_bad_arguments(model_class, model, tokens):
     with pytest.raises(TypeError, match=r"call sweep\(model, tokens, runs\)"):
         tl_devicefix.sweep(model, [], tokens)
     with pytest.raises(TypeError, match="but this is a Tensor: give the model first"):
@@ -283,7 +281,7 @@ def few(tokens):
     return tokens[:1, :2] // 2
 
 
-def test_a_table_of_indices(model, few):
+def test_patching_with_a_table_of_indices_gives_the_same(model, few):
     rows = pandas.DataFrame([(4, 1), (0, 0), (3, 1)], columns=["layer", "pos"])
     arguments = {"patch_setter": patching.layer_pos_patch_setter, "index_df": rows}
     arguments["activation_name"] = "resid_pre"
@@ -293,8 +291,10 @@ def test_a_table_of_indices(model, few):
     assert actual[1] is rows
 
 
-@pytest.mark.skipif(installed().major < 4, reason="TransformerLens 4's arguments")
-def test_several_metrics_for_each_example_and_a_baseline(model, tokens):
+@pytest.mark.skipif(
+    installed().major < 4, reason="patching takes these arguments since TransformerLens 4"
+)
+def test_patching_with_several_metrics_and_baseline_is_the_same(model, tokens):
     few = tokens[:, :2]
     metrics = {"one": lambda logits: logits[:, -1, 5], "two": lambda logits: -logits[:, -1, 5]}
     arguments = {"metric": metrics, "reduce": "none", "baseline": True}
@@ -304,7 +304,7 @@ def test_several_metrics_for_each_example_and_a_baseline(model, tokens):
     assert torch.equal(actual.baseline, expected.baseline)
 
 
-def test_half_of_the_blocks_are_run(model, few):
+def test_patching_every_layer_runs_about_half_of_the_blocks(model, few):
     """Of n layers (n + 1) / 2n, and once the unpatched run: from 12 layers on, at most 0.55."""
     clean = model.run_with_cache(few + 1)[1]
     with blocks_run(model) as count:
@@ -318,14 +318,14 @@ def test_half_of_the_blocks_are_run(model, few):
     "n_key_value_heads" not in patching.generic_activation_patch.__wrapped__.__code__.co_names,
     reason="TransformerLens 2.16 counts as many heads of values as of queries",
 )
-def test_each_of_grouped_heads_is_patched(model, few):
+def test_patching_reaches_each_of_the_grouped_heads(model, few):
     assert model.cfg.n_key_value_heads < model.cfg.n_heads
     for name in ("k", "v"):
         function = f"get_act_patch_attn_head_{name}_all_pos"
         assert torch.equal(patch(function, model, few), unpatched(function, model, few))
 
 
-def test_runs_in_another_order_than_transformer_lens_asks_for_are_refused(model, few):
+def test_patching_runs_in_another_order_are_refused(model, few):
     clean = model.run_with_cache(few + 1)[1]
     other_order = mock.patch("tl_devicefix.pipelining.sweep._indices", return_value=[[1, 0]])
     with other_order, pytest.raises(RuntimeError, match=r"\[0, 0\].* the sweep .*\[1, 0\]"):

@@ -18,7 +18,7 @@ def devices(machine):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun(error, devices):
+def test_no_unit_begins_after_an_error_or_interrupt(error, devices):
     many, begun, ended, threads = list(range(500)), set(), set(), set()
 
     def do(unit):
@@ -42,7 +42,7 @@ def test_after_an_error_of_a_unit_or_an_interrupt_of_the_caller_no_unit_is_begun
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
-def test_workers_share_the_cores_that_the_caller_uses_and_are_in_its_mode(mode, devices):
+def test_workers_share_the_callers_cores_and_grad_mode(mode, devices):
     before, used, seen = torch.get_num_threads(), [], set()
 
     def do(_):

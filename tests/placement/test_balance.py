@@ -57,9 +57,7 @@ def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
     ids=str,
 )
 @pytest.mark.parametrize("n_layers", [4, 7, 11])
-def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_fullest(
-    n_layers, memory, d_vocab, config
-):
+def test_balanced_split_is_minimax_optimal(n_layers, memory, d_vocab, config):
     free = [size * 2**20 for size in memory]
     with tl_devicefix.simulate(len(memory), memory=free):
         placement = plan(config(n_layers=n_layers, d_vocab=d_vocab), n_devices=len(memory))
@@ -68,7 +66,7 @@ def test_no_other_contiguous_split_leaves_the_fullest_less_full_or_the_next_to_f
     assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
 
 
-def test_what_is_in_use_on_a_device_leaves_it_a_smaller_share(config):
+def test_device_with_memory_in_use_gets_a_smaller_share(config):
     with tl_devicefix.simulate(2, memory="1MiB"):
         before = plan(config(n_layers=12), n_devices=2)
         in_use = torch.empty(768 * 2**10, dtype=torch.uint8, device="sim:1")

@@ -38,7 +38,7 @@ def test_sequential_fills_a_device_before_it_uses_the_next(config, machine):
     assert plan(cfg, device_map="sequential").devices == devices(0)
 
 
-def test_a_dict_decides_for_each_component_the_longest_prefix_first(config, machine):
+def test_longest_prefix_in_a_device_map_decides(config, machine):
     device_map = {"": "sim:3", "blocks": 1, "blocks.1": torch.device("sim", 2), "embed": "sim:0"}
 
     placement = plan(config(n_layers=12), device_map=device_map)
@@ -114,14 +114,16 @@ def test_one_size_is_the_max_memory_of_each_device(options, config, machine):
         plan(config(), max_memory="1KiB", **options)
 
 
-def test_max_memory_of_devices_that_n_devices_leaves_out_names_the_cure(config, machine, caplog):
+def test_max_memory_beyond_n_devices_warns_with_the_cure(config, machine, caplog):
     placement = plan(config(), n_devices=2, max_memory={1: "1GiB", 2: "1GiB"})
     assert [device.index for device in placement.devices] == [0, 1]
     assert "max_memory names sim:2" in caplog.text
     assert "leave device, device_map and n_devices out" in caplog.text
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="this machine has a GPU, so that nothing is warned of"
+)
 @pytest.mark.parametrize(
     "options",
     [{"max_memory": {0: "20GiB", "cpu": "100GiB"}}, {"device_map": {"": 0}}, {"device": 0}],
@@ -140,7 +142,7 @@ def placement(config, machine):
 HAS = "which has embed, pos_embed, blocks.0-5, ln_final, unembed"
 
 
-def test_a_name_of_no_component(placement):
+def test_name_of_no_component_is_refused_with_a_suggestion(placement):
     meant = {"blocks.99": "", "blocks": "", 4: "", "unembd.W_U": "; did you mean 'unembed'?"}
     for name in meant:
         for ask in (placement.device_of, placement.stored_on):
@@ -150,7 +152,7 @@ def test_a_name_of_no_component(placement):
             assert caught.value.args[0] == says
 
 
-def test_more_devices_than_blocks_are_told(config, caplog):
+def test_more_devices_than_blocks_warn(config, caplog):
     for n_devices, told in ((6, ""), (8, "n_devices is 8, but the model has 6 blocks")):
         with simulate(8):
             assert len(plan(config(), n_devices=n_devices).devices) == 6
@@ -158,7 +160,7 @@ def test_more_devices_than_blocks_are_told(config, caplog):
         assert told or not caplog.text
 
 
-def test_hooks_are_where_what_they_see_is(config, machine):
+def test_hook_points_lie_on_their_blocks_device(config, machine):
     cfg = config(use_hook_tokens=True)
     model = HookedTransformer(cfg)
     model.to("sim:0")
@@ -173,12 +175,12 @@ def test_hooks_are_where_what_they_see_is(config, machine):
     assert placement.device_of("blocks.5.hook_resid_post") != placement.home
 
 
-def test_bytes_on_devices(placement):
+def test_bytes_on_accepts_numbers_and_names_of_devices(placement):
     assert placement.bytes_on(3) == placement.bytes_on("sim:2") == placement.bytes_on("cpu") == 0
     assert placement.bytes_on("sim") == placement.bytes_on(0) == placement.bytes_on("sim:0") > 0
 
 
-def test_bytes_on_the_devices_of_a_machine_that_was_left(config):
+def test_bytes_on_answers_after_the_machine_was_left(config):
     with simulate(2):
         placement = plan(config(), n_devices=2)
         n_bytes = placement.bytes_on(1)
@@ -202,15 +204,13 @@ def test_bytes_on_the_devices_of_a_machine_that_was_left(config):
         ("sim:7", "but device 'sim:7' does not exist: this machine has 4 device"),
     ],
 )
-def test_a_device_map_that_says_no_device(device_map, says, config, machine):
+def test_device_map_with_an_invalid_device_is_refused(device_map, says, config, machine):
     with pytest.raises(ValueError, match=says.replace("?", r"\?")):
         plan(config(), device_map=device_map)
 
 
 @pytest.mark.parametrize("device_map", [{"": 0, "blocks.3": 1}, 1])
-def test_a_device_map_that_does_not_fit_is_told_to_map_blocks_elsewhere(
-    device_map, config, machine
-):
+def test_device_map_that_does_not_fit_is_refused_with_the_cure(device_map, config, machine):
     with pytest.raises(ValueError, match="do not fit") as caught:
         plan(config(), device_map=device_map, max_memory={0: "1KiB", 1: "1KiB"})
     message = str(caught.value)

@@ -13,7 +13,7 @@ from tl_devicefix.placement.devices import free_memory
 from tl_devicefix.placement.memory import is_out_of_memory
 
 if real_devices.TYPE:
-    pytest.skip("asks a simulated device, which answers as told", allow_module_level=True)
+    pytest.skip("only a simulated device's answers can be chosen", allow_module_level=True)
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ def answer(machine, monkeypatch):
     ],
     ids=["of others", "in reserve", "allowed", "more than allowed"],
 )
-def test_what_is_free(answers, free, answer):
+def test_free_memory_counts_the_allocators_cache_and_limits(answers, free, answer):
     if "get_per_process_memory_fraction" in answers:
         answers = {"memory_reserved": 60 * GIB, "memory_allocated": GIB, **answers}
     answer(**{"mem_get_info": (3 * GIB, 80 * GIB), **answers})
@@ -59,7 +59,7 @@ def test_a_device_that_cannot_tell_has_no_limit(answer):
         assert len(plan("gpt2", n_devices=4).devices) == 4
 
 
-def test_a_device_that_has_failed_is_no_device_without_a_limit(answer):
+def test_failed_device_is_not_taken_for_one_without_a_limit(answer):
     answer(mem_get_info=RuntimeError("CUDA error: CUDA-capable device(s) is/are busy"))
     with pytest.raises(RuntimeError, match="is/are busy"):
         free_memory(torch.device("sim:0"))

@@ -52,7 +52,7 @@ def test_a_device_is_named_by_its_host_and_what_that_calls_it():
             site_named(name, JOINED)
 
 
-def test_where_no_other_host_has_joined_no_device_is_named_by_one(config, joined_hosts):
+def test_device_of_a_host_that_has_not_joined_is_refused(config, joined_hosts):
     device_map = {"": "cpu", "blocks.1": "node-b/cuda:0"}
     before = plan(config(), device_map=device_map)
 
@@ -82,7 +82,7 @@ def test_a_device_map_names_devices_of_joined_hosts(config, joined_hosts):
     assert placement.read_at("blocks.1") == placement.home
 
 
-def test_joined_hosts_have_so_many_devices_of_so_much_memory(config, joined_hosts):
+def test_plan_beyond_the_hosts_devices_or_memory_is_refused(config, joined_hosts):
     of_hosts = r"node-a/cpu \(host0\), node-b/cuda:0 to cuda:1 \(host1\), node-c/cuda:0 to "
     with pytest.raises(ValueError, match=f"the hosts have 5 \\({of_hosts}"):
         plan(config(), n_devices=6)

@@ -52,13 +52,13 @@ def where(model: Any) -> list[str]:
         ({"device": "sim:3", "device_map": 3}, ["sim:3"]),
     ],
 )
-def test_a_number_is_of_homes_type(load, options, expected):
+def test_number_means_a_device_of_the_home_devices_type(load, options, expected):
     model = load(**options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
-def test_a_limit_by_number_holds(load, caplog):
+def test_max_memory_by_number_limits_the_home_devices_type(load, caplog):
     weights = load(device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
     limits = {0: weights - 1, "cpu": "1GiB"}
     with caplog.at_level(logging.WARNING, logger="tl_devicefix"):
@@ -69,7 +69,7 @@ def test_a_limit_by_number_holds(load, caplog):
         load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 
-def test_what_is_gathered_on_a_number(load, tokens):
+def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
     model = load(device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))
     seen = []
@@ -87,7 +87,7 @@ def test_what_is_gathered_on_a_number(load, tokens):
         model.W_in  # noqa: B018
 
 
-def test_a_model_on_several_devices_is_moved_to_a_number_as_to_its_name(load, model_class):
+def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
     model = load(device="sim:0", n_devices=2)
     if model_class == BRIDGE:
         with pytest.warns(UserWarning, match="ignored: model is dispatched"):
@@ -102,7 +102,9 @@ def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="of configs of HookedTransformers")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_a_model_that_is_not_moved_says_where_it_would_be(from_pretrained, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
         model = from_pretrained("gpt2", device=device, move_to_device=False)

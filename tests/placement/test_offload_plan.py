@@ -55,7 +55,7 @@ def test_a_model_whose_home_is_the_cpu_offloads_nothing(config, machine):
     assert placement.device_of("blocks.2") == HOST
 
 
-def test_what_does_not_fit_is_offloaded_and_no_more(config, machine, room):
+def test_only_the_blocks_that_do_not_fit_are_offloaded(config, machine, room):
     placement = plan(config(), max_memory={0: room(blocks=5), "cpu": "1GiB"})
     # Room for five blocks is room for three that stay, and two that visit.
     assert offloaded(placement) == [1, 3, 5]
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_offloaded_and_no_more(config, machine, room):
     assert placement.bytes_on("cpu") == 3 * placement.components[2].weights
 
 
-def test_room_is_for_the_two_largest_visitors():
+def test_device_reserves_room_for_its_two_largest_blocks():
     sizes = {"embed": 1, "blocks.0": 100, "blocks.1": 10, "blocks.2": 1000}
     components = tuple(
         PlacedComponent(name, weights, device=sim(0), offloaded=name != "embed")
@@ -89,7 +89,7 @@ def test_each_device_runs_one_range_of_blocks(strategy, config, machine, room):
 
 
 @pytest.mark.parametrize(("n_layers", "blocks"), [(5, 2), (8, 3), (13, 4), (26, 3)])
-def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
+def test_offloaded_blocks_alternate_evenly_with_resident_ones(
     n_layers, blocks, config, machine, room
 ):
     placement = plan(config(n_layers=n_layers), max_memory={0: room(blocks), "cpu": "1GiB"})
@@ -107,7 +107,7 @@ def test_offloaded_blocks_are_spread_evenly_among_those_that_stay(
         ((1, "1GiB"), r"sim:0.* would hold .*, a larger max_memory or a smaller dtype$"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_sentence(limits, message, config, machine, room):
+def test_model_that_fits_nowhere_is_refused_in_one_sentence(limits, message, config, machine, room):
     """Nothing is offloaded unless the host is named."""
     blocks, *on_host = limits
     with pytest.raises(ValueError, match=message) as refused:
@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(limits, message, config, m
     assert "\n" not in str(refused.value)
 
 
-def test_a_device_has_room_for_two_visiting_blocks_and_the_shared_buffers(config, machine):
+def test_device_reserves_room_for_two_swapped_in_blocks(config, machine):
     resident = plan(config(), device_map={"": 0})
     block = resident.components[2].weights
 

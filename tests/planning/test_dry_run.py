@@ -12,13 +12,20 @@ from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers, peaks_
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-hooked_s = pytest.mark.skipif(not has_hooked_transformer(), reason="a name is a Bridge's")
-a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
+hooked_s = pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
+a_bridge_s = pytest.mark.skipif(
+    has_hooked_transformer(),
+    reason="a known name loads as a TransformerBridge in TransformerLens 4 only",
+)
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
 @pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
-def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
+def test_dry_run_reports_the_memory_and_copies_of_the_real_job(
+    name, n_devices, job, loaded, tokenizer
+):
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
         weights = [machine.memory_allocated(index) for index in range(n_devices)]
@@ -34,7 +41,7 @@ def test_it_takes_what_the_job_takes(name, n_devices, job, loaded, tokenizer):
     assert n_transfers(dry.transfers) == transfers
 
 
-def test_a_70b_model_runs_and_caches():
+def test_dry_run_of_a_70b_model_runs_and_caches():
     @torch.no_grad()
     def job(model):
         tokens, resid = torch.zeros(1, 128, dtype=torch.long), "hook_resid_post"
@@ -49,7 +56,7 @@ def test_a_70b_model_runs_and_caches():
     assert "it runs" in repr(dry)
 
 
-def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line():
+def test_operation_on_two_devices_is_reported_with_its_line():
     def job(model):
         return model.blocks[0].attn.W_O[0] @ model.blocks[11].attn.W_Q[0]  # the line
 
@@ -62,7 +69,7 @@ def test_an_operation_on_two_devices_is_reported_with_the_caller_s_own_line():
     assert "it stops at" in repr(dry)
 
 
-def test_one_within_a_module_is_reported_with_the_module():
+def test_hook_that_mixes_devices_is_reported_with_its_module():
     elsewhere = []
 
     def job(model):
@@ -89,12 +96,12 @@ def test_a_device_without_room_is_reported_with_the_module():
     assert "within blocks." in str(dry.stopped_at)
 
 
-def test_what_does_not_fit_at_all_is_refused_as_by_a_plan():
+def test_dry_run_refuses_weights_that_do_not_fit():
     with pytest.raises(ValueError, match=r"the weights do not fit: sim:0 would hold .* GiB"):
         dry_run(LLAMA_70B, forward, n_devices=4, memory="16GiB")
 
 
-def test_the_peak_is_where_it_was():
+def test_peak_is_reported_with_the_module_where_it_was():
     def job(model):
         torch.set_grad_enabled(False)
         return model(torch.zeros(8, 256, dtype=torch.long))
@@ -107,7 +114,7 @@ def test_the_peak_is_where_it_was():
     assert "_original_component" not in repr(dry)
 
 
-def test_offloaded_blocks_visit_their_device():
+def test_dry_run_swaps_offloaded_blocks_in():
     limits = {0: "1.5GiB", "cpu": "20GiB"}
 
     dry = dry_run("meta-llama/Llama-3.2-1B", forward, dtype=torch.bfloat16, max_memory=limits)
@@ -123,9 +130,7 @@ def test_offloaded_blocks_visit_their_device():
     assert copied == offloaded + TOKENS.nbytes
 
 
-def test_devices_that_only_max_memory_names_are_not_used_and_the_package_s_own_log_says_so(
-    monkeypatch, caplog
-):
+def test_devices_named_by_max_memory_alone_are_unused_and_logged(monkeypatch, caplog):
     # As in a user's process: the root logger is the user's; pytest has handlers of its own.
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger("tl_devicefix"), "handlers", [caplog.handler])
@@ -181,7 +186,7 @@ def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
 
 
 @hooked_s
-def test_a_subclass_and_a_device_map():
+def test_dry_run_takes_a_subclass_and_a_device_map():
     from transformer_lens import HookedTransformer
 
     Mine = type("Mine", (HookedTransformer,), {})
@@ -202,7 +207,7 @@ def test_compatibility_mode_takes_little_more_than_the_weights():
 
 
 @a_bridge_s
-def test_the_config_s_fields_may_be_others_as_for_booting():
+def test_dry_run_obeys_n_ctx_and_hf_config_overrides():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
     assert dry.result == (64, 2)

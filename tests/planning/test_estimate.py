@@ -23,7 +23,10 @@ else:
     from transformer_lens.model_bridge import TransformerBridge
 
     load = TransformerBridge.boot_transformers
-a_bridge_s = pytest.mark.skipif(has_hooked_transformer(), reason="a name is HookedTransformer's")
+a_bridge_s = pytest.mark.skipif(
+    has_hooked_transformer(),
+    reason="a known name loads as a TransformerBridge in TransformerLens 4 only",
+)
 
 BILLIONS = {
     "gpt2": 0.124, "EleutherAI/gpt-neo-2.7B": 2.651, "EleutherAI/gpt-j-6B": 6.051,
@@ -76,7 +79,7 @@ def run(model: Any, job: Job) -> Any:
     ("name", "cache", "n_devices"),
     [("llama", "all", 1), ("pythia", "resid_post,z", 3), (TIED, None, 3), (TIED, "all", 3)],
 )
-def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
+def test_estimate_equals_the_memory_of_a_loaded_model(name, cache, n_devices, loaded):
     sizes = {"batch_size": 16, "seq_len": N_CTX // 2, "cache": cache}
     with simulate(n_devices) as machine:
         model, config = loaded(name, n_devices)
@@ -88,7 +91,7 @@ def test_it_is_what_a_loaded_model_takes(name, cache, n_devices, loaded):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_fused_it_is_what_a_model_takes_without_patterns(gradients, long_llama):
+def test_estimate_of_fused_blocks_has_no_attention_patterns(gradients, long_llama):
     sizes: dict[str, Any] = {"seq_len": 2048, "gradients": gradients}
     with simulate(2) as machine:
         model = load(long_llama, n_devices=2, fuse_blocks=True)
@@ -115,7 +118,7 @@ def grows(name: str, few: int, many: int, **options: Any) -> int:
 @pytest.mark.parametrize(
     ("name", "layers", "width"), [("gpt2", 12, 768), ("Qwen/Qwen2-0.5B", 24, 2 * 64)]
 )
-def test_the_kv_cache_is_that_of_all_tokens(name, layers, width):
+def test_estimate_counts_a_kv_cache_of_all_tokens(name, layers, width):
     in_blocks = 16 * 2 * 400 * width * 4 * layers
     assert in_blocks < grows(name, 500, 900) < 2 * in_blocks  # with room, and keys also rotated
 
@@ -127,7 +130,7 @@ def test_attention_in_a_window_caches_the_window():
     assert in_blocks < grown < 1.6 * in_blocks
 
 
-def test_gradients_take_those_of_the_weights_and_more():
+def test_estimate_counts_gradients_of_weights_and_activations():
     plain, with_gradients = (
         estimate("gpt2", seq_len=8, gradients=g).devices[0] for g in (False, True)
     )

@@ -26,7 +26,7 @@ from tl_devicefix.__main__ import main
     ],
     ids=["standard", "rotary", "no norm"],
 )
-def test_the_device_map_names_every_component_in_the_order_they_run(options, lacks, config):
+def test_device_map_names_every_component_in_running_order(options, lacks, config):
     cfg = config(n_layers=2, **options)
     every = ["embed", "pos_embed", "blocks.0", "blocks.1", "ln_final", "unembed"]
     names = list(plan(cfg).device_map)
@@ -46,7 +46,7 @@ def bytes_of_components(model: HookedTransformer) -> tuple[dict[str, int], dict[
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *TOYS])
-def test_the_sizes_are_those_of_the_real_model(name, references):
+def test_planned_sizes_equal_the_real_models(name, references):
     if name in TOYS:
         cfg = TOYS[name](dtype=torch.bfloat16)
         model = HookedTransformer(cfg)
@@ -59,9 +59,7 @@ def test_the_sizes_are_those_of_the_real_model(name, references):
 
 
 @pytest.mark.parametrize(("name", "n_devices"), [("gpt2", 1), ("llama", 3), ("gemma-2", 3)])
-def test_a_checkpoint_is_loaded_as_planned_and_like_blocks_share_masks_and_rotary_tables(
-    name, n_devices, checkpoints, machine
-):
+def test_checkpoint_loads_as_planned_sharing_equal_buffers(name, n_devices, checkpoints, machine):
     checkpoint = str(checkpoints(name))
     model = HookedTransformer.from_pretrained(checkpoint, n_devices=n_devices)
 
@@ -129,7 +127,7 @@ def test_gradients_of_offloaded_blocks_are_on_the_host():
     assert result.devices[-1].peak == 2 * result.devices[-1].weights > 0
 
 
-def test_so_many_devices_as_it_says_are_enough():
+def test_estimate_advises_the_least_number_of_devices_that_fits():
     options: dict[str, Any] = {"first_n_layers": 4, "max_memory": "3GiB", "seq_len": 64}
     name = "EleutherAI/pythia-6.9b"
     advice = estimate(name, **options).advice
@@ -146,7 +144,7 @@ def test_so_many_devices_as_it_says_are_enough():
         ({"max_memory": "200MiB", "device_map": {"": 0, "blocks.3": 1}}, "more devices"),
     ],
 )
-def test_what_else_to_try_where_more_devices_do_not_help(options, first):
+def test_estimate_advises_other_means_where_devices_do_not_help(options, first):
     advice = estimate("gpt2", seq_len=8, **options).advice
     assert advice.startswith(f"Try {first}, ")
     assert "offloaded blocks" in advice
@@ -167,7 +165,7 @@ def test_the_command_fails_if_it_does_not_fit_and_gives_json(capsys):
     assert [item["components"] for item in result["devices"]][1] == "blocks.3"
 
 
-def test_less_is_left_than_a_gpu_needs():
+def test_estimate_warns_where_less_than_ten_percent_is_left():
     few = {"max_memory": "790MiB", "seq_len": 8}
     verdict = repr(estimate("gpt2", **few)).splitlines()[-1]
     assert re.fullmatch(

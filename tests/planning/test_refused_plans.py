@@ -76,18 +76,18 @@ if has_bridge():
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_arguments_that_make_no_sense(call, message):
+def test_planning_refuses_bad_arguments(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 
-def test_learnt_positions_are_as_many_as_they_are(checkpoints):
+def test_n_ctx_beyond_learned_positions_is_refused(checkpoints):
     for n_ctx in (64, 2048):
         with pytest.raises(ValueError, match=f"n_ctx is {n_ctx}, but this model has"):
             estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
 
 
-def test_quantised_weights_that_no_load_reads(checkpoints, tmp_path):
+def test_estimate_refuses_a_gptq_checkpoint(checkpoints, tmp_path):
     config = json.loads((checkpoints("llama") / "config.json").read_text())
     quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantised))
@@ -95,14 +95,19 @@ def test_quantised_weights_that_no_load_reads(checkpoints, tmp_path):
         estimate(str(tmp_path))
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="arguments of HookedTransformer's")
+@pytest.mark.skipif(
+    not has_hooked_transformer(),
+    reason="TransformerLens 4 has no HookedTransformer to take these arguments",
+)
 @pytest.mark.parametrize("call", [estimated, dry])
-def test_what_the_config_depends_on_passes_and_what_the_hub_is_asked_with(call):
+def test_planning_accepts_config_and_hub_arguments_of_loading(call):
     asked: dict[str, Any] = {"revision": "main", "local_files_only": True, "token": None}
     call(first_n_layers=1, fold_ln=False, **asked)
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="sizes of a HookedTransformer")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer of these sizes"
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

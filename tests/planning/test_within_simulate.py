@@ -60,7 +60,7 @@ def counts(machine: Machine) -> Any:
 
 
 @pytest.mark.parametrize("case", DRY_RUNS)
-def test_the_outer_machine_is_as_it_was(case, outer):
+def test_planning_leaves_the_outer_simulated_machine_unchanged(case, outer):
     kept = torch.arange(6.0, device="sim:3", requires_grad=True)
     moved = kept.detach().to("sim:1")
     torch.get_device_module("sim").set_device(2)
@@ -79,7 +79,7 @@ def test_the_outer_machine_is_as_it_was(case, outer):
     assert outer.is_open
 
 
-def test_the_same_outside():
+def test_planning_gives_the_same_inside_and_outside_simulate():
     with simulate(4):
         inside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
     outside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
@@ -87,7 +87,7 @@ def test_the_same_outside():
     assert repr(inside[1]) == repr(outside[1])
 
 
-def test_tensors_of_the_outer_machine_and_another_one_are_refused(outer):
+def test_dry_run_refuses_tensors_of_the_outer_machine(outer):
     vector = torch.ones(1, device="sim:0")
     dry = dry_run(NAME, lambda model: forward(model) + vector, 2)
     assert "belong to different simulated machines" in str(dry.error)

@@ -135,7 +135,7 @@ class RacingMachine(Machine):
 def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[RacingMachine]:
     """`simulate`, with devices behind the host; raises a `RaceError` on leaving at the latest."""
     if real_devices.TYPE:
-        pytest.skip("races are found on simulated devices only")
+        pytest.skip("races are detected on simulated devices only")
     executor = RacingExecutor()
     with ExitStack() as stack:
         machine: Any = stack.enter_context(

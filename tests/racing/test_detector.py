@@ -32,7 +32,7 @@ def test_the_host_goes_on_and_waits_for_values(sim):
     assert sim.current_stream("sim:0").query()
 
 
-def test_devices_wait_for_each_other_where_a_value_is_copied_only(sim):
+def test_devices_wait_for_each_other_only_for_copied_values(sim):
     x = torch.ones(3, device="sim:0")
     assert (torch.ones(3, device="sim:1") + 1).tolist() == [2, 2, 2]
     for like in (torch.zeros_like, torch.ones_like, torch.rand_like):  # which read no values
@@ -46,12 +46,12 @@ def test_devices_wait_for_each_other_where_a_value_is_copied_only(sim):
 @pytest.mark.parametrize(
     "operation", [lambda x: x[x > 1], torch.nonzero, lambda x: torch.equal(x, x.clone())]
 )
-def test_what_depends_on_values_waits_for_them(sim, operation):
+def test_operation_that_depends_on_values_waits_for_them(sim, operation):
     operation(torch.arange(4, device="sim:0"))
     assert sim.current_stream("sim:0").query()
 
 
-def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim):
+def test_unordered_read_after_a_write_names_both_operations(sim):
     x = torch.ones(3, device="sim:0").mul_(2)
     named = (
         r"aten\.add\.Tensor on stream \d+ of sim:0 \(.*test_detector\.py:\d+\) reads memory "
@@ -61,7 +61,7 @@ def test_a_read_that_nothing_orders_after_a_write_names_both_operations(sim):
         x + 1
 
 
-def test_a_write_that_nothing_orders_after_a_read_is_refused(sim):
+def test_unordered_write_after_a_read_is_refused(sim):
     x = torch.ones(3, device="sim:0")
     sim.synchronize("sim:0")
     x + 1
@@ -100,7 +100,7 @@ def test_memory_without_values_is_poisoned(machine):
 
 
 @pytest.mark.parametrize("keep", ["record_stream", "wait_stream", "nothing"])
-def test_a_stream_uses_another_s_memory_that_must_not_be_freed_too_early(sim, keep):
+def test_memory_freed_while_another_stream_uses_it_is_refused(sim, keep):
     side, main = sim.Stream("sim:0"), sim.default_stream("sim:0")
     x = torch.ones(1000, device="sim:0")
     side.wait_stream(sim.current_stream("sim:0"))
@@ -121,7 +121,7 @@ def test_a_stream_uses_another_s_memory_that_must_not_be_freed_too_early(sim, ke
         assert (y == 2).all()
 
 
-def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving():
+def test_race_found_by_freeing_is_raised_on_leaving():
     entered = asynchronous(1)
     entered.__enter__()
     sim = torch.get_device_module("sim")
@@ -135,7 +135,7 @@ def test_a_race_that_is_found_by_freeing_is_raised_at_the_latest_on_leaving():
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_pinned_memory_that_is_changed_while_it_is_copied_names_both_operations(sim, pinned):
+def test_pinned_memory_changed_during_its_copy_names_both_calls(sim, pinned):
     host = torch.ones(100).pin_memory() if pinned else torch.ones(100)
     assert host.is_pinned() == pinned
     copied = torch.empty(100, device="sim:0").copy_(host, non_blocking=True) * 2
@@ -151,7 +151,7 @@ def test_pinned_memory_that_is_changed_while_it_is_copied_names_both_operations(
     assert (copied == 2).all()
 
 
-def test_a_copy_whose_source_changed_meanwhile_may_be_dropped_but_not_read(sim):
+def test_copy_of_a_changed_source_may_be_dropped_but_not_read(sim):
     host = torch.ones(100).pin_memory()
     copied, dropped = (
         torch.empty(100, device="sim:0").copy_(host, non_blocking=True) for _ in range(2)

@@ -52,9 +52,7 @@ def test_a_weight_may_be_changed_once_a_backward_has_returned(load, reference, t
     assert_agrees(*gradients)
 
 
-def test_copies_that_are_not_needed_arrive_before_their_memory_is_someone_else_s(
-    model, reference, tokens
-):
+def test_unneeded_copies_arrive_before_their_memory_is_reused(model, reference, tokens):
     def result(model):
         def add_another(activation, hook):
             if torch.is_grad_enabled():  # not in the run that it starts itself
@@ -68,9 +66,7 @@ def test_copies_that_are_not_needed_arrive_before_their_memory_is_someone_else_s
     assert_at_rest(model)
 
 
-def test_copies_that_are_out_of_date_arrive_before_their_memory_is_someone_else_s(
-    load, reference, tokens
-):
+def test_outdated_copies_arrive_before_their_memory_is_reused(load, reference, tokens):
     def result(model):
         @torch.no_grad()
         def halve_next(activation, hook):
@@ -109,7 +105,7 @@ def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
     assert 0 not in streams
 
 
-def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(model, reference, tokens):
+def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tokens):
     sim = torch.get_device_module("sim")
     sim.synchronize(DEVICE)
     within = threading.Barrier(4, timeout=60)
@@ -129,9 +125,7 @@ def test_several_threads_may_run_one_model_each_on_a_stream_of_its_own(model, re
     assert_at_rest(model)
 
 
-def test_a_block_that_a_hook_runs_on_a_stream_of_its_own_shares_no_mask_with_the_forward(
-    model, reference, tokens
-):
+def test_block_run_by_a_hook_on_its_own_stream_shares_no_mask(model, reference, tokens):
     sim = torch.get_device_module("sim")
 
     def run_the_next(activation, hook):

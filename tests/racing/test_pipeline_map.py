@@ -23,7 +23,7 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
     ],
     ids=["over devices", "offloaded"],
 )
-def test_results_are_those_of_a_loop_bit_for_bit(
+def test_pipelined_runs_on_async_devices_equal_a_loops_bits(
     where, runs, machine, folded, from_checkpoint, tokens
 ):
     if where == 2:
@@ -53,7 +53,7 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens)
     assert streams.count(0) <= len(of_host)
 
 
-def test_the_callers_current_device_is_a_runs(machine, folded):
+def test_run_has_the_callers_current_device(machine, folded):
     model, module = folded("gpt2", 2), torch.get_device_module("sim")
     module.set_device(2)
     try:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tl_devicefix.simulation import simulate
 
 
-def test_tensors_pass_for_tensors_whose_values_come_back_to_python(machine):
+def test_simulated_tensors_give_python_their_values(machine):
     x = torch.tensor([[1.5, 2.0]], device="sim:1")
     assert type(x) == torch.Tensor != torch.nn.Parameter  # noqa: E721
     assert x.tolist() == [[1.5, 2.0]]
@@ -44,7 +44,7 @@ def test_indices_may_be_on_the_cpu_or_the_same_device(machine):
             indexed[index]
 
 
-def test_a_module_that_is_moved_or_copied_keeps_its_parameters_their_ties_and_their_gradients(
+def test_moved_or_copied_module_keeps_ties_and_gradients(
     machine,
 ):
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -159,7 +159,7 @@ def test_tensors_can_be_read_after_the_machine_has_been_left(kept):
     torch.save(n, io.BytesIO())
 
 
-def test_they_are_not_computed_with_and_another_machine_takes_a_copy(kept):
+def test_tensors_of_a_left_machine_compute_only_after_cpu(kept):
     x, n = kept
     for compute in (lambda: x + 1, lambda: x @ torch.ones(4), lambda: x.to("sim:0"), n.zero_):
         with pytest.raises(RuntimeError, match=r"has been left.*compute with its \.cpu\(\)"):

@@ -12,7 +12,7 @@ def routes(machine):
     return [(str(t.source), str(t.target), t.bytes, tuple(t.shape)) for t in machine.transfers]
 
 
-def test_copies_between_devices_are_recorded_in_order_and_nothing_else_is():
+def test_only_copies_between_devices_are_recorded_in_order():
     with simulate(2) as machine:
         x = torch.zeros(2, 3).to(SIM_0)
         y = x.to(SIM_1, torch.float64)

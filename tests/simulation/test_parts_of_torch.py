@@ -132,7 +132,7 @@ if child:
 """
 
 
-def test_an_interrupt_waits_for_a_backward_and_a_script_may_end_within_simulate():
+def test_interrupt_waits_for_backward_and_script_ends_simulating():
     """Torch alone would end the process at either."""
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],

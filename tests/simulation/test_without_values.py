@@ -34,7 +34,7 @@ def test_devices_and_shapes_are_checked(machine):
         torch.unique(one)
 
 
-def test_numbers_that_are_read_are_0(machine):
+def test_reading_a_tensor_without_values_gives_0(machine):
     x = torch.randn(3, 4, device="sim:0")
     assert x.sum().item() == 0
     assert not (x > 0).all()
@@ -46,7 +46,7 @@ def test_numbers_that_are_read_are_0(machine):
     assert repr(x[0]) == "tensor(..., size=(4,), device='sim:0')"
 
 
-def test_dtypes_go_by_the_default_dtype_of_the_time(machine):
+def test_changed_default_dtype_decides_later_results(machine):
     integers = torch.arange(3, device="sim:0")
     assert (integers / 2).dtype == integers.sqrt().dtype == torch.float32
     torch.set_default_dtype(torch.bfloat16)
@@ -58,7 +58,7 @@ def test_dtypes_go_by_the_default_dtype_of_the_time(machine):
 
 @pytest.mark.parametrize("lie", ["by heads", "by positions"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_takes_what_it_takes_with_values(lie, masked):
+def test_attention_takes_the_memory_it_takes_with_values(lie, masked):
     def attend():
         q = torch.zeros(1, 4, 256, 8, device="sim:0", requires_grad=True)
         k = torch.zeros(1, 2, 256, 8, device="sim:0")
@@ -76,7 +76,7 @@ def test_attention_takes_what_it_takes_with_values(lie, masked):
         assert attend() == expected
 
 
-def test_a_backward(machine):
+def test_backward_without_values_gives_shapes_and_devices(machine):
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()
     assert (weight.grad.shape, weight.grad.device) == (weight.shape, torch.device("sim:1"))
@@ -106,9 +106,7 @@ def geometry(result):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_first_and_the_second_call_give_what_a_cpu_gives_in_memory_of_their_own(
-    name, remembered
-):
+def test_remembered_call_gives_a_cpus_layout_in_new_memory(name, remembered):
     operation = OPERATIONS[name]
     with simulate(1, values=False) as machine:
         x = torch.empty(2, 3, 4, device="sim:0")
@@ -121,7 +119,7 @@ def test_the_first_and_the_second_call_give_what_a_cpu_gives_in_memory_of_their_
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
-def test_numbers_that_are_equal_are_of_their_own_types(one, other, remembered):
+def test_equal_numbers_of_other_types_promote_as_on_a_cpu(one, other, remembered):
     expected = [(torch.ones(3, dtype=torch.bool) * number).dtype for number in (one, other)]
     with simulate(1, values=False):
         mask = torch.ones(3, dtype=torch.bool, device="sim:0")

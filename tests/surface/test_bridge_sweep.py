@@ -158,7 +158,7 @@ full = pytest.mark.full("alike")
         for n_devices in numbers
     ],
 )
-def test_it_is_as_on_one_device(call, kind, n_devices, runs, pytestconfig):
+def test_each_bridge_call_gives_what_one_device_gives(call, kind, n_devices, runs, pytestconfig):
     if has_hooked_transformer() and call == "JacobianLens.occupancy":
         pytest.skip("TransformerLens 3.9 makes a random generator on the device, simulated or not")
     if pytestconfig.getoption("--hosts") and call in REFUSED_OVER_HOSTS:

@@ -94,7 +94,9 @@ def every_call():
 
 @pytest.mark.cover(("call",), ("kind", "n_devices"))
 @pytest.mark.parametrize(("call", "kind", "n_devices"), list(every_call()))
-def test_it_is_as_on_one_device(call, kind, n_devices, models, references, tokens, pytestconfig):
+def test_each_public_call_gives_what_one_device_gives(
+    call, kind, n_devices, models, references, tokens, pytestconfig
+):
     run, reference = Run(models(kind, n_devices), tokens), Run(references(kind), tokens)
     if pytestconfig.getoption("--hosts") and call in REFUSED_OVER_HOSTS:
         with pytest.raises(RuntimeError, match=REFUSED_OVER_HOSTS[call]):

@@ -13,7 +13,14 @@ import torch
 import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
-from hf_models import D_VOCAB, N_LAYERS, randomize, save_checkpoint
+from hf_models import (
+    D_VOCAB,
+    HF_CONFIGS,
+    N_LAYERS,
+    make_hf_model,
+    randomize,
+    save_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
@@ -34,7 +41,7 @@ def devices_of(bridge: Any) -> dict[str, torch.device]:
     return result
 
 
-def test_what_tokens_and_logits_need_is_at_home_and_blocks_in_ranges(machine, boot):
+def test_embeddings_boot_at_home_and_blocks_in_ranges(machine, boot):
     bridge = boot("gpt2", n_devices=4)
     where = devices_of(bridge)
 
@@ -148,7 +155,7 @@ def test_tied_heads_and_unread_tensors_are_no_reason_to_refuse(options, machine,
     assert boot_changed(change, "gemma-2", **options).placement is not None
 
 
-def test_a_model_that_accelerate_has_dispatched_is_taken_as_it_lies(
+def test_hf_model_dispatched_by_accelerate_keeps_its_devices(
     machine, boot, hf_models, checkpoints, references, tokens
 ):
     spread = balanced_map("llama", machine.devices)
@@ -198,6 +205,36 @@ def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine, tmp_path):
         TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
 
 
+def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
+    path = shutil.copytree(checkpoints("llama"), tmp_path / "copy")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
+        TransformerBridge.boot_transformers(str(path), device="cpu")
+
+
+def test_boot_refuses_a_map_without_the_embedding(boot, machine):
+    with pytest.raises(ValueError, match="device_map leaves out embed"):
+        boot("llama", device_map={"blocks": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "has 'ln_final', but this model has no 'model.de"),
+        ("pythia", {"attention_bias": False}, r"cannot make a .* \(assert isinstance\(qkv_bias"),
+    ],
+)
+def test_boot_refuses_a_model_that_no_bridge_can_be_of(
+    name, setting, says, tokenizer, machine, tmp_path
+):
+    config = HF_CONFIGS[name]()
+    vars(config).update(setting)
+    save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
+    with pytest.raises(ValueError, match=says):
+        TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+
+
 def test_one_device_is_left_to_transformer_lens(machine, boot):
     for options in ({}, {"n_devices": 1}, {"device": "sim:2"}):
         bridge = boot("llama", **options)
@@ -217,7 +254,7 @@ def test_one_device_is_left_to_transformer_lens(machine, boot):
     ],
     ids=str,
 )
-def test_arguments_that_are_refused_in_one_sentence(options, error, says, machine, boot):
+def test_boot_transformers_refuses_bad_arguments_in_a_sentence(options, error, says, machine, boot):
     with pytest.raises(error, match=says) as caught:
         boot("llama", **options)
     assert "\n" not in str(caught.value)
@@ -237,9 +274,7 @@ def test_each_device_gets_masks_and_rotary_tables_once(machine, boot, tokens):
     assert len([transfer for transfer in machine.transfers if transfer.bytes]) == 2 * 5 + 1
 
 
-def test_another_dtype_keeps_the_placement_at_half_the_weight_and_a_copy_has_it_too(
-    machine, boot, tokens
-):
+def test_bridge_in_bfloat16_keeps_its_placement_at_half_the_size(machine, boot, tokens):
     bridge = boot("llama", n_devices=3)
     before = bridge.placement
 
@@ -268,10 +303,10 @@ def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(hf_models, machine
         assert "StrictDataclass" not in str(caught.value)
 
 
-def test_transformer_lens_3_finds_a_view_s_attention_by_what_it_wraps(boot):
+def test_transformer_lens_3_registry_keeps_the_models_attention(boot):
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
-        pytest.skip("TransformerLens 4 needs no registry")
+        pytest.skip("this TransformerLens has no registry of attention modules")
     bridge = boot("llama", device="cpu")
     view = view_of(bridge)
     for model in (bridge, view):

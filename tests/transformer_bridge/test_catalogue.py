@@ -17,7 +17,10 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = [
     pytest.mark.full("a hundred and fifty models; by default, tests of plain layers run six"),
-    pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
+    pytest.mark.skipif(
+        has_hooked_transformer(),
+        reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
+    ),
     pytest.mark.filterwarnings("ignore"),
 ]
 AS_INSTALLED = {
@@ -133,9 +136,9 @@ def make(name: str) -> Any:
 @torch.no_grad()
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", names())
-def test_an_architecture(name, compatible, tokenizer, tmp_path):
+def test_architecture_gives_the_same_fused_or_says_why_not(name, compatible, tokenizer, tmp_path):
     if name in NOT_RUN or (compatible and name in NOT_COMPATIBLE):
-        pytest.skip("TransformerLens does not process it")
+        pytest.skip(f"TransformerLens itself cannot run or process a {name}")
     model, tokens = make(name), torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]] * 2)
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path, attn_implementation="eager")

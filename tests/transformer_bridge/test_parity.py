@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("n_devices", SPREADS)
 @pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
-def test_weights_and_everything_that_is_computed(
+def test_spread_bridge_has_the_unpatched_weights_and_results(
     name, n_devices, compatible, machine, boot, references, tokens
 ):
     reference = references(name, compatible=compatible)
@@ -41,7 +41,7 @@ def test_weights_and_everything_that_is_computed(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_architectures_in_compatibility_mode(name, machine, boot, references, tokens):
+def test_compatibility_mode_equals_the_unpatched_release(name, machine, boot, references, tokens):
     try:
         reference = references(name, compatible=True)
     except (RuntimeError, ValueError, NotImplementedError) as error:

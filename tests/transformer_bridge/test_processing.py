@@ -22,7 +22,7 @@ SOON = 30.0  # seconds, within which threads that run at once have met
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
-def test_tied_weights_whose_final_norm_is_on_another_device_are_folded(
+def test_tied_weights_fold_with_a_final_norm_on_another_device(
     name, machine, boot, references, tokens
 ):
     """The unpatched release raises there, and what it leaves computes other logits."""
@@ -49,14 +49,16 @@ def while_processing(monkeypatch):
     return have
 
 
-@pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 folds no offloaded block")
+@pytest.mark.skipif(
+    has_hooked_transformer(), reason="TransformerLens 3 cannot fold an offloaded block of a Bridge"
+)
 def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot):
     with asynchronous(2):
         bridge = boot("llama", device_map={"": 0, "blocks.2": "cpu"}, compatible=True)
         assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
 
 
-def test_all_devices_are_at_work_at_once_but_for_the_unembedding(
+def test_all_devices_fold_at_once_but_for_the_unembedding(
     machine, boot, references, while_processing
 ):
     bridge = boot("gpt2", n_devices=4)
@@ -79,7 +81,7 @@ def test_all_devices_are_at_work_at_once_but_for_the_unembedding(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_after_an_error_half_way_the_bridge_is_refused(
+def test_bridge_folded_half_way_is_refused_after_the_error(
     error, machine, boot, while_processing, tokens
 ):
     bridge = boot("gpt2", n_devices=4)
@@ -98,7 +100,7 @@ def test_after_an_error_half_way_the_bridge_is_refused(
             use(*given)
 
 
-def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine, boot):
+def test_weights_held_by_others_are_not_changed_by_folding(machine, boot):
     bridge = boot("llama", n_devices=3)
     unembed = bridge.unembed.original_component.weight
     values = unembed.detach().clone()
@@ -107,7 +109,7 @@ def test_what_others_hold_of_the_old_weights_stays_as_it_is(machine, boot):
     assert (unembed == values).all()
 
 
-def test_after_steps_that_are_refused_it_can_be_done_with_others(machine, boot, references):
+def test_compatibility_mode_works_after_a_refused_step(machine, boot, references):
     bridge = boot("llama", n_devices=4)
     hooks = dict(bridge.hook_dict)
     names = [point.name for point in hooks.values()]
@@ -186,7 +188,7 @@ def test_value_biases_stay_where_they_add_no_constant(
     assert f"does not apply to attention with {beside}, where value biases" in caplog.text
 
 
-def test_a_device_without_room_is_named_with_what_was_being_processed(boot):
+def test_device_out_of_memory_while_folding_is_named(boot):
     with tl_devicefix.simulate(2, memory="1MiB") as machine:
         bridge = boot("llama", n_devices=2)
         room = machine.mem_get_info(1)[0]
@@ -202,7 +204,7 @@ def test_a_device_without_room_is_named_with_what_was_being_processed(boot):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_block_in_float32_beside_the_model(dtype, machine, tokenizer, tmp_path):
+def test_folding_takes_one_float32_block_beside_the_model(dtype, machine, tokenizer, tmp_path):
     sizes = {"vocab_size": D_VOCAB, "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 32}
     config = transformers.GPT2Config(**sizes)
     save_checkpoint(make_hf_model(config, dtype), tokenizer, tmp_path)

@@ -39,11 +39,13 @@ def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", NAMES)
-def test_they_give_what_they_give_on_one_device(name, boot, references, machine, tokens):
+def test_spread_state_space_model_gives_what_one_device_gives(
+    name, boot, references, machine, tokens
+):
     assert_agrees(results(boot(name, n_devices=4), tokens), results(references(name), tokens))
 
 
-def test_with_a_state_it_generates_as_without(boot, tokens):
+def test_generation_with_a_cached_state_equals_without(boot, tokens):
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
     bridge = boot("mamba", device="cpu")
     expected = bridge.generate(tokens, **GREEDY, use_past_kv_cache=False)

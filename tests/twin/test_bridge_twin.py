@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
+from hf_models import HF_CONFIGS, make_hf_model
 from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
@@ -33,4 +35,16 @@ def test_refused_compatibility_mode_changes_nothing(save, tokens):
     before = bridge(tokens)
     with pytest.raises(ValueError, match=f"in compatibility mode {OTHER_NUMBERS}"):
         bridge.enable_compatibility_mode(numbers="refuse")
+    assert bridge(tokens).equal(before)
+
+
+def test_replaced_part_of_hf_model_is_warned_of_and_not_folded(checkpoints, tokens):
+    hf_model = make_hf_model(HF_CONFIGS["llama"]())
+    hf_model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    path = str(checkpoints("llama"))
+    with pytest.warns(UserWarning, match=r"does not make .*model\.layers\.\*\.mlp\.act_fn"):
+        bridge = TransformerBridge.boot_transformers(path, hf_model=hf_model)
+    before = bridge(tokens)
+    with pytest.raises(ValueError, match=r"would leave out parts of hf_model .*act_fn"):
+        bridge.enable_compatibility_mode()
     assert bridge(tokens).equal(before)

@@ -201,6 +201,27 @@ def test_part_beyond_hf_models_config_is_refused(checkpoints, refused, path, par
         load(str(checkpoints("llama")), hf_model=hf_model)
 
 
+def exchange_forward(hf_model):
+    hf_model.model.layers[1].mlp.forward = lambda x: x
+
+
+CHANGES = {
+    "rotary_emb.inv_freq": lambda m: m.model.rotary_emb.inv_freq.mul_(0.3),
+    "self_attn": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.1),
+    "input_layernorm": lambda m: setattr(m.config, "rms_norm_eps", 0.1),
+    "layers.*.mlp": exchange_forward,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", CHANGES)
+def test_number_or_forward_set_on_hf_model_is_refused(checkpoints, refused, part):
+    hf_model = make_hf_model(HF_CONFIGS["llama"]())
+    CHANGES[part](hf_model)
+    with refused("parts that its config does not make", part):
+        load(str(checkpoints("llama")), hf_model=hf_model)
+
+
 def test_hook_on_hf_model_is_refused(checkpoints, refused):
     hf_model = make_hf_model(HF_CONFIGS["llama"]())
     hf_model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: 2 * output)

@@ -54,7 +54,9 @@ def until(versions):
     return {kind for kind, version in versions.items() if installed() < Version(version)}
 
 
-@pytest.mark.skipif(not has_hooked_transformer(), reason="TransformerLens 4 has no such class")
+@pytest.mark.skipif(
+    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
+)
 def test_twins_of_known_models_as_HookedTransformer():
     with undisturbed():
         found = {name: twin_of_hooked(name) for name in NAMES}
@@ -68,7 +70,7 @@ def kind_of(name):
     return known_fields()[name]["model_type"]
 
 
-@pytest.mark.skipif(not has_bridge(), reason="TransformerLens 2 and early 3 have no Bridge")
+@pytest.mark.skipif(not has_bridge(), reason="this TransformerLens has no TransformerBridge")
 @pytest.mark.parametrize("compatibility", [None, {}], ids=["as booted", "compatibility mode"])
 def test_twins_of_known_models_as_TransformerBridge(compatibility):
     from tl_devicefix.transformer_bridge.twin import difference

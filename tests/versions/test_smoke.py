@@ -43,7 +43,9 @@ def gradients(model, tokens):
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma-2"])
 @pytest.mark.parametrize(("n_devices", "home"), [(1, "cpu"), (4, "sim:0")])
-def test_it_is_as_unpatched_on_one_cpu(kind, n_devices, home, folded, folded_on_one, tokens):
+def test_first_calls_give_what_unpatched_transformer_lens_gives(
+    kind, n_devices, home, folded, folded_on_one, tokens
+):
     model, reference = folded(kind, n_devices, device=home), folded_on_one(kind)
     for call in (forward, cache, hook, generate, gradients):
         with tl_devicefix.disabled():

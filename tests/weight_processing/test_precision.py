@@ -89,9 +89,7 @@ def test_every_folded_weight_is_the_exact_one_rounded_once(name, dtype, load, ma
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
-def test_without_processing_weights_stored_in_the_dtype_are_not_rounded_at_all(
-    name, dtype, load, machine
-):
+def test_unprocessed_weights_of_the_stored_dtype_are_not_rounded(name, dtype, load, machine):
     exact = load(name, torch.float64, dtype, device="cpu", **NO_PROCESSING)
 
     model = load(name, dtype, n_devices=3, **NO_PROCESSING)
@@ -105,7 +103,7 @@ def test_without_processing_weights_stored_in_the_dtype_are_not_rounded_at_all(
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_what_is_stored_in_float32_is_not_rounded_before_it_is_folded(
+def test_float32_weights_are_not_rounded_before_folding(
     name,
     dtype,
     load,
@@ -156,7 +154,9 @@ AXES = {"gpt2": IN_GPT2, "qwen2": IN_ROTARY, "gemma-2": IN_ROTARY}
 @pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
 @pytest.mark.parametrize("name", AXES)
-def test_weights_lie_as_they_are_stored(name, options, form, load, checkpoints, machine):
+def test_loaded_weights_keep_their_stored_memory_layout(
+    name, options, form, load, checkpoints, machine
+):
     """TransformerLens shows most matrices transposed, and transposes them back to use them."""
     if form == "hf_model":
         model = load(name, torch.float32, n_devices=3, **options)

@@ -65,9 +65,7 @@ def check_report(
     own = model.state_dict()
     problems = {
         "lacks": sorted(missing),
-        "has tensors that the architecture has no place for:": sorted(
-            name for name in unexpected if not _OLD_BUFFER.search(name)
-        ),
+        _NO_PLACE: sorted(name for name in unexpected if not _OLD_BUFFER.search(name)),
         "has tensors of other shapes than its config asks for:": sorted(
             # transformers 5 gives (name, stored shape, expected shape), 4 only the name.
             entry if isinstance(entry, str) else entry[0]
@@ -86,6 +84,8 @@ def check_report(
             shown.append(f"{name}{in_file}")
         more = f" and {len(names) - 3} more" if names[3:] else ""
         remedy = "fetch or save it again"
+        if names is problems[_NO_PLACE]:
+            remedy = f"correct its config.json, or {remedy}"
         if f"module.{names[0]}" in stored:
             remedy = "its names begin with 'module.': save the state dict of the wrapper's `module`"
         raise ValueError(
@@ -93,6 +93,7 @@ def check_report(
         )
 
 
+_NO_PLACE = "has tensors that the architecture has no place for:"
 _Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
 """Tensor -> the name of its file, and its shape if the file has it."""
 

@@ -146,7 +146,8 @@ class HuggingFaceSource:
             f"{name}={value}"
             for name, value in config.to_dict().items()
             if type(value) in (bool, int, float) and value != usual.get(name)
-            if value not in sizes.get(type(value), ()) and not name.endswith("_token_id")
+            if value not in sizes.get(type(value), ())
+            if not name.endswith(("_token_id", "initializer_range"))
         ]
         return f", whose config has {' and '.join(unread)}" if unread else ""
 

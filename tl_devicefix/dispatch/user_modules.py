@@ -1,9 +1,9 @@
-"""Modules and tensors that users put into a component, which may be on another device.
+"""Handle modules and tensors that users put into a component from another device.
 
-A mask of another block, a parameter, a module of TransformerLens's, `.data`: they are brought to
-the component when the model is set up, and before the model runs. Modules that are not
-TransformerLens's, such as SAEs and probes, run where they are, and so does what components on
-several devices share: what goes in joins the weights, and what comes out is carried back.
+- Parameters, buffers and TransformerLens's modules are moved to the component, by `model.setup()`
+  and before the model runs.
+- Other modules, such as SAEs and probes, and modules that components on several devices share, run
+  on their own device: their input is carried there, and their output back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
-"""Whether a model's own class has such a module there: of (model, its path, module)."""
+"""Returns True if the model's own class has such a module: takes the model, path and module."""
 
 
 # --------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class RunWhereItIs(Around):
     """Runs a user's module where its weights are when it is called."""
 
     devices: frozenset[torch.device]
-    """The model's."""
+    """The devices of the model."""
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
         """Return the module's output on the device of its input."""
@@ -59,24 +59,23 @@ class RunWhereItIs(Around):
 
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
-    """Where a module's weights are; SAELens's wrapper holds the SAE aside of its submodules."""
+    """Return the device of a module's weights, also of SAELens's wrapper, which hides its SAE."""
     modules = [value for value in vars(module).values() if isinstance(value, nn.Module)]
     tensors = (t for m in (module, *modules) for t in (*m.parameters(), *m.buffers()))
     return next((tensor.device for tensor in tensors), None)
 
 
 def runs_where_it_is(module: nn.Module) -> bool:
-    """Whether a module runs where it is, which is its owner's business."""
+    """Return True for a module that runs on its own device."""
     return RunWhereItIs.of(module) is not None
 
 
 def attached_modules(
     model: Any, placement: Placement, is_own: IsOwn | None = None
 ) -> Iterator[nn.Module]:
-    """The outermost modules in the components that are not TransformerLens's.
+    """Return the outermost modules in the components that are not TransformerLens's.
 
-    It uses some of torch's itself, but where the component runs or its weights live; or elsewhere,
-    if someone moved them, which `is_own` knows.
+    Modules of torch that TransformerLens itself uses are left out, by their device and by `is_own`.
     """
     inside: set[nn.Module] = set()
     for name, device in placement.device_map.items():
@@ -92,7 +91,7 @@ def attached_modules(
 
 
 def detach(model: Any) -> None:
-    """Have all modules run as they would by themselves."""
+    """Let all modules run without `RunWhereItIs`."""
     for module in model.__dict__.pop(_ATTACHED, ()):
         RunWhereItIs.detach(module)
 
@@ -108,23 +107,23 @@ def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> Non
 
 
 def watch(model: Any, placement: Placement, is_own: IsOwn | None = None) -> None:
-    """Bring all that is elsewhere to its component, now and before each forward."""
+    """Move misplaced parts to their component, now and before each forward."""
     watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
     watching.bring_in(model, placement)
 
 
 def look_through(model: Any, placement: Placement) -> None:
-    """At the start of a forward: bring in what was put in since the last one."""
+    """Move in parts that were assigned since the last forward."""
     watching: Watch | None = model.__dict__.get(_WATCH)
     if watching is not None and not watching.is_as_seen():
         watching.bring_in(model, placement)
 
 
 class Watch:
-    """What was in a model's components when all was right, and how what is not is mended.
+    """Snapshot of the modules and tensors of each component after the last check.
 
-    It holds no module: what is replaced is to be gone at once. A copied or unpickled model is
-    looked through anew.
+    It moves misplaced ones back. It holds no module, because a replaced module has to be freed at
+    once. A copied or unpickled model is checked anew.
     """
 
     def __init__(self, is_own: IsOwn | None) -> None:
@@ -142,7 +141,7 @@ class Watch:
         return Watch, (self._is_own,)
 
     def is_as_seen(self) -> bool:
-        """Whether the components have the same modules, and tensors on the same devices."""
+        """Return True if modules, and the devices of tensors, are those of the last check."""
         return self._seen is not None and self._now() == self._seen
 
     def _now(self) -> tuple[list[int], list[torch.device]]:
@@ -152,7 +151,7 @@ class Watch:
         return children, devices
 
     def bring_in(self, model: Any, placement: Placement) -> None:
-        """Bring all that is elsewhere to its component, and warn of it once."""
+        """Move misplaced parts to their component, and warn once."""
         with torch.inference_mode(False), torch.no_grad():
             self._attach(model, placement)
             shared = _shared(model, placement)
@@ -160,7 +159,7 @@ class Watch:
             moved, left = [], []
             for tensor in list(_elsewhere(model, placement)):
                 if shared(tensor.module) and not tensor.module._parameters:
-                    continue  # as some Hugging Face models have one rotary table for all blocks
+                    continue  # such as a rotary table that blocks share
                 if shared(tensor.module) or (tensor.is_weight and shared(tensor.value)):
                     _run_where_it_is(model, placement, tensor.module)
                     left.append(tensor)
@@ -168,7 +167,7 @@ class Watch:
                 moved.append(tensor)
                 if tensor.is_weight:
                     move_parameter(tensor.value, tensor.planned)
-                else:  # another block may have it too, rightly
+                else:  # because another block may share it
                     key = id(tensor.value), tensor.planned
                     if key not in copies:
                         copies[key] = tensor.value.to(tensor.planned)
@@ -182,7 +181,7 @@ class Watch:
         self._warned_of |= {tensor.full_name for tensor in left}
 
     def _attach(self, model: Any, placement: Placement) -> None:
-        """Let modules of others run where they are, and copies of TransformerLens's not."""
+        """Attach `RunWhereItIs` to users' modules, and detach it from TransformerLens's."""
         attached = set(model.__dict__.get(_ATTACHED, ()))
         for module in model.modules():
             if module not in attached and package_of(type(module)) == "transformer_lens":
@@ -195,12 +194,12 @@ class Watch:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A parameter or buffer of a model, and where it belongs."""
+    """A parameter or buffer of a model, and its planned device."""
 
     path: str
     """The name of the module that holds it."""
     name: str
-    """Its name there."""
+    """Its name in that module."""
     module: nn.Module
     value: torch.Tensor
     is_weight: bool
@@ -213,17 +212,17 @@ class PlacedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where it is: a weight of another host is there."""
+        """Its device; for a weight of another host, that host's."""
         return self.planned if type(self.value) is RemoteTensor else self.value.device
 
     @property
     def is_misplaced(self) -> bool:
-        """Whether it is elsewhere; on meta there are no values to be anywhere."""
+        """True if it is on another device. False on meta, where tensors have no values."""
         return not self.value.is_meta and self.device != self.planned
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """A module's own parameters and buffers: name, tensor, and whether it is a weight."""
+    """Yield a module's own parameters and buffers: name, tensor, and True for a parameter."""
     for tensors, is_weight in ((module._parameters, True), (module._buffers, False)):
         for name, value in tensors.items():
             if value is not None:
@@ -231,7 +230,7 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _elsewhere(model: Any, placement: Placement) -> Iterator[PlacedTensor]:
-    """What is elsewhere; not what has no values, and nothing in modules that run where they are."""
+    """Yield misplaced tensors, without those in modules that run on their own device."""
     for component, root in placement.modules_of(model):
         names = {id(module): path for path, module in root.named_modules(prefix=component.name)}
         for module in _own_modules(root):
@@ -244,7 +243,7 @@ def _elsewhere(model: Any, placement: Placement) -> Iterator[PlacedTensor]:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those in it, but for hook points, and for what runs where it is."""
+    """Yield a module and those in it, without hook points and modules on their own device."""
     inside: set[nn.Module] = set()
     for part in module.modules():
         if runs_where_it_is(part):
@@ -254,7 +253,7 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
-    """Whether components on several devices have a module or a parameter together."""
+    """Return a function that tells whether components on several devices share a module."""
     places: dict[int, set[torch.device]] = defaultdict(set)
     for component, root in placement.modules_of(model):
         for module in root.modules():
@@ -264,11 +263,12 @@ def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
 
 
 def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
-    """One warning for all."""
+    """Warn once for all of them."""
     sentences = []
     if moved:
         first = moved[0]
-        put = ".data" if first.is_weight else ""  # torch takes no tensor for a parameter
+        # By .data, because torch refuses a tensor in a parameter's place.
+        put = ".data" if first.is_weight else ""
         sentences.append(
             "tensors were put in from another device, and are moved to their component's: "
             f"{_named(moved)}; to do without the copy, write "

@@ -1,1 +1,1 @@
-"""Blocks as one function of their weights, for a model that was fused by `fuse_blocks`."""
+"""Fused blocks: one function of their weights, after `fuse_blocks(model)`."""

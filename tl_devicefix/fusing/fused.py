@@ -1,7 +1,7 @@
-"""`fuse_blocks(model)`: blocks as one function of their weights, and how it is undone.
+"""`fuse_blocks(model)` and `unfuse_blocks(model)`: run each block as one function of its weights.
 
-A fused module is an instance of a subclass of its class, which has another `forward`. So copies,
-pickles and views of it are fused too, and nothing is watched in models that are not.
+Fusing changes a module's class to a subclass with another `forward`. So copies, pickles and views
+of it are fused too, and models that are not fused pay nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tl_devicefix.monkeypatch.applying import is_enabled, original
 
 Model = TypeVar("Model", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
-"""Where a fused module keeps what it has found out about itself. Copies and views begin anew."""
+"""The attribute of a fused module for cached facts about it. Copies and views have none."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
 """Why a module that is to be fused cannot be; None if it can. Other modules lack it."""
 
@@ -65,12 +65,12 @@ class Fused(nn.Module):
         return _made, (kind.__mro__[1], kind._unfused), state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        vars(self).pop(BOUND, None)  # it holds the weights that are about to be replaced
+        vars(self).pop(BOUND, None)  # because it holds the weights that are about to be replaced
         return super()._apply(fn, recurse)
 
 
 class Methods:
-    """The methods of TransformerLens's classes, as they were when this was made."""
+    """A snapshot of the methods of TransformerLens's classes."""
 
     def __init__(self, classes: Iterable[type]) -> None:
         self._methods = [
@@ -81,7 +81,7 @@ class Methods:
         ]
 
     def why_not(self) -> str | None:
-        """Return which one has been replaced, if any."""
+        """Return the method that has been replaced, if any."""
         for cls, name, value in self._methods:
             if vars(cls).get(name) is not value and original(cls, name) is not value:
                 return f"{cls.__name__}.{name} was replaced"
@@ -103,7 +103,7 @@ def _made(mixin: Any, kind: type) -> Any:
 
 @functools.cache
 def _fused_class(mixin: type[Fused], kind: Any) -> Any:
-    # By the module's name, others ask whether a class is TransformerLens's.
+    # The original's names, because others recognise TransformerLens's classes by them.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_unfused": kind}
     return type(kind.__name__, (mixin, kind), named)
 
@@ -159,7 +159,7 @@ def unfuse_blocks(model: Model) -> Model:
 
 
 def fusable(model: Any) -> Iterator[Any]:
-    """The outermost modules that can be fused."""
+    """Yield the outermost modules that can be fused."""
     if kind_of(model) is not None:
         yield model
     else:
@@ -168,7 +168,7 @@ def fusable(model: Any) -> Iterator[Any]:
 
 
 def kind_of(module: Any) -> type[Fused] | None:
-    """The mixin for a module; None if it cannot be fused."""
+    """Return the mixin for a module; None if it cannot be fused."""
     return next((kind for kind in KINDS if kind.fits(module)), None)
 
 
@@ -178,12 +178,12 @@ def is_block(module: Any) -> bool:
 
 
 def is_fused(module: Any) -> bool:
-    """Return True if a block is to run fused, here or on its host."""
+    """Return True if a block was asked to run fused, here or on its host."""
     return _WHY_NOT in vars(module)
 
 
 def set_fused(module: Any, asked: bool) -> None:
-    """Fuse a module, or undo that; of a block on another host, only a note is made."""
+    """Fuse or unfuse a module; for a block on another host, only record it."""
     kind: Any = kind_of(module)
     attributes, unfused = vars(module), class_of(module)
     attributes.pop(BOUND, None)

@@ -1,9 +1,12 @@
 """KV caches that grow in place, and whose keys are rotated once.
 
-TransformerLens makes all of a block's entry anew for each token, and rotates all of its keys. Here
-`past_keys` and `past_values` of an entry are the beginning of larger tensors, which have room, and
-rotated keys are kept beside them. Whatever else becomes of an entry (frozen, copied, cut, its
-tensors exchanged or edited), it is appended to as TransformerLens does.
+TransformerLens copies a block's whole entry for each token, and rotates all of its keys again. Here
+an entry's tensors are the beginning of larger ones:
+
+    past_keys     [k0 k1 ... k191 | room            ]   a view of the first 192
+    rotated keys  [r0 r1 ... r191 | room            ]   kept beside them
+
+If an entry was frozen, copied, sliced or edited, we fall back to TransformerLens's `append`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 _GROWN = "_tl_devicefix_grown"
 _LEAST_ROOM = 64
 GROWS_FROM = 192
-"""Keys that an entry has before it grows in place: to make it anew takes less time up to there."""
+"""The length from which an entry grows in place, because copying is faster up to there."""
 
 
 def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
@@ -48,17 +51,20 @@ def append(entry: Any, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads
 
 
 def let_go(entry: Any) -> None:
-    """Let go of the room behind an entry's tensors, which are exchanged for others."""
+    """Free the room behind an entry's tensors, because they are about to be replaced."""
     vars(entry).pop(_GROWN, None)
 
 
 def rotated_keys(
     entry: Any, keys: Heads, tables: tuple[Any, ...] | None, rotate: Callable[[Heads, int], Heads]
 ) -> Heads:
-    """All keys, as `append` has returned them, rotated; none is rotated twice.
+    """Rotate the keys that `append` returned, each only once.
 
-    Equal `tables` are equal rotations; None equals none. `rotate` takes keys, and the position of
-    the first.
+    Args:
+        entry: the block's entry.
+        keys: all keys.
+        tables: names the rotation; keys are rotated again if it changes, and always if it is None.
+        rotate: takes keys and the position of the first one.
     """
     grown = vars(entry).get(_GROWN)
     if grown is None or grown.keys is not keys or tables is None:
@@ -83,7 +89,7 @@ def is_padded(padding: Padding | None, entry: Any) -> bool:
 
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
-    """Whether new keys can be written in place; a graph still needs the old tensors."""
+    """Return True if new keys can be written in place, which graphs of gradients forbid."""
     if torch.is_grad_enabled() or unsupported_mode() is not None:
         return False
     if package_of(type(entry).append) != "transformer_lens":
@@ -97,7 +103,7 @@ def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:
 
 
 class _Grown:
-    """Tensors with room, of which an entry's keys and values are the beginning."""
+    """Tensors with room, whose beginning is an entry's keys and values."""
 
     def __init__(self, entry: Any, length: int) -> None:
         self.room = length + max(length // 4, _LEAST_ROOM)
@@ -115,10 +121,10 @@ class _Grown:
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append both; returns all of both."""
-        if self._version != self._all_keys._version:  # somebody else has written to keys
+        if self._version != self._all_keys._version:  # because somebody else has written to keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
-        # Not a change of what graphs hold of it.
+        # By .data, because it changes nothing that graphs hold.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
@@ -138,7 +144,7 @@ class _Grown:
         return self._rotated[:, :end]
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of an entry, or one that was saved, begins anew
+        return type(None), ()  # because a copied or saved entry begins anew
 
 
 def _with_room(start: Heads, room: int) -> Heads:
@@ -149,5 +155,5 @@ def _with_room(start: Heads, room: int) -> Heads:
 
 def _room(like: Heads, room: int) -> Heads:
     batch, _, heads, d_head = like.shape
-    with torch.inference_mode(False):  # or its changes would not be counted
+    with torch.inference_mode(False):  # because torch does not count changes of inference tensors
         return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)

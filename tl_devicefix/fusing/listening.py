@@ -38,7 +38,7 @@ _n_assigned = 0
 
 def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     global _n_assigned
-    # transformers slices its list of layers in each forward, which makes a list of the same ones.
+    # Not for new lists, because transformers slices its list of layers in each forward.
     if type(module) is not nn.ModuleList or name in module._modules:
         _n_assigned = next(_assignments)
 
@@ -49,7 +49,7 @@ def _count_assignments() -> None:
 
 
 class Listeners:
-    """The modules of a fused block on which somebody listens.
+    """Finds the modules of a fused block that have hooks.
 
     Args:
         named: the modules, each with the name that `look` gives for it.
@@ -87,7 +87,7 @@ class Listeners:
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
         as_of = RemovableHandle.next_id
         if _has_any_global_hook():
-            return -1, self._names, []  # to look again, because such a hook may go
+            return -1, self._names, []  # look again next time, because such a hook may go
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []

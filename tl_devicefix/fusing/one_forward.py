@@ -17,7 +17,7 @@ _this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forw
 
 
 FACTS = "facts"
-"""What is kept of a forward for the blocks that other hosts run of it."""
+"""The key of facts that other hosts need to run blocks of this forward."""
 
 
 def one_forward(*facts: Any) -> contextlib.AbstractContextManager[None]:
@@ -26,7 +26,7 @@ def one_forward(*facts: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def kept_in_forward() -> dict[Any, Any]:
-    """What this thread's forward keeps; a new dict outside of one, as where a block is called."""
+    """Return the dict of this thread's forward; a new one outside of a forward."""
     kept = _this_forward.get()
     return {} if kept is None else kept
 
@@ -42,11 +42,16 @@ def made_once(
     device: torch.device,
     make: Callable[[], Made],
 ) -> Made:
-    """Make something of some tensors on a device, once in a forward.
+    """Compute a value of some tensors on a device, once in a forward.
 
-    It is made again if one of them is changed, and for another stream of the device, which does not
-    wait for this one, as where a hook runs a block on a stream of its own. `what` is all else that
-    it depends on. The tensors are kept, so that no others get their ids.
+    Recomputed if an input was modified in place, or on another stream of the device, because that
+    stream would not wait for this one.
+
+    Args:
+        of: the tensors. They are kept, because a freed tensor's id may be reused.
+        what: everything else that the value depends on.
+        device: the device of the value.
+        make: computes it.
     """
     kept, key = kept_in_forward(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in kept:
@@ -56,7 +61,7 @@ def made_once(
 
 
 def _stream_of(device: torch.device) -> Any:
-    """The stream on which this thread computes; None of a device without streams."""
+    """Return this thread's stream; None for a device without streams."""
     if device.type == "cpu":
         return None
     streams = module_with_streams(device)
@@ -64,7 +69,7 @@ def _stream_of(device: torch.device) -> Any:
 
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
-    """A tensor's identity, and how often it was changed; that is not counted in inference mode."""
+    """Return a tensor's id and version; torch counts no versions in inference mode."""
     if tensor is None:
         return None
     return id(tensor), None if tensor.is_inference() else tensor._version

@@ -1,8 +1,8 @@
 """A block of a HookedTransformer as one function of its weights.
 
-Hook points of the block and of its attention are called if they have hooks. A norm, an MLP or an
-attention that computes in another way, or in which somebody listens to what the function has not,
-such as scores, is called as the module that it is.
+Hook points are called if they have hooks. A norm, an MLP or an attention is called as a module if
+it is of an unknown kind, or has a hook on a value that the function does not compute, such as
+scores.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Weight = Float[torch.Tensor, "d_out d_in"]
 Bias = Float[torch.Tensor, " d_out"]
 
 SINCE = Version("3.8.dev0")
-"""The first TransformerLens whose blocks compute so."""
+"""The first TransformerLens whose blocks compute in this way."""
 _Names = dict[type, tuple[str, ...]]
-"""Class -> the parameters that it has as TransformerLens makes it."""
+"""Class -> its parameters as TransformerLens makes them."""
 _NORMS: _Names = {
     LayerNorm: ("w", "b"),
     LayerNormPre: (),
@@ -89,7 +89,7 @@ class FusedBlock(Fused):
 
     @classmethod
     def prepare(cls, module: Any) -> str | None:
-        """Lay queries', keys' and values' weights side by side, and gate's and input's."""
+        """Put the weights of q, k and v side by side in memory, and those of gate and input."""
         if installed() < SINCE:
             return f"transformer_lens {installed()} is older than 3.8"
         if class_of(module) is not TransformerBlock:
@@ -97,7 +97,9 @@ class FusedBlock(Fused):
         if (name := own_method(module)) is not None:
             return f"its {name} is not TransformerLens's"
         why = _METHODS.why_not()
-        if why is None and "forward" not in vars(module):  # an offloaded one's are on the host
+        if why is None and "forward" not in vars(
+            module
+        ):  # because offloaded weights are on the host
             _lay_side_by_side(module)
         return why
 
@@ -108,7 +110,7 @@ class FusedBlock(Fused):
         past_kv_cache_entry: Any = None,
         attention_mask: Padding | None = None,
     ) -> Residual:
-        """`TransformerBlock.forward` as one function, or as installed where it has to be."""
+        """Run the block as one function, or where it has to be as installed."""
         inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
         if not is_enabled() or unsupported_mode() or _why_flags(self.cfg):
             return super().forward(*inputs)  # type: ignore[no-any-return]
@@ -129,7 +131,7 @@ def _why_flags(cfg: Any) -> str | None:
 
 
 class Bound:
-    """What a fused block has found out about itself, until a module in it is exchanged."""
+    """Cached facts about a fused block, valid until a module in it is exchanged."""
 
     def __init__(self, block: Any) -> None:
         self.modules = block._modules
@@ -142,17 +144,17 @@ class Bound:
         self._all_parameters = [module._parameters for module in parametrized]
         self._names = list(map(tuple, self._all_parameters))
         self.as_modules = self.always.union(n for n, part in parts if not _is_known(n, part))
-        # The weights of an offloaded block are elsewhere next time.
+        # Not for an offloaded block, because its weights are elsewhere next time.
         self._keeps = "forward" not in block.__dict__
         parts = (block._modules[name] for name in ("attn", "mlp") if name in block._modules)
         self._parameters = [part._parameters for part in parts]
-        # In one assignment, because several threads may run a model.
+        # One assignment, because several threads may run a model.
         self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
         self._ignored: tuple[Any, Any, bool] = None, None, False
 
     def is_current(self) -> bool:
         """Return True if no module was exchanged, and no parameter named anew, since then."""
-        # As `torch.nn.utils.prune` puts another parameter in the place of one.
+        # Names, because `torch.nn.utils.prune` replaces a parameter by another name.
         names = list(map(tuple, self._all_parameters))
         return self.listeners.is_current() and names == self._names
 
@@ -162,7 +164,11 @@ class Bound:
         state = ignored.data_ptr(), None if ignored.is_inference() else ignored._version
         if state != self._ignored[0]:
             is_inf = not has_values(ignored) or bool(ignored.isneginf())
-            self._ignored = state, ignored.detach(), is_inf  # keeps the address
+            self._ignored = (
+                state,
+                ignored.detach(),
+                is_inf,
+            )  # keep it, because a freed address may be reused
         return self._ignored[2]
 
     def weights(self) -> _Weights:
@@ -200,7 +206,7 @@ def _is_known(name: str, module: Any) -> bool:
     if name.startswith("hook_") or (type(module) is nn.Identity and kinds is _NORMS):
         return True
     weights = kinds.get(type(module))
-    if weights is None or set(weights) != set(module._parameters):  # such as of 4 bits
+    if weights is None or set(weights) != set(module._parameters):  # such as one of 4 bits
         return False
     if name == "mlp":
         return "hook_mid" not in module._modules
@@ -209,7 +215,7 @@ def _is_known(name: str, module: Any) -> bool:
 
 
 def _why_pattern(attn: Any) -> str | None:
-    """Return why an attention builds a pattern, which it does as installed; None if by SDPA."""
+    """Return why an attention builds a pattern; None if it uses SDPA."""
     cfg, scale = attn.cfg, attn.attn_scale
     if cfg.attn_scores_soft_cap is not None and cfg.attn_scores_soft_cap > 0:
         return "its scores have a soft cap"
@@ -494,7 +500,7 @@ def _attention(
 
 
 class _Tables(NamedTuple):
-    """What a block's attention reads besides activations and weights."""
+    """The tables that a block's attention reads: positions and mask."""
 
     of_queries: tuple[torch.Tensor, ...] = ()
     """Cosines and sines of the queries' positions; `of_keys`, of the keys'."""

@@ -1,7 +1,7 @@
-"""Replace what a table of patches names, put it back, and find what was there.
+"""Apply a table of patches, undo it, and find the originals.
 
-Nothing is replaced unless everything can be: a target that is missing or has another signature
-than the one known leaves TransformerLens as it was, and says so.
+Either all patches are applied or none: a missing target, or one with an unknown signature, raises
+before anything is replaced.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ class _Replacement(NamedTuple):
 
 
 def _own(owner: Any, name: str) -> Any:
-    """An attribute of a function, or one of a class itself, as its `__dict__` has it."""
+    """Return an attribute of a function, or one from a class's own `__dict__`."""
     if isinstance(owner, FunctionType):
         return getattr(owner, name, _MISSING)
     return vars(owner).get(name, _MISSING)
 
 
-# All that is replaced: known whole before anything is touched and until all is as it was before,
-# so that whatever stops `enable` or `disable` halfway, the next call of either can do all of it.
+# Everything that is replaced. Set before the first change and cleared after the last one is undone,
+# so that after an interrupt the next `enable` or `disable` can finish the job.
 _replaced: tuple[_Replacement, ...] = ()
 _is_enabled = False
-# The table that is applied, or was applied last: `disabled` applies it again.
+# The table that was applied last, because `disabled` applies it again.
 _applied: Sequence[Patch] = ()
 
 
 def enable(table: Sequence[Patch]) -> None:
-    """Replace everything in a table; does nothing if that is done already."""
+    """Apply a table, unless it is applied already."""
     if is_enabled():
         return
-    disable()  # what an interrupt has left halfway
+    disable()  # finish a `disable` that was interrupted
     for patch in table:
         check_target(patch)
     _replace(table)
 
 
 def _replace(table: Sequence[Patch]) -> None:
-    """Replace everything in a table that was checked; nothing of it is replaced yet."""
+    """Apply a table that was checked and is not applied."""
     global _applied, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
     for patch in table:
@@ -71,9 +71,10 @@ def _replace(table: Sequence[Patch]) -> None:
 
 
 def _within_function(function: Any, replacement: Callable[..., Any]) -> Iterator[_Replacement]:
-    """Have the very function call its replacement, whoever has imported it or has it in a partial.
+    """Make a function call its replacement by exchanging its code.
 
-    Its code comes last, and leaves first, as it needs the rest.
+    The function object stays, because others have imported it or hold it in a partial. Its code is
+    set last and restored first, because the new code needs the other attributes.
     """
     original = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
@@ -81,7 +82,7 @@ def _within_function(function: Any, replacement: Callable[..., Any]) -> Iterator
     original.__kwdefaults__ = function.__kwdefaults__
     original.__annotations__ = function.__annotations__
     instead = {
-        "__wrapped__": original,  # whose signature `help` shows
+        "__wrapped__": original,  # because `help` shows its signature
         "__kwdefaults__": {"_replacement": partial(replacement, original)},
         "__code__": _call.__code__,
     }
@@ -126,31 +127,31 @@ def disabled() -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Whether all patches are in place."""
+    """Return True if all patches are applied."""
     return _is_enabled
 
 
 def in_place() -> object:
-    """What is in place now: another object each time that patches are put there."""
+    """Return an object that is another one after each `enable`."""
     return _replaced
 
 
 def original(cls: type, name: str) -> Any:
-    """The unpatched `cls.name`: the raw attribute, as in the class's `__dict__`."""
+    """Return the unpatched `cls.name`, raw as in the class's `__dict__`."""
     cached = _originals
     if (cls, name) not in cached:
         cached[cls, name] = _find_original(cls, name)
     return cached[cls, name]
 
 
-# Looked up at every forward, so kept; another one when the patches change, so that what a thread
-# has found amid that is not kept.
+# A cache, because each forward asks. Another dict when the patches change, so that a thread that
+# looks up meanwhile cannot leave an old answer.
 _originals: dict[tuple[type, str], Any] = {}
 
 
 def _find_original(cls: type, name: str) -> Any:
     for base in cls.__mro__:
-        # A subclass's own from_pretrained is not TransformerLens's: look further up.
+        # Skip users' subclasses, because their from_pretrained is not TransformerLens's.
         if package_of(base) not in ("transformer_lens", "torch"):
             continue
         own = vars(base).get(name, _MISSING)
@@ -160,9 +161,9 @@ def _find_original(cls: type, name: str) -> Any:
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
-@cache  # so that applying again puts the same object there
+@cache  # because applying again has to put the same object there
 def _like_installed(installed: Any, replacement: Callable[..., Any]) -> Any:
-    """The replacement in the form of what it replaces; a property keeps its docstring."""
+    """Return the replacement as a property, classmethod or function, like the installed one."""
     if isinstance(installed, classmethod):
         return _classmethod_like(installed, replacement)
     if next(iter(inspect.signature(replacement).parameters), None) == "original":
@@ -175,17 +176,16 @@ def _like_installed(installed: Any, replacement: Callable[..., Any]) -> Any:
 
 
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper of the installed function that calls a replacement with it.
+    """Wrap the installed function in one that calls a replacement with it.
 
-    nnsight's `.source` looks through a wrapper that calls, by name, exactly one function of its
-    closure, and exchanges that function for a copy of its own. So the replacement is held as a
-    partial, and calls whatever `original` is by then.
+    The replacement is a partial because of nnsight: its `.source` looks through a wrapper that
+    calls exactly one function of its closure by name, and exchanges that function for a copy.
     """
     call = partial(replacement)
 
     @wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if not _replaced:  # somebody kept this method from before `disable`
+        if not _replaced:  # because somebody may have kept this method from before `disable`
             return original(*args, **kwargs)
         return call(original, *args, **kwargs)
 
@@ -204,7 +204,7 @@ def _classmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
     def method(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(cls, *args, **kwargs)
 
-    # help() shows the installed signature with what is new, and both docstrings.
+    # help() shows the installed signature with the new arguments, and both docstrings.
     method.__name__, method.__qualname__ = target.__name__, target.__qualname__
     method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
     method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Whether two hosts have the same files of a checkpoint, which is asked before any is loaded.
+"""Compare a checkpoint's files on two hosts, before anything is loaded.
 
-Tensors are compared whole, but large ones by samples at even distances: weights of two trainings
-differ everywhere, and what was put into one of them, as new tokens are, is seen if it is as long as
-that distance.
+Small tensors are compared whole, large ones by samples at even distances. That is enough, because
+weights of two trainings differ everywhere, and an edited part is seen if it is as long as the
+distance between samples.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory, snapshot
 
 Files = dict[str, tuple[int, str]]
-"""Of each file, its bytes and a checksum of the tensors in it."""
+"""File -> its bytes, and a checksum of its tensors."""
 
 _KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
-"""Bytes of a sample, from one to the next, and up to which a tensor is compared whole."""
+"""Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
 
 def files_of(name: str, hub: dict[str, Any]) -> Files:
-    """The files of a checkpoint that are here: a directory's, or those of the hub's cache."""
+    """Return a checkpoint's files on this host: a directory's, or those in the hub's cache."""
     try:
         folder = Path(name) if is_checkpoint_directory(name) else snapshot(name, **hub)
-    except ValueError:  # of a hub that cannot be reached, of which transformers tells
+    except ValueError:  # because transformers itself reports a hub that cannot be reached
         return {}
     paths = [path for kind in _KINDS for path in sorted(folder.glob(kind))]
     return {path.name: _file(path) for path in paths}
 
 
 def differences(files: Files, name: str, hub: dict[str, Any]) -> list[str]:
-    """What is wrong with the files here, compared with those of another host."""
+    """Return how the files here differ from another host's."""
     own = files_of(name, hub)
     wrong = [f"has no {file}" for file in files.keys() - own.keys()]
     for file in sorted(files.keys() & own.keys()):
@@ -57,10 +57,9 @@ def _file(path: Path) -> tuple[int, str]:
 
 
 def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
-    """Beginnings and ends of a safetensors file's header and tensors, in bytes.
+    """Return the byte ranges to compare: a safetensors file's header and tensors.
 
-    Of any other, of all, and of its end, where a `.bin`, which is a zip file, has checksums of all
-    that is in it.
+    For other files: the whole, and its end, because a `.bin` is a zip file with checksums there.
     """
     if path.suffix != ".safetensors":
         return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]

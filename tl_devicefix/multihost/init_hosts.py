@@ -1,4 +1,4 @@
-"""How other hosts join: `init_hosts`, which puts a worker on each other node of a Ray cluster."""
+"""`init_hosts`: start a worker on each other node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSTALL = 'pip install "tl_devicefix[hosts]"'
 _CALLS_AT_ONCE = 64
 _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0
-"""Seconds to wait for a call, and then for the answer to a ping, which busy workers give too."""
+"""Seconds to wait for a call, and then for the answer to a ping, which busy workers answer too."""
 _PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 _joining = threading.Lock()
 
@@ -64,7 +64,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
         try:
             started = hf_logging.tqdm(connections, desc="Starting workers")
             hosts = [_described(connection, wait) for connection in started]
-        except BaseException:  # an interrupt too
+        except BaseException:  # after an interrupt too
             for connection in connections:
                 connection.end()
             raise
@@ -120,7 +120,7 @@ def _connect(address: str) -> bool:
 
 
 def _check_that_it_answers(address: str) -> None:
-    """Raise at once if nothing listens at "head:6379", as Ray would wait for minutes."""
+    """Raise at once if nothing listens at "head:6379", because Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -134,7 +134,7 @@ def _check_that_it_answers(address: str) -> None:
 
 
 def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
-    """The nodes that get a worker, by name: "node-b"; "host1", where several have one name."""
+    """Return the nodes that get a worker, by name: "node-b", or "host1" if names are not unique."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -151,7 +151,7 @@ def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _described(connection: RayConnection, wait: float) -> Host:
-    """A host, once its worker has started; one with other versions is refused."""
+    """Wait for a host's worker to start, and refuse one with other versions."""
     description = connection.describe(wait)
     for package, version in own_versions().items():
         there = description["versions"][package]
@@ -164,7 +164,7 @@ def _described(connection: RayConnection, wait: float) -> Host:
 
 
 def own_versions() -> dict[str, str]:
-    """The versions of what a process computes with.
+    """Return the versions of the packages that a process computes with.
 
     Builds of torch for different accelerators count as the same.
     """
@@ -176,7 +176,7 @@ class WorkerActor(Worker):
     """The actor: a worker with all devices of its node.
 
     Args:
-        n_threads: the driver's number of threads, as Ray would give an actor one.
+        n_threads: the driver's number of threads, because Ray gives an actor one by default.
     """
 
     def __init__(self, n_threads: int) -> None:
@@ -186,7 +186,7 @@ class WorkerActor(Worker):
         super().__init__([f"{accelerator.type}:{i}" for i in indices] if accelerator else ["cpu"])
 
     def describe(self) -> dict[str, Any]:
-        """The worker's devices, and the versions of what it computes with."""
+        """Return the worker's devices, and the versions of its packages."""
         return {"devices": self.devices, "versions": own_versions()}
 
     def ping(self) -> None:
@@ -198,14 +198,14 @@ class WorkerActor(Worker):
 
 
 class _Packed:
-    """A tensor as an array of its bytes: Ray sends arrays without pickling, also large ones."""
+    """A tensor as an array of its bytes, because Ray sends arrays without pickling."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
     def unpack(self) -> torch.Tensor:
-        """A tensor of its own memory, as Ray's cannot be written to."""
+        """Return the tensor in memory of its own, because Ray's memory is read-only."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
         return tensor
@@ -220,12 +220,12 @@ def _unpacked(value: Any) -> Any:
 
 
 class RayConnection:
-    """How the driver asks the worker of a node; see `tl_devicefix.placement.devices.Connection`.
+    """The driver's connection to the worker of a node; see `placement.devices.Connection`.
 
     Args:
-        name: the host's.
-        node_id: the node's in Ray, where the worker starts; it is never started again.
-        n_gpus: how many GPUs Ray has there, all of which it gets.
+        name: the host's name.
+        node_id: Ray's id of the node on which the worker starts; it is never restarted.
+        n_gpus: the number of GPUs that Ray has there, all of which the worker gets.
     """
 
     def __init__(self, name: str, node_id: str, n_gpus: float) -> None:
@@ -246,7 +246,7 @@ class RayConnection:
         self._actor = actor.remote(torch.get_num_threads())
 
     def describe(self, wait: float) -> dict[str, Any]:
-        """What the worker says of itself, once it has started.
+        """Wait until the worker has started, and return its description.
 
         Raises:
             RuntimeError: if it does not start.
@@ -266,9 +266,9 @@ class RayConnection:
         return description
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker, and wait for what it returns."""
+        """Call a method of the worker, and wait for its result."""
         ray = self._ray
-        if not ray.is_initialized():  # or Ray would start a cluster
+        if not ray.is_initialized():  # because Ray would start a cluster
             raise self._lost("ray.shutdown() was called")
         reference = self._actor.call.remote(method, _packed(arguments))
         try:
@@ -297,6 +297,6 @@ class RayConnection:
         )
 
     def end(self) -> None:
-        """End the worker, and whoever waits for it."""
+        """End the worker, and wake up all threads that wait for it."""
         if self._ray.is_initialized():
             self._ray.kill(self._actor)

@@ -1,6 +1,6 @@
-"""Loading a model that is in part on other hosts: each worker loads its blocks from its own files.
+"""Load a model over several hosts, each worker its own blocks from its own files.
 
-Before anything is loaded, each says whether it has the same files: `checkpoint_files.py`.
+First, each worker compares its files with the driver's: `checkpoint_files.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NOT_PASSED_ON = (
 def loading_elsewhere(
     placement: Placement, load: str, name: str, arguments: dict[str, Any], **hub: Any
 ) -> Iterator[dict[str, RemoteModel]]:
-    """Within it, other hosts load the blocks that they have; at its end, they have done so.
+    """Make other hosts load their blocks within a `with` block, and wait for them at its end.
 
     Args:
         placement: the model's.
-        load: a class and its method, by which they load.
-        name: of the checkpoint.
-        arguments: of that method.
+        load: the class and method that load.
+        name: the checkpoint.
+        arguments: the arguments of that method.
         hub: those of them by which files are found.
 
     Yields:
-        The model of each block that is on another host, by the block's name.
+        Block -> the model on another host that it belongs to.
 
     Raises:
         ValueError: if they cannot load it, or have other files.
@@ -68,13 +68,13 @@ def loading_elsewhere(
 
 
 def attach_blocks(model: Any, remotes: dict[str, RemoteModel]) -> None:
-    """Make blocks without values the remote ones that they are."""
+    """Turn blocks without values into remote blocks."""
     for name, remote in remotes.items():
         attach(model.get_submodule(name), remote, int(name.rpartition(".")[2]), name)
 
 
 def check_files(hosts: list[Host], name: str, hub: dict[str, Any]) -> None:
-    """Check that hosts have the files of a checkpoint that are here.
+    """Check that other hosts have this host's files of a checkpoint.
 
     Raises:
         ValueError: naming the host and the file.

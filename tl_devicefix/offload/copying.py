@@ -55,6 +55,7 @@ class BlockCopy:
         self._record()
         self._state = self._state_of(self._places)
 
+    @torch.inference_mode(False)  # because torch does not count changes of inference tensors
     @torch.no_grad()
     def _start(self, host: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_like(host, device=self.device, requires_grad=False)
@@ -73,9 +74,7 @@ class BlockCopy:
 
     @staticmethod
     def _state_of(places: Iterable[Place]) -> Any:
-        # Inference tensors cannot be used where autograd records.
-        values = [(id(module), name, id(host), fingerprint(host)) for module, name, host in places]
-        return torch.is_inference_mode_enabled(), values
+        return [(id(module), name, id(host), fingerprint(host)) for module, name, host in places]
 
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""

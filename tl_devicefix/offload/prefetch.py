@@ -97,12 +97,12 @@ class OffloadedForward(Around):
 
     def _swap_in(self, prefetch: Prefetch) -> None:
         with _exchanging:
-            if self._copy is None:
-                copy = prefetch.take(self)
-                copy.swap_in()
-                self._copy = copy
-            else:
+            if self._runs and self._copy is not None:
                 self._copy.share()
+            else:
+                # Known before they are in, because the next run undoes what an interrupt leaves.
+                self._copy = prefetch.take(self)
+                self._copy.swap_in()
             self._runs += 1
 
     def _swap_out(self) -> None:

@@ -1,8 +1,7 @@
-"""Operations on shared state, which pipelined runs do in the order of their items.
+"""Run operations on shared state in the order of the items.
 
-All runs share the generators of random numbers, and the parameters in which gradients add up. In a
-loop, a run comes to these when all earlier results have been fetched: so it waits there for that.
-Its operations before were pipelined with those of the others.
+Runs share the RNG state and `.grad`. To match a sequential loop, a run waits here until all earlier
+results have been fetched. Its earlier operations were pipelined with those of other runs.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _UNLESS: dict[str, tuple[int, tuple[str, ...], Any]] = {
     ),
     "scaled_dot_product_attention": (4, ("dropout_p",), 0.0),
 }
-"""Functions of torch, by name, that run in order unless an argument is zero: its position, its
-names, and its default."""
+"""Functions of torch that run in order unless an argument is zero: name -> the argument's position,
+names and default."""
 
 _GRAD: Any = torch.Tensor.grad
 _OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
-"""What reads and sets `.grad`, in which gradients add up."""
+"""Functions that read and set `.grad`."""
 
 
 def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -69,10 +68,10 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)
 
 
 class InOrder(OutsideBlocks, TorchFunctionMode):
-    """Within it, a pipelined run waits for the earlier ones before an operation on shared state.
+    """A mode in which a pipelined run waits for earlier ones before operations on shared state.
 
-    It `ends` anywhere when nobody waits for it, but not within torch's autograd engine, of which
-    simulated devices are part.
+    It also cancels a run that nobody waits for, at any operation outside of torch's autograd
+    engine, because errors within the engine end the process on simulated devices.
     """
 
     def __init__(self, run: Run, ends: bool = True) -> None:
@@ -88,7 +87,7 @@ class InOrder(OutsideBlocks, TorchFunctionMode):
             self._run.queue.check()
         if _is_in_order(func, args, kwargs):
             self._run.wait_for_earlier()
-        if func is torch.autograd.grad:  # whose hooks may draw
+        if func is torch.autograd.grad:  # because its hooks may draw
             if _redispatch is not None:
                 with InOrder(self._run, ends=False):
                     return _redispatch(func, types, args, kwargs)
@@ -100,17 +99,17 @@ _SEEDS = (
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed"),
     *("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"),
 )
-"""Functions of torch's that read or set the state of a generator that all runs share."""
+"""Functions of torch that read or set the state of a shared generator."""
 
 _lock = threading.RLock()
 _n_within = 0
 _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
-"""While any thread is within `seeding_in_order`: owner and name -> its own function, and ours."""
+"""Owner and name -> torch's function and ours, while a thread is within `seeding_in_order`."""
 
 
 @contextlib.contextmanager
 def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
-    """Within it, pipelined runs call torch's functions of seeds in order too, of these devices'."""
+    """Make pipelined runs call these devices' seed functions in order, within a `with` block."""
     global _n_within
     owners = torch, torch.random, *map(torch.get_device_module, kinds)
     with _lock:
@@ -128,7 +127,7 @@ def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
             _n_within -= 1
             while _replaced and not _n_within:
                 (owner, name), (own, ours) = _replaced.popitem()
-                if getattr(owner, name) is ours:  # or else someone has replaced it since
+                if getattr(owner, name) is ours:  # because somebody may have replaced it since
                     setattr(owner, name, own)
 
 

@@ -1,4 +1,10 @@
-"""`pipeline_map`: many runs of one model, each device computing for another of them."""
+"""`pipeline_map`: many runs of one model at once, each device busy with another run.
+
+Two devices, four runs; a run waits at a device until the run before it has left:
+
+    cuda:0   run 0   run 1   run 2   run 3
+    cuda:1           run 0   run 1   run 2   run 3
+"""
 
 from __future__ import annotations
 
@@ -111,7 +117,7 @@ def refuse_arguments(
 ) -> None:
     """Refuse arguments that neither this function, the one that it calls, nor the forward has.
 
-    Of a Bridge, which passes them on to transformers, near misses only.
+    Only near misses for a Bridge, because it passes arguments on to transformers.
     """
     parameters = [signature(one).parameters for one in (function, calls, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
@@ -120,7 +126,7 @@ def refuse_arguments(
 
 
 def n_in_flight(model: Any, max_in_flight: int | None) -> int:
-    """How many runs are in flight at most; see `pipeline_map`."""
+    """Return the largest number of runs in flight; see `pipeline_map`."""
     n_devices = len(_devices_of(model))
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1
@@ -136,7 +142,7 @@ def _in_a_loop(
     items: Iterable[Any],
     make_bar: Callable[[], Any],
 ) -> Iterator[Result]:
-    """Each run when it is fetched, in the caller's thread."""
+    """Run each item when its result is fetched, in the caller's thread."""
     view, weights, hooks = make_view(), Weights(model), _Hooks(model)
     with make_bar() as bar:
         for number, item in enumerate(items):
@@ -163,7 +169,7 @@ def _pipelined(
     queue = DeviceQueue()
 
     def start(number: int, item: Any) -> Future[Result]:
-        """Have a run begin, with the modes of this thread."""
+        """Start a run with the modes of this thread."""
         viewed = views.pop() if views else (make_view(), Streams())
         return pool.submit(CallersState(devices).run, work, number, item, viewed)
 
@@ -180,7 +186,7 @@ def _pipelined(
         within.enter_context(seeding_in_order({device.type for device in devices}))
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         within.callback(queue.end)  # before the threads are waited for
-        views: list[tuple[Any, Streams]] = []  # of runs that have ended
+        views: list[tuple[Any, Streams]] = []  # runs that have ended
         weights, hooks = Weights(model), _Hooks(model)
         bar = within.enter_context(make_bar())
         runs, starts = deque[Future[Result]](), _starting(start, items)
@@ -196,7 +202,8 @@ def _pipelined(
                     )
                 hooks.check()
                 runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-            yield runs.popleft().result()  # by no name, which would hold it for the next run's time
+            # Not by name, because that would keep it alive during the next run.
+            yield runs.popleft().result()
             bar.update()
             number += 1
 
@@ -215,7 +222,7 @@ def _starting(
 
 
 def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any) -> Result:
-    """One run, after which the view is as before; an error says which item it is of."""
+    """Do one run, and restore the view; errors get a note with the item's index."""
     try:
         return run(view, item)
     except Exception as error:
@@ -249,14 +256,14 @@ class Weights:
         ]
 
     def replaced(self) -> str | None:
-        """The first one in whose place there is another parameter, if any."""
+        """Return the first parameter that was replaced, if any."""
         for full_name, parameters, name, weight, _ in self._states:
             if parameters.get(name) is not weight:
                 return full_name
         return None
 
     def changed(self) -> str | None:
-        """The first one that has been changed since, or replaced, if any."""
+        """Return the first parameter that was changed or replaced, if any."""
         for full_name, _, _, weight, state in self._states:
             if _state(weight) != state:
                 return full_name
@@ -264,7 +271,7 @@ class Weights:
 
 
 class _Hooks:
-    """The hooks on a model when its views are made, which have these and no later ones."""
+    """The hooks on a model when its views were made, because views have no later ones."""
 
     def __init__(self, model: Any) -> None:
         self._of_points = [
@@ -273,7 +280,7 @@ class _Hooks:
         ]
 
     def check(self) -> None:
-        """Check that hooks which were put on the model since then are gone again."""
+        """Check that later hooks on the model are gone again."""
         for name, point, forward, backward in self._of_points:
             if point.fwd_hooks != forward or point.bwd_hooks != backward:
                 raise RuntimeError(
@@ -283,7 +290,7 @@ class _Hooks:
 
 
 def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
-    """The devices that a model computes on, or those of them that are of this host."""
+    """Return the devices that a model computes on, or those on this host."""
     if hasattr(model, "placement"):
         placement: Placement = model.placement
         return placement.here.devices if here else placement.devices
@@ -291,5 +298,5 @@ def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
 
 
 def _state(weight: torch.Tensor) -> Any:
-    """A fingerprint of a weight, which a change of the weight changes."""
+    """Return a fingerprint that changes with the weight."""
     return fingerprint(weight), weight.requires_grad

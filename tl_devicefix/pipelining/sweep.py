@@ -84,7 +84,7 @@ def sweep(
                 f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
                 "only: pass forward hooks in `runs`, and call run_with_hooks for others"
             )
-    adapter_of(model)  # refuses anything but a model
+    adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
     if isinstance(runs, torch.Tensor):
         raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
@@ -108,8 +108,8 @@ def sweep(
 
 
 def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]:
-    """The hooks of each run; some Bridges ignore hooks of names that they do not have."""
-    points = model.hook_dict  # a Bridge makes it at each look
+    """Yield the checked hooks of each run, because some Bridges ignore unknown names."""
+    points = model.hook_dict  # once, because a Bridge makes it at each look
     for run in hf_logging.tqdm(runs, desc="Sweep", disable=not progress):
         hooks = list(run)
         for item in hooks:
@@ -137,7 +137,7 @@ _KNOWN = {
     *("labels", "loss_per_token", "return_type", "stop_at_layer"),
     *("clear_contexts", "remove_batch_dim"),
 }
-"""Arguments with which a run may start at any block: none of them is changed by a run."""
+"""Arguments with which a run may start at any block, because no run changes them."""
 
 # Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
 _LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
@@ -145,10 +145,13 @@ _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.
 
 
 class _FirstBlock:
-    """Finds the first block that a run may change.
+    """Finds the first block that a run may change; block 0 if in doubt.
 
-    Those below it have no hook, of the run or of anyone else, hold nothing that might differ from
-    one run to the next, and nobody may want a gradient that goes through them. In doubt, it is 0.
+    Blocks below it
+
+    - have no hook, of the run or of anyone else;
+    - contain nothing that may act differently in another run;
+    - are on the way of no gradient.
     """
 
     def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
@@ -161,17 +164,17 @@ class _FirstBlock:
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
 
     def of(self, hooks: Hooks) -> int:
-        """The first block that a run with these hooks may change; their number, if none."""
+        """Return the first block that a run with these hooks may change; if none, their number."""
         first = min([self._last, *_layers(self._model, hooks)] if self._last else [0])
         if first == 0 or _has_any_global_hook() or any(map(_needs_gradient, self._inputs)):
             return 0
         grad = torch.is_grad_enabled()
-        if grad not in self._n_steady:  # once, as hooks on the model do not change meanwhile
+        if grad not in self._n_steady:  # once, because hooks on the model do not change meanwhile
             self._n_steady[grad] = self._steady_blocks()
         return min(first, self._n_steady[grad])
 
     def _steady_blocks(self) -> int:
-        """How many blocks, from the first on, do the same in each run."""
+        """Return the number of blocks from the first on that do the same in each run."""
         if any(map(self._may_differ, _beside_blocks(self._model))):
             return 0
         for index, block in enumerate(self._model.blocks):
@@ -187,11 +190,11 @@ class _FirstBlock:
             return True
         if any(map(_needs_gradient, module._parameters.values())):
             return True
-        if module is self._model:  # of which `_is_known` has seen enough
+        if module is self._model:  # because `_is_known` has checked it
             return False
         if package_of(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
             return True
-        forward = attributes.get("forward")  # of this very module: by us, accelerate, or the user
+        forward = attributes.get("forward")  # its own: by us, accelerate, or the user
         by_library = package_of(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
         if forward is not None and not by_library:
             return True
@@ -216,12 +219,12 @@ def _is_known(model: Any, adapter: Adapter) -> bool:
 
 
 def _layers(model: Any, hooks: Hooks) -> Iterator[int]:
-    """For each hook point with a hook, the first block that could see what it does."""
+    """Yield the first block that could see the effect of each hook."""
     points = model.hook_dict
     for names, _ in hooks:
         for name in [names] if isinstance(names, str) else filter(names, points):
             yield _layer(model, name)
-            yield _layer(model, getattr(points.get(name), "name", None) or name)  # of an alias
+            yield _layer(model, getattr(points.get(name), "name", None) or name)  # an alias
 
 
 def _layer(model: Any, name: str) -> int:
@@ -233,7 +236,7 @@ def _layer(model: Any, name: str) -> int:
 
 
 def _beside_blocks(model: Any) -> Iterator[nn.Module]:
-    """All modules that run before the first block, or around all of them."""
+    """Return the modules that run before the first block, or around all blocks."""
     after = [getattr(model, name, None) for name in ("ln_final", "unembed")]
     seen = {id(module) for module in (*model.blocks, *after)}
     to_see = [model, getattr(model, "original_model", None)]
@@ -268,7 +271,7 @@ class _ResidualStreams:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._layer = 0
-        self._last: Any = None  # what the block before it returns
+        self._last: Any = None  # the output of the block before it
         self._weights: Weights | None = None
 
     def before(self, layer: int) -> Any:
@@ -340,7 +343,7 @@ def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
-    """The indices that TransformerLens patches, in its order: the layer, and where in it."""
+    """Return TransformerLens's patching indices in its order: the layer, and the place in it."""
     if asked.index_df is not None:
         for _, row in asked.index_df.iterrows():
             yield row.to_list()
@@ -357,19 +360,19 @@ def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
 def _patch(
     activation: torch.Tensor, hook: Any, patch_setter: Callable[..., Any], index: Any, clean: Any
 ) -> Any:
-    """Patch an activation at an index, as the hook that TransformerLens makes does."""
-    if activation.requires_grad:  # which TransformerLens 2 changes in place
+    """Patch an activation at an index, like TransformerLens's hook."""
+    if activation.requires_grad:  # because TransformerLens 2 changes it in place
         activation = activation.clone()
     return patch_setter(activation, index, clean)
 
 
 def _patched(hooks: Hooks) -> list[tuple[Any, Any]]:
-    """The hook point and the index of each hook that is a partial of a patching function."""
+    """Return the hook point and the index of each patching hook."""
     return [(name, getattr(hook, "keywords", {}).get("index")) for name, hook in hooks]
 
 
 class _Swept:
-    """A model as TransformerLens's loop uses it, whose outputs are the next results of a sweep."""
+    """Stands in for the model in TransformerLens's loop; its outputs are the sweep's results."""
 
     def __init__(self, model: Any, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
         self._model = model
@@ -382,7 +385,7 @@ class _Swept:
             yield run
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # TransformerLens asks whether it is a module
+    def __class__(self) -> Any:  # because TransformerLens asks whether it is a module
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:

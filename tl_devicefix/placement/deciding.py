@@ -207,7 +207,7 @@ def _from_dict(
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
         if not keys and not _must_be_named(size.name):
-            keys = ["embed"]
+            keys = [key for key in device_map if _is_prefix(key, "embed")]
         if not keys:
             missing.append(size.name)
             continue

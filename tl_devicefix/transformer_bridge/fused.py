@@ -6,6 +6,7 @@ a block only, to the residual stream, the block's own code runs around the layer
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -282,7 +283,8 @@ def _attends(module: Any) -> bool:
 
 
 def _is_user_s(hook: Any) -> bool:
-    return package_of(hook) not in ("tl_devicefix", *LIBRARIES)
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return package_of(function) not in ("tl_devicefix", *LIBRARIES)
 
 
 def _nothing(*_: Any) -> None:

@@ -7,6 +7,8 @@ import copy
 import inspect
 import itertools
 import sys
+import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -14,10 +16,11 @@ from unittest import mock
 import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
-from tl_devicefix.checkpoints.files import check_report
+from tl_devicefix.checkpoints.files import UNREADABLE, check_report, stored_tensors
 from tl_devicefix.checkpoints.hub import (
     check_model,
     is_checkpoint_directory,
@@ -29,6 +32,7 @@ from tl_devicefix.checkpoints.hub import (
 from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined, resolve, simulated_device
@@ -46,8 +50,8 @@ from tl_devicefix.transformer_bridge.components import (
     hf_model_class,
     layout_of,
 )
-from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers
+from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
+from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config
 
 
 @patches(
@@ -97,14 +101,49 @@ def boot_transformers(
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
         options["dtype"] = torch_dtype(options["dtype"])
     warning = _check_numbers(options, numbers)
+    beyond = _check_parts(options, numbers)
     try:
         bridge = _boot(original, bound)
+        _check_components(bridge)
+    except AssertionError as error:  # TransformerLens asserts what its architectures have
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ValueError(
+            f"TransformerLens {installed()} cannot make a TransformerBridge of "
+            f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
+        ) from error
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which raises if there is none
         raise
-    bridge.__dict__["numbers_warning"] = warning
+    bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
+
+
+def _check_components(bridge: Any) -> None:
+    """Refuse a Bridge that lacks a module, because its first forward would fail."""
+    for name, module in bridge.named_modules():
+        if isinstance(module, GeneralizedComponent) and module.original_component is None:
+            raise ValueError(
+                f"a TransformerBridge of a {type(bridge.original_model).__name__} has {name!r}, "
+                f"but this model has no {module.name!r}: use transformers, or a HookedTransformer"
+            )
+
+
+def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
+    """Warn of parts of an `hf_model` that its config does not make, and return them."""
+    choice, hf_model = choice_of_numbers(numbers), options.get("hf_model")
+    if choice == "ignore" or not isinstance(hf_model, nn.Module):
+        return ""
+    if not (beyond := parts_beyond_config(hf_model)):
+        return ""
+    message = (
+        f"hf_model has parts that its config does not make ({beyond}), which a TransformerBridge "
+        "may leave out: compare its numbers with hf_model's, or silence this with numbers='ignore'"
+    )
+    if choice == "refuse":
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=2)
+    return beyond
 
 
 def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
@@ -146,7 +185,7 @@ def _spreads(options: Mapping[str, Any]) -> bool:
     """Return True if several devices, or host memory, are asked for."""
     n_devices = options.get("n_devices")
     limited = options.get("device_map") is not None or options.get("max_memory") is not None
-    return limited or (n_devices is not None and n_devices != 1)
+    return limited or (n_devices is not None and (n_devices != 1 or n_devices is True))
 
 
 def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
@@ -255,7 +294,11 @@ class _PlannedClass:
         """Load the model by transformers, and check that the checkpoint has all of its weights."""
         if self._options.get("n_ctx") is None:  # TransformerLens itself reports wrong shapes
             kwargs.setdefault("ignore_mismatched_sizes", True)
-        hf_model, report = real.from_pretrained(name, output_loading_info=True, **kwargs)
+        try:
+            hf_model, report = real.from_pretrained(name, output_loading_info=True, **kwargs)
+        except UNREADABLE:
+            stored_tensors(name, kwargs)  # raises a sentence with the file, if one is damaged
+            raise
         check_report(report, name, kwargs, hf_model)
         return hf_model
 

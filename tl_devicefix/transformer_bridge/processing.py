@@ -28,6 +28,7 @@ from transformer_lens.utilities.quantization import require_readable_weight
 from transformer_lens.weight_processing import ProcessWeights
 
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
@@ -39,8 +40,8 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.transformer_bridge.fused import forget
-from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
-from tl_devicefix.twin import Numbers
+from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
+from tl_devicefix.twin import Numbers, choice_of_numbers
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -74,15 +75,24 @@ def enable_compatibility_mode(
     `numbers` is as for `boot_transformers`: a tiny twin is processed in the same way first.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored.
+        ValueError: if the attention matrices cannot be refactored, or for an `hf_model` with parts
+            that its config does not make.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed because an earlier call failed.
     """
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    takes = inspect.signature(original)
+    refuse_unknown("enable_compatibility_mode", kwargs, [*takes.parameters, "numbers"])
+    bound = takes.bind(self, *args, **kwargs)
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
+    beyond = vars(self).get(PARTS_BEYOND)
+    if beyond and choice_of_numbers(numbers) != "ignore":
+        raise ValueError(
+            "compatibility mode would leave out parts of hf_model that its config does not make "
+            f"({beyond}): undo the change, go on without it, or pass numbers='ignore'"
+        )
     hf_config = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)

@@ -20,7 +20,10 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.monkeypatch.versions import installed as version
 
 pytestmark = [
-    pytest.mark.skipif(has_hooked_transformer(), reason="a Bridge of TransformerLens 4"),
+    pytest.mark.skipif(
+        has_hooked_transformer(),
+        reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
+    ),
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
 ]
 
@@ -37,7 +40,7 @@ def fused_bridge(boot):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_a_kv_cache_and_a_block_that_listens(name, fused_bridge, tokens, fused_blocks):
+def test_kv_cache_continues_where_one_block_is_hooked(name, fused_bridge, tokens, fused_blocks):
     bridge = fused_bridge(name, compatible=False)
     options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
@@ -59,7 +62,9 @@ LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
 
 
-def test_booted_so_over_several_devices(machine, boot, bridge_references, fused_blocks):
+def test_bridge_booted_fused_over_devices_builds_no_pattern(
+    machine, boot, bridge_references, fused_blocks
+):
     bridge = boot("llama", n_devices=4, fuse_blocks=True)
     with ShapesMade() as made:
         actual = bridge(LONG.to("sim:0"))
@@ -71,7 +76,7 @@ def test_booted_so_over_several_devices(machine, boot, bridge_references, fused_
 @pytest.mark.cover
 @pytest.mark.parametrize("compatible", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "pythia"])
-def test_nothing_of_every_query_and_key_is_made(name, compatible, fused_bridge):
+def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused_bridge):
     bridge, run = fused_bridge(name, compatible=compatible), with_gradients(LONG)
 
     with ShapesMade() as made:
@@ -87,7 +92,7 @@ def test_nothing_of_every_query_and_key_is_made(name, compatible, fused_bridge):
     assert not made.of_pairs(29)
 
 
-def test_a_function_for_masks_of_a_user_s_own(fused_bridge, tokens):
+def test_users_own_mask_function_is_called_and_stays(fused_bridge, tokens):
     bridge = fused_bridge("llama", compatible=False)
     original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
@@ -172,7 +177,9 @@ def test_a_norm_may_be_parametrized(fused_bridge, tokens):
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
-@pytest.mark.skipif(version() < Version("4.3"), reason="a Gemma 2 that float64 does not run in")
+@pytest.mark.skipif(
+    version() < Version("4.3"), reason="a Gemma 2 Bridge runs in float64 since TransformerLens 4.3"
+)
 def test_padding_in_float64_changes_no_row_of_a_token(fused_bridge, tokens):
     mask = padded(tokens, slice(2))
     bridge = fused_bridge("gemma-2", compatible=True).to(torch.float64)
@@ -189,7 +196,7 @@ def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, to
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["pythia", "bloom"])
-def test_two_bridges_as_wide_with_other_heads(name, tokens, tokenizer, tmp_path):
+def test_bridges_of_equal_width_split_heads_by_their_own_config(name, tokens, tokenizer, tmp_path):
     """How a fused projection was split depends on heads, which its weight's sizes do not tell."""
     for n_heads in (4, 2):
         config = HF_CONFIGS[name]()
