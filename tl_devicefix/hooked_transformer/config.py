@@ -92,9 +92,8 @@ def _config_of_live(hf_model: Any) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised
     name = class_in_transformers(model).__name__
-    if not config.architectures or re.search(
-        r"For[A-Z]|LMHead", name
-    ):  # a base model names another class
+    # The name of a base model says nothing of its head.
+    if not config.architectures or re.search(r"For[A-Z]|LMHead", name):
         config.architectures = [name]
     return config
 

@@ -113,14 +113,19 @@ class Unwrapped:
         """Replace a projection that the Bridge has split by its parts."""
         names: tuple[str, ...]
         name: Any
-        activation = getattr(wrapper.original_component, "act_fn", None)
+        is_split = isinstance(wrapper, JointGateUpMLPBridge)
+        of_kind = ("activation_fn", "act_fn", "act", "activation") if is_split else ("act_fn",)
+        found = (getattr(wrapper.original_component, name, None) for name in of_kind)
+        activation = next((one for one in found if one is not None), None)
         if getattr(wrapper, "_use_processed_weights", False) and activation is not None:
             self._made[id(activation)] = _Activation(wrapper.config)
+        elif is_split and isinstance(wrapper._activation_fn, nn.Module):
+            self._made[id(activation)] = wrapper._activation_fn  # the layer's when it was booted
         if isinstance(wrapper, JointQKVAttentionBridge):
             self._joint[id(wrapper.original_component)] = wrapper
             split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
             name = wrapper.submodules["qkv"].name if "qkv" in wrapper.submodules else None
-        elif isinstance(wrapper, JointGateUpMLPBridge):
+        elif is_split:
             split, names = wrapper.split_gate_up_matrix, ("gate", "in")
             name = wrapper.fused_attr
         else:

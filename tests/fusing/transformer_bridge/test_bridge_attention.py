@@ -137,9 +137,17 @@ def test_a_bridge_scales_scores_by_its_own_config(fused_bridge, tokens):
     assert not torch.allclose(assert_either_way(bridge, lambda bridge: bridge(tokens)), expected)
 
 
-def test_a_folded_gated_mlp_activates_by_the_config(fused_bridge, tokens):
-    bridge = fused_bridge("llama", compatible=True)
-    bridge.blocks[1].mlp.original_component.act_fn = torch.nn.Tanh()
+@pytest.mark.parametrize(
+    ("kind", "name", "compatible"),
+    [
+        ("llama", "act_fn", True),
+        ("phi-3", "activation_fn", True),
+        ("phi-3", "activation_fn", False),
+    ],
+)
+def test_a_gated_mlp_activates_as_the_bridge_does(kind, name, compatible, fused_bridge, tokens):
+    bridge = fused_bridge(kind, compatible=compatible)
+    setattr(bridge.blocks[1].mlp.original_component, name, torch.nn.Tanh())
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
