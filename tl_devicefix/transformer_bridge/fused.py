@@ -94,7 +94,7 @@ class FusedWrapper(Fused):
         if now.is_of_bridge and is_enabled():
             bound, by_sdpa = bound_of(self), now.config_of_sdpa is not None
             is_edited = by_sdpa and self.is_list_item and are_masks_edited()
-            if not is_edited and bound.may_stand_for(self):
+            if not is_edited and bound.may_stand_for(self, by_sdpa):
                 return bound.run(self, args, kwargs)
             if is_edited or (by_sdpa and bound.shows_mask(self)):
                 args, kwargs = bound.with_built_mask(args, kwargs)
@@ -195,7 +195,7 @@ class Bound:
         hooks = (hook for hooks in hooks_of(wrapper.__dict__) for hook in hooks.values())
         return unsupported_mode() is not None or any(map(_is_user_s, hooks))
 
-    def may_stand_for(self, wrapper: Any) -> bool:
+    def may_stand_for(self, wrapper: Any, by_sdpa: bool) -> bool:
         """Return True if the layer may be called instead of the wrapper, in this very forward."""
         attributes = wrapper.__dict__
         return (
@@ -204,7 +204,7 @@ class Bound:
             and "forward" not in attributes
             and attributes.get("_start_at_layer_idx") is None
             and attributes.get("_stop_at_layer_idx") is None
-            and (self.by_sdpa or not wrapper.is_list_item or not this_forward().config_of_sdpa)
+            and (self.by_sdpa or not by_sdpa or not wrapper.is_list_item)
         )
 
     def run(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
