@@ -138,8 +138,15 @@ def bound_of(wrapper: Any) -> Bound:
 
 def config_of_sdpa(bridge: Any) -> Any:
     """Return the config by which transformers makes masks of a Bridge that is fused, if by SDPA."""
-    first = next(iter(getattr(bridge, "blocks", ())), None)
-    return bound_of(first).config if isinstance(first, FusedWrapper) else None
+    blocks = list(getattr(bridge, "blocks", ()))
+    # All of them, because an unfused block of another model takes no mask for none.
+    if not blocks or not all(map(_takes_masks_for_sdpa, blocks)):
+        return None
+    return bound_of(blocks[0]).config if isinstance(blocks[0], FusedWrapper) else None
+
+
+def _takes_masks_for_sdpa(block: Any) -> bool:
+    return isinstance(block, FusedWrapper) or hasattr(class_of(block), "is_remote")
 
 
 def forget(bridge: Any) -> None:

@@ -151,6 +151,14 @@ def test_a_gated_mlp_activates_as_the_bridge_does(kind, name, compatible, fused_
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt-j", "llama"])
+def test_an_unfused_block_of_another_model_stays_causal(name, fused_bridge, boot, tokens):
+    bridge = fused_bridge(name)
+    bridge.blocks[1] = boot(name, device="cpu").blocks[1]
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
 class Doubled(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
