@@ -18,7 +18,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.scheduler import refuse_in_run
 from tl_devicefix.monkeypatch.patch import package_of, patches
-from tl_devicefix.placement.devices import HOST, printed
+from tl_devicefix.placement.devices import HOST, printed, version_of
 from tl_devicefix.placement.in_use import chosen_device, device_of_result, devices_in_use
 from tl_devicefix.placement.placement import Placement
 
@@ -57,7 +57,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         devices = self.devices() & {tensor.device for tensor in tensors}
         if len(devices) < 2:
             return func(*args, **kwargs)
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         changed = list(_changed_in_place(func, args, kwargs))
         try:
             _thread.trying = True
@@ -66,7 +66,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             raise
         except RuntimeError:
             uncounted = len(changed) > 1 and None in versions
-            if uncounted or versions != [_version(tensor) for tensor in tensors]:
+            if uncounted or versions != [version_of(tensor) for tensor in tensors]:
                 raise  # because a second call might change something twice
         finally:
             _thread.trying = False
@@ -95,14 +95,14 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
                 return mapped(value, joined)
             if id(value) not in copies:
                 copy = value.to(target)
-                copies[id(value)] = value, copy, _version(copy)
+                copies[id(value)] = value, copy, version_of(copy)
             return copies[id(value)][1]
 
         result = func(*joined(args), **joined(kwargs))
         del joined  # because it refers to itself, and so keeps the copies
         originals = {}
         for original, copy, version in copies.values():
-            if _version(copy) != version or any(original is tensor for tensor in changed):
+            if version_of(copy) != version or any(original is tensor for tensor in changed):
                 original.copy_(copy)
             originals[id(copy)] = original
         return originals.get(id(result), result)
@@ -162,11 +162,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
     elif isinstance(value, dict):
         yield from tensors_in(tuple(value.values()))
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """Return a tensor's version; None for inference tensors, because torch does not count those."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _changed_in_place(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tl_devicefix.placement.devices import module_with_streams
+from tl_devicefix.placement.devices import module_with_streams, version_of
 from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")
@@ -72,4 +72,4 @@ def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
     """Return a tensor's id and version; torch counts no versions in inference mode."""
     if tensor is None:
         return None
-    return id(tensor), None if tensor.is_inference() else tensor._version
+    return id(tensor), version_of(tensor)

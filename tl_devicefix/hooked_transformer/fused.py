@@ -38,6 +38,7 @@ from tl_devicefix.hooked_transformer.components import POST_NORM
 from tl_devicefix.hooked_transformer.moving import alibi_table
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
@@ -97,9 +98,8 @@ class FusedBlock(Fused):
         if (name := own_method(module)) is not None:
             return f"its {name} is not TransformerLens's"
         why = _METHODS.why_not()
-        if why is None and "forward" not in vars(
-            module
-        ):  # because offloaded weights are on the host
+        # Not if it is offloaded, because its weights are on the host.
+        if why is None and "forward" not in vars(module):
             _lay_side_by_side(module)
         return why
 
@@ -161,14 +161,11 @@ class Bound:
     def ignores_wholly(self, attn: Any) -> bool:
         """Return True if scores that do not count are minus infinity, which users can change."""
         ignored = attn._buffers["IGNORE"]
-        state = ignored.data_ptr(), None if ignored.is_inference() else ignored._version
+        state = fingerprint(ignored)
         if state != self._ignored[0]:
             is_inf = not has_values(ignored) or bool(ignored.isneginf())
-            self._ignored = (
-                state,
-                ignored.detach(),
-                is_inf,
-            )  # keep it, because a freed address may be reused
+            # The tensor is kept, because a freed address may be reused.
+            self._ignored = state, ignored.detach(), is_inf
         return self._ignored[2]
 
     def weights(self) -> _Weights:

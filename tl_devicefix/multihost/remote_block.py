@@ -60,7 +60,7 @@ from tl_devicefix.multihost.worker import (
     settings,
     worker_of,
 )
-from tl_devicefix.placement.devices import Host
+from tl_devicefix.placement.devices import Host, version_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"
@@ -573,12 +573,12 @@ class _RemoteRun(RemoteHandle):
     def _hooked(self, activation: Any, shared: list[torch.Tensor]) -> tuple[Any, bool]:
         """Run a tap's hooks; return the activation after them, and True if they wrote to it."""
         step, name = self._steps[self._reply["step"]], self._reply["tap"]
-        others = [(tensor, _version(tensor)) for tensor in shared if tensor is not activation]
-        version = _version(activation)
+        others = [(tensor, version_of(tensor)) for tensor in shared if tensor is not activation]
+        version = version_of(activation)
         before = activation.detach().clone()  # because writes by `.data` and numpy are not counted
         hooked = step.block.get_submodule(name)(activation)
-        step.check_after_hook(name, any(_version(tensor) != was for tensor, was in others))
-        is_written = _version(activation) != version or not torch.equal(activation, before)
+        step.check_after_hook(name, any(version_of(tensor) != was for tensor, was in others))
+        is_written = version_of(activation) != version or not torch.equal(activation, before)
         return hooked, hooked is activation and is_written
 
     def _returned(self, output: torch.Tensor) -> Any:
@@ -644,11 +644,6 @@ class _Part(torch.autograd.Function):
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
         at_home += [None] * (len(ctx.devices) - len(at_home))
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor was written to; None if that is not counted."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _sent(value: Any) -> Any:

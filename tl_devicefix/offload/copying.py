@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import HOST, module_with_streams
+from tl_devicefix.placement.devices import HOST, module_with_streams, storage_of, version_of
 
 Place = tuple[nn.Module, str, torch.Tensor]
 """A module, the name of one of its parameters, and that parameter, in host memory."""
@@ -121,7 +121,7 @@ class BlockCopy:
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int | None]:
     """Return what a change in place, or by `W.data = ...`, changes about a live tensor."""
-    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version_of(tensor)
 
 
 class PrefetchedWeight:
@@ -177,21 +177,16 @@ def keeping_on_host(
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
     # No copies in here, because a graph also keeps the hooks that it was made with.
-    hosts = {_storage(one.weight): (one.host, one.weight.dtype) for one in weights}
+    hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
     def save(tensor: torch.Tensor) -> SavedTensor:
-        host, dtype = hosts.get(_storage(tensor), (None, None))
+        host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
             return SavedTensor(tensor.detach(), tensor._version)
         view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return SavedWeight(host, host._version, tensor.device, view)
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.restore())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return an identifier of a tensor's live storage, which its views share."""
-    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)

@@ -379,6 +379,16 @@ def free_memory(device: torch.device) -> int | None:
     return max(int(free), 0)
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return how often a tensor was changed; None in inference mode, where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an identifier of a tensor's live storage, which its views share."""
+    return tensor.untyped_storage()._cdata
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Return True if a tensor has values; one of a dry run has none."""
     return getattr(tensor, "has_values", True)

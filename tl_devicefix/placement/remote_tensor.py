@@ -20,6 +20,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tl_devicefix.placement.devices import storage_of
+
 _T: Any = torch.Tensor
 _FACTS = frozenset(
     [
@@ -116,7 +118,7 @@ class RemoteTensor(torch.Tensor):
         def read(tensor: RemoteTensor) -> torch.Tensor:
             value = tensor.read()
             if tensor._weight_is:
-                weights[_storage(value)] = tensor._weight_is
+                weights[storage_of(value)] = tensor._weight_is
             return value
 
         args, kwargs = tree_map_only(RemoteTensor, read, (args, kwargs))
@@ -126,7 +128,7 @@ class RemoteTensor(torch.Tensor):
 
         def frozen(part: torch.Tensor) -> torch.Tensor:
             # A view of a weight, such as `W_O.T`, is frozen too: a change of it would be lost.
-            where = weights.get(_storage(part))
+            where = weights.get(storage_of(part))
             if where is None:
                 return part
             return RemoteTensor(lambda: part, part.shape, part.dtype, part.device, where)
@@ -150,10 +152,6 @@ class RemoteTensor(torch.Tensor):
 def plain(value: Any) -> Any:
     """Return a tensor of another host as a plain one, and anything else as it is."""
     return value.read() if type(value) is RemoteTensor else value
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _changes_nothing(
