@@ -259,10 +259,15 @@ def check_numbers(
         f"its config differ by {difference:.1e} of their spread{_blame(run, hf_config)}; "
         f"{advice()}, or silence this with numbers='ignore'"
     )
+    warn_or_refuse(message, choice)
+    return message
+
+
+def warn_or_refuse(message: str, choice: str) -> None:
+    """Warn, or raise a ValueError if the choice of `numbers` is "refuse"."""
     if choice == "refuse":
         raise ValueError(message)
-    warnings.warn(message, stacklevel=2)
-    return message
+    warnings.warn(message, stacklevel=3)
 
 
 def choice_of_numbers(numbers: str | None) -> str:
@@ -397,9 +402,12 @@ def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any
     ours = [h for h in hooks if not (h.__module__ or "").startswith(("transformers", "accelerate"))]
     attributes = vars(module)
     runs_otherwise = bool(ours) or ("forward" in attributes and "_old_forward" not in attributes)
-    numbers = ((name, value) for name, value in attributes.items() if type(value) is float)
-    # Dropout does nothing in a converted model, and users set it to 0.
-    numbers = ((name, value) for name, value in numbers if "drop" not in name and name != "p")
+    numbers = [
+        (name, value)
+        for name, value in attributes.items()
+        # Dropout does nothing in a converted model, and users set it to 0.
+        if type(value) is float and "drop" not in name and name != "p"
+    ]
     kind = type(module) if path else class_in_transformers(module)
     called = re.sub(r"\.\d+(?=\.|$)", ".*", path)
     yield called, kind.__name__, own, runs_otherwise, *numbers

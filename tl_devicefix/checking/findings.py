@@ -16,7 +16,7 @@ from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
 from tl_devicefix.fusing.listening import HOOKS
-from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
+from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import HOST, is_elsewhere, printed, resolve, with_index
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
@@ -199,7 +199,7 @@ def hook_findings(model: Any) -> Iterator[Finding]:
         for attribute in HOOKS:
             kind = attribute.strip("_s").replace("pre_", "pre-").replace("_", " ")
             for key, hook in getattr(module, attribute).items():
-                if key not in own and package_of(hook) not in ("tl_devicefix", *LIBRARIES):
+                if key not in own and is_of_user(hook):
                     name = path or "model"
                     message = f"{name} still has a PyTorch {kind} ({_name(hook)})"
                     fix = f"del {expression(path)}.{attribute}[{key}]"

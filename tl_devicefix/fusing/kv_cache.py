@@ -80,12 +80,13 @@ def is_padded(padding: Padding | None, entry: Any) -> bool:
     """
     if padding is None or not has_values(padding):
         return False
-    kept = prompts.get()
-    if entry is None or kept is None:
-        return not bool((padding == 1).all())
-    if id(entry) not in kept:
-        kept[id(entry)] = entry, not bool((padding == 1).all())
-    return kept[id(entry)][1]
+    kept = None if entry is None else prompts.get()
+    if kept is not None and id(entry) in kept:
+        return kept[id(entry)][1]
+    leaves_out = not bool((padding == 1).all())
+    if kept is not None:
+        kept[id(entry)] = entry, leaves_out
+    return leaves_out
 
 
 def _fits(entry: Any, new_keys: Heads, new_values: Heads) -> bool:

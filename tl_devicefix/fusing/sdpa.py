@@ -44,7 +44,7 @@ def attend(
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
         bias = bias.to(v.dtype)[None]
         # A copy, because a backward cannot save what was made in inference mode.
-        mask = bias.clone() if mask is None else torch.where(mask, bias, -torch.inf)
+        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
         is_causal = False
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
     groups = q.shape[1] // k.shape[1]

@@ -110,6 +110,11 @@ def package_of(item: Any) -> str:
     return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]
 
 
+def is_of_user(hook: Any) -> bool:
+    """Return True if a hook is neither this package's nor a library's own."""
+    return package_of(hook) not in ("tl_devicefix", *LIBRARIES)
+
+
 _MODULES = (
     "transformer_lens",
     "transformer_lens.components",  # of 2.x and 3.x

@@ -96,9 +96,10 @@ def decide(
         )
         return placement
     home = default_device() if device is None else resolve(device)
-    named = None if isinstance(max_memory, int | str) else by_device(max_memory, home)
-    devices = _devices_to_use(device, n_devices, device_map, named)
-    limits = by_device(max_memory, home, devices)
+    limits = None if isinstance(max_memory, int | str) else by_device(max_memory, home)
+    devices = _devices_to_use(device, n_devices, device_map, limits)
+    if limits is None:
+        limits = by_device(max_memory, home, devices)
     n_blocks = sum(is_block(size.name) for size in sizes)
     if n_devices is not None and n_devices > max(n_blocks, 1):
         _log.warning(

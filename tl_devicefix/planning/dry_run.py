@@ -12,7 +12,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +221,16 @@ def _noting_what_runs(model: Any, placement: Placement, running: list[str]) -> I
     Hooks on modules within them would have more memory held.
     """
 
-    def enter(name: str, *_: Any) -> None:
-        running.append(name)
+    def entering(name: str) -> Callable[..., None]:
+        # Not a partial, because that would be taken for a hook of the user's.
+        return lambda *_: running.append(name)
 
     def leave(*_: Any) -> None:
         running.pop()
 
     with contextlib.ExitStack() as stack:
         for component, module in placement.modules_of(model):
-            before = partial(enter, component.name)
+            before = entering(component.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield

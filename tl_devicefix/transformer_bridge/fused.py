@@ -6,7 +6,6 @@ a block only, to the residual stream, the block's own code runs around the layer
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +27,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
+from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     are_masks_edited,
@@ -200,7 +199,7 @@ class Bound:
         if not wrapper.is_list_item or "itself" not in self._listeners.look():
             return False
         hooks = (hook for hooks in hooks_of(wrapper.__dict__) for hook in hooks.values())
-        return unsupported_mode() is not None or any(map(_is_user_s, hooks))
+        return unsupported_mode() is not None or any(map(is_of_user, hooks))
 
     def may_stand_for(self, wrapper: Any, by_sdpa: bool) -> bool:
         """Return True if the layer may be called instead of the wrapper, in this very forward."""
@@ -287,11 +286,6 @@ def _runs_its_layer(kind: type) -> bool:
 
 def _attends(module: Any) -> bool:
     return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
-
-
-def _is_user_s(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return package_of(function) not in ("tl_devicefix", *LIBRARIES)
 
 
 def _nothing(*_: Any) -> None:

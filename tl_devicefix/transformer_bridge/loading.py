@@ -8,7 +8,6 @@ import inspect
 import itertools
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -51,7 +50,7 @@ from tl_devicefix.transformer_bridge.components import (
     layout_of,
 )
 from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config
+from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config, warn_or_refuse
 
 
 @patches(
@@ -136,13 +135,11 @@ def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
         return ""
     if not (beyond := parts_beyond_config(hf_model)):
         return ""
-    message = (
+    warn_or_refuse(
         f"hf_model has parts that its config does not make ({beyond}), which a TransformerBridge "
-        "may leave out: compare its numbers with hf_model's, or silence this with numbers='ignore'"
+        "may leave out: compare its numbers with hf_model's, or silence this with numbers='ignore'",
+        choice,
     )
-    if choice == "refuse":
-        raise ValueError(message)
-    warnings.warn(message, stacklevel=2)
     return beyond
 
 

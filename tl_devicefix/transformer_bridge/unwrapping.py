@@ -54,7 +54,6 @@ class Unwrapped:
         self._by_sdpa = by_sdpa
         self._made: dict[int, nn.Module] = {}
         self._joint: dict[int, Any] = {}  # wrappers, by the ids of what they stand for
-        self._split: set[int] = set()  # ids of modules that the Bridge's own parts replace
         for module in block.modules():
             if is_wrapper(module):
                 _check_wrapper(module, is_block=module is block)
@@ -63,7 +62,7 @@ class Unwrapped:
             _check_dropout(module)
         self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
         self.layer = self._of(block)
-        used = self._wrapped.union(map(id, self.layer.modules()), self._made, self._split)
+        used = self._wrapped.union(map(id, self.layer.modules()), self._made)
         for module in block.modules():
             own = module.original_component if is_wrapper(module) else None
             if own is not None and id(own) not in used:
@@ -71,14 +70,14 @@ class Unwrapped:
 
     def _of(self, module: Any) -> nn.Module:
         while is_wrapper(module):
+            if module.original_component is None:
+                raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
             self._wrapped.add(id(module.original_component))
             if computes_itself(module):
                 return NormOfBridge(module, self._copy(module.original_component))
             if _has_code_of_llama_s(module.original_component):
                 return RMSNorm(module.original_component)
             self._note_parts(module)
-            if module.original_component is None:
-                raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
             module = module.original_component
         if id(module) not in self._made:
             self._made[id(module)] = self._copy(module)
@@ -138,7 +137,6 @@ class Unwrapped:
             raise NotPlain(f"a {type(wrapper).__name__} has no known projection")
         parts = [self._of(wrapper._modules[part]) for part in names]
         self._made[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
-        self._split.add(id(joint))
 
 
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
