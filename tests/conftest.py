@@ -21,6 +21,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import real_devices  # isort: skip  # before what names devices
 import torch
+from comparison import Snapshot, in_use
 from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
 from hf_models import (
     D_VOCAB,
@@ -33,7 +34,7 @@ from hf_models import (
 )
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
-from machines import transformer_lens_alone
+from machines import as_installed, transformer_lens_alone
 from model_classes import BRIDGE, CLASSES
 from racing import asynchronous
 
@@ -53,9 +54,7 @@ if has_hooked_transformer():
         load_hooked,
         toy_config,
     )
-    from installed import as_installed
     from kinds import KINDS, Kind, Spread, where_to
-    from snapshots import Snapshot, in_use
     from transformer_lens import HookedTransformer
 
 if has_bridge():
@@ -131,12 +130,7 @@ def hf_models():
 
     With two dtypes the weights are rounded to the first and then held in the second.
     """
-
-    def make(name, *dtypes):
-        with torch.device("cpu"):  # because the first test may have another default device
-            return make_hf_model(HF_CONFIGS[name](), *dtypes)
-
-    return cache(make)
+    return cache(lambda name, *dtypes: make_hf_model(HF_CONFIGS[name](), *dtypes))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import transformers
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, Architecture, load_hooked
 from comparison import assert_same_logits, assert_same_model, log_probs
 from hf_models import HF_CONFIGS, N_CTX
-from installed import as_installed
+from machines import as_installed
 from packaging.version import Version
 from torch import nn
 from transformer_lens import HookedTransformer
