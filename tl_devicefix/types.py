@@ -5,7 +5,7 @@ An installed TransformerLens may lack one of the two classes, so nothing is impo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
     from transformer_lens.model_bridge import TransformerBridge
 
-    Model: TypeAlias = Union[HookedTransformer, TransformerBridge]
+    Model: TypeAlias = HookedTransformer | TransformerBridge
 else:
     Model = nn.Module
 
