@@ -69,7 +69,8 @@ def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> 
             return None  # before sorting, because most splits end here
         return tuple(sorted((*fullest, full), reverse=True))
 
-    counts = _best_ranges(len(blocks), n_used, (), extend, at_least)
+    nothing: tuple[float, ...] = ()
+    counts = _best_ranges(len(blocks), n_used, nothing, extend, at_least)
     return [*(counts or []), *[0] * (len(rooms) - n_used)]
 
 

@@ -49,6 +49,9 @@ STRATEGIES = ("auto", "balanced", "sequential")
 _FILLED = 0.9
 """Share of the free memory to fill if blocks are offloaded and the user sets no limit."""
 
+_NAMED_IN_MAPS = ("embed", "pos_embed", "ln_final", "unembed")
+"""Components that a map has to name, beside the blocks."""
+
 
 def decide_fitting(
     sizes: Sequence[ComponentSize],
@@ -89,7 +92,13 @@ def decide(
         raise ValueError(f"n_devices must be an int of 1 or more, but is {shown(n_devices)}")
     if device_map is not None and device_map not in STRATEGIES:
         if not isinstance(device_map, Mapping):
-            device_map = {"": _checked(device_map)}
+            if not is_device(device_map):
+                raise ValueError(
+                    f"device_map={shown(device_map)} is neither a device nor one of "
+                    f"{', '.join(map(repr, STRATEGIES))}, nor a dict from components to devices"
+                    f"{did_you_mean(device_map, STRATEGIES)}{and_there_are()}"
+                )
+            device_map = {"": device_map}
         placement = _from_dict(sizes, device_map, device)
         _warn_of_unused(
             by_device(max_memory, placement.home, placement.devices), placement.memories
@@ -103,8 +112,7 @@ def decide(
     n_blocks = sum(is_block(size.name) for size in sizes)
     if n_devices is not None and n_devices > max(n_blocks, 1):
         _log.warning(
-            "n_devices is %d, but the model has %d blocks, so that at most as many devices are "
-            "used: lower n_devices",
+            "n_devices is %d, but the model has %d blocks, so it uses at most as many devices: lower n_devices",
             n_devices,
             n_blocks,
         )
@@ -118,6 +126,7 @@ def decide(
     counts = spread(sizes, rooms)
     on_each = [Share(count) for count in counts]
     if may_offload and not fits(sizes, counts, rooms):
+        # Not all that is free, because activations need some.
         to_fill = [
             room if room is None or device in (limits or {}) else int(_FILLED * room)
             for device, room in zip(devices, rooms)
@@ -147,6 +156,7 @@ def _devices_to_use(
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
+    # Of home's type, because "cpu" in `max_memory` asks for offloading.
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
@@ -200,14 +210,15 @@ def _from_dict(
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
                 f"device_map names {key!r}, but this model has no such component: it has "
-                f"{in_short(names)}, each placed as a whole (prefixes such as 'blocks', or '' "
-                "for all, are fine)"
+                f"{in_short(names)}, each placed as a whole: name one of these, a prefix such as "
+                "'blocks', or '' for all"
             )
     placed, missing = [], []
     like = _like_home(device_map, home)
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
-        if not keys and not _must_be_named(size.name):
+        # Small ones, such as a Bridge's rotary embedding, go with `embed` if a map leaves them out.
+        if not keys and not (is_block(size.name) or size.name in _NAMED_IN_MAPS):
             keys = [key for key in device_map if _is_prefix(key, "embed")]
         if not keys:
             missing.append(size.name)
@@ -271,31 +282,13 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
         device = resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
+    # A worker's map has stand-ins for the embeddings too, because the driver holds these.
     if not is_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(
             f"device_map puts {component} on another host, where only blocks can be: put it on a "
             "device of this host"
         )
     return device
-
-
-def _checked(device_map: DeviceLike) -> DeviceLike:
-    """Check that a `device_map` that is neither a strategy nor a dict is a device."""
-    if not is_device(device_map):
-        raise ValueError(
-            f"device_map={shown(device_map)} is neither a device nor one of "
-            f"{', '.join(map(repr, STRATEGIES))}, nor a dict from components to devices"
-            f"{did_you_mean(device_map, STRATEGIES)}{and_there_are()}"
-        )
-    return device_map
-
-
-def _must_be_named(name: str) -> bool:
-    """Return True if a map has to name a component.
-
-    Others, such as a Bridge's rotary embedding, go with `embed` because they are small.
-    """
-    return is_block(name) or name in ("embed", "pos_embed", "ln_final", "unembed")
 
 
 def _is_prefix(key: str, name: str) -> bool:

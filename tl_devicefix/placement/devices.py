@@ -54,8 +54,8 @@ class Host:
 
     Attributes:
         connection: the interface to its worker.
-        devices: its own names of its devices ("cuda:0"), in order.
-        forgotten: numbers of values that the worker may free; the next run tells it.
+        devices: the names of its devices there ("cuda:0"), in order.
+        forgotten: numbers of values that the worker may free. The next run sends them.
     """
 
     connection: Connection
@@ -71,7 +71,7 @@ _joined: tuple[Host, ...] = ()
 
 
 def join(hosts: Sequence[Host]) -> None:
-    """Make the devices of these hosts known in this process, and those of no others."""
+    """Make the devices of these hosts, and of no others, known in this process."""
     global _joined
     _joined = tuple(hosts)
 
@@ -86,11 +86,11 @@ class Site:
     """A device and its host.
 
     Attributes:
-        torch_device: the device, as it is called in this process; see `elsewhere`.
+        torch_device: the device in this process; a stand-in (see `elsewhere`) for another host's.
         host: the host's number, from 0 on; this process's own is 0.
-        hostname: what the host is called: "node-b"; "host1", where it has no name of its own.
-        number: which of the host's devices it is, from 0 on.
-        device: what the host calls it: "cuda:1".
+        hostname: the host's name: "node-b"; "host1" if two hosts have the same name.
+        number: the device's number among the host's devices, from 0 on.
+        device: its name on the host: "cuda:1".
     """
 
     torch_device: torch.device
@@ -135,16 +135,17 @@ def listed(sites: Sequence[Site]) -> str:
     ranges = []
     for first, *others in by_host.values():
         number = f"host{first.host}"
-        also = "" if number in names else f" ({number})"  # the name wins
+        # Not if a host is called so, because its name comes before another one's number.
+        also = "" if number in names else f" ({number})"
         ranges.append(first.name + (f" to {others[-1].device}" if others else "") + also)
     return ", ".join(ranges)
 
 
 DeviceLike = str | int | torch.device
-"""A device as torch takes it, an index, or of several hosts a name: "host1/cuda:1"."""
+"""A device as torch takes it, an index, or a name with its host: "host1/cuda:1"."""
 
 HOST = torch.device("cpu")
-"""Where the weights of offloaded blocks live."""
+"""The memory of offloaded blocks' weights."""
 
 
 def default_device() -> torch.device:
@@ -152,15 +153,13 @@ def default_device() -> torch.device:
 
     Inside `tl_devicefix.simulate` that is the first simulated device.
     """
-    return simulated_device() or with_index(_unsimulated_device())
-
-
-def _unsimulated_device() -> torch.device:
+    if (simulated := simulated_device()) is not None:
+        return simulated
     try:  # imported here, because reading saved activations needs no TransformerLens
         from transformer_lens.utilities import get_device
     except ImportError:  # TransformerLens 2.x
         from transformer_lens.utils import get_device
-    return torch.device(get_device())
+    return with_index(torch.device(get_device()))
 
 
 def simulated_device() -> torch.device | None:
@@ -196,11 +195,12 @@ def has_index(device: torch.device) -> bool:
 
 def elsewhere(number: int) -> torch.device:
     """Return the stand-in for a device of another host, on which no tensor here can be."""
+    # "meta", because torch takes any index of it, and no tensor without values has one.
     return torch.device("meta", number)
 
 
 def module_with_streams(device: torch.device) -> Any:
-    """Return torch's module of a device, where that has streams; None elsewhere."""
+    """Return torch's module of a device type, such as `torch.cuda`; None if it has no streams."""
     module = torch.get_device_module(device.type)
     return module if hasattr(module, "Stream") and device.type != "cpu" else None
 
@@ -232,7 +232,7 @@ def sites_here() -> tuple[Site, ...]:
 
 
 def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
-    """Return a device's site, by default among this process's; None with one host."""
+    """Return a device's site, by default among all; None with one host."""
     all_sites = sites_here() if sites is None else sites
     return next((site for site in all_sites if site.torch_device == device), None)
 
@@ -263,10 +263,10 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
     """Turn a user's way of naming a device into a `torch.device` that exists here.
 
     Args:
-        device: a name, or an index of a device of home's type. Of several hosts, also a name with
-            its host: "node-b/cuda:1", or "host1/cuda:1" by the host's number.
-        home: where the model is at home, or will be. Without, or if its type has no index (the
-            CPU), an index is of the type that TransformerLens would choose.
+        device: a name, or an index of a device of home's type. With several hosts, also a name
+            with its host: "node-b/cuda:1", or "host1/cuda:1" by the host's number.
+        home: the model's home. Without, or if its type has no index (the CPU), an index is of the
+            type that TransformerLens would choose.
     """
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
         raise ValueError(
@@ -300,7 +300,7 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
 
 
 def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
-    """As `resolve`, to move a model: from the CPU, an index is torch's own if it has any."""
+    """Resolve a device to move a model to, as torch does: from the CPU too, 1 is "cuda:1"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and not has_index(home) and not has_index(default_device()):
         home = accelerator
@@ -372,6 +372,7 @@ def free_memory(device: torch.device) -> int | None:
     if not hasattr(module, "memory_reserved"):
         return int(free)
     allocated = module.memory_allocated(device)
+    # Reserved memory that no tensor uses is free for torch, and for nobody else.
     free += module.memory_reserved(device) - allocated
     if hasattr(module, "get_per_process_memory_fraction"):
         allowed = module.get_per_process_memory_fraction(device) * total - allocated

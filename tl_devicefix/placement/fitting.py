@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ _OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
     """Return the bytes that loading needs beside the weights: two float32 copies of a slice."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
+    # Two copies of four bytes per number: the slice, and the result of the step that reads it.
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
 
@@ -67,7 +67,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
     buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
-        if is_elsewhere(device):
+        if is_elsewhere(device):  # its host holds them: here, they count as placed
             placed.update(map(id, (*module.modules(), *module.parameters())))
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):
@@ -77,9 +77,8 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
             for name, buffer in submodule.named_buffers(recurse=False):
                 if id(submodule) not in placed and not buffer.is_meta:
                     key = id(buffer), device
-                    if (
-                        key not in buffers
-                    ):  # keep the buffer, because a freed one's id may be reused
+                    if key not in buffers:
+                        # The buffer stays in the dict, because a freed one's id may be reused.
                         buffers[key] = buffer, buffer.to(device)
                     submodule._buffers[name] = buffers[key][1]
             placed.add(id(submodule))
@@ -95,12 +94,12 @@ def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
     gradient = parameter.grad
     parameter.data = parameter.data.to(device)
     if gradient is not None and gradient.device != device:
-        parameter.grad = None
+        parameter.grad = None  # because torch refuses to replace a gradient by another device's
         parameter.grad = gradient.to(device)
 
 
 @contextlib.contextmanager
-def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> Iterator[None]:
+def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the device, the unit and the remedy."""
     try:
         yield
@@ -111,13 +110,14 @@ def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> I
 
 
 def _out_of_memory(
-    error: BaseException, model: Any, placement: Placement, unit: str
+    error: BaseException, model: nn.Module, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
     # A full host raises a plain RuntimeError, so the type of error tells which memory is full.
     on_device = isinstance(error, torch.OutOfMemoryError)
     device = placement.device_of(unit) if on_device else placement.stored_on(unit)
     tensors = (*model.parameters(), *model.buffers())
     held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+    # The first three sentences, because torch goes on with advice on its allocator's settings.
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
         f"{printed(device)} ran out of memory while {unit} was brought there or processed: "

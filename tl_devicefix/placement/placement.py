@@ -5,12 +5,13 @@ Loading, routing, moving and reporting all read the same `Placement`. `deciding.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
+from torch import nn
 
 from tl_devicefix.misspelt import UnknownName, did_you_mean
 from tl_devicefix.placement.devices import (
@@ -51,7 +52,7 @@ class PlacedComponent(ComponentSize):
 
     device: torch.device
     offloaded: bool = False
-    """Whether its weights live in CPU memory, and are copied to its device while it runs."""
+    """True if its weights live in CPU memory, and are copied to its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
@@ -67,7 +68,7 @@ class Placement:
     sites: tuple[Site, ...] = field(default_factory=sites_here)
     """The host of each device, if there are several hosts."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+    def __deepcopy__(self, memo: object) -> Placement:
         return self  # immutable, so a copied model can share it
 
     @property
@@ -89,6 +90,8 @@ class Placement:
         """The same placement without components on other hosts."""
         return self if self._here is None else self._here
 
+    # None for itself, because a placement that refers to itself would outlive its model, and
+    # `in_use.py` counts those that are alive.
     @cached_property
     def _here(self) -> Placement | None:
         own = tuple(c for c in self.components if not is_elsewhere(c.device))
@@ -186,16 +189,18 @@ class Placement:
         return stored + sum(self._visiting(device)) + shared_once(running)
 
     def _device(self, named: DeviceLike) -> torch.device:
-        """Resolve a device; one in use is found by name even if it no longer exists."""
+        """Resolve a device; one in use is found by name, because simulated ones cease to exist."""
         if names_host(named):
             return site_named(str(named), self.sites).torch_device
         for memory in self.memories:
+            # A text, because an index may come as "1"; the CPU has none.
             if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
                 return memory
         return resolve(named, self.home)
 
     def _visiting(self, device: torch.device) -> list[int]:
-        """Bytes of each offloaded block that may be on a device together with the others."""
+        """Return the bytes of each offloaded block that may be on a device at one time."""
+        # The largest, because any two may follow each other.
         weights = (c.weights for c in self.components if c.offloaded and c.device == device)
         return sorted(weights, reverse=True)[:VISITING]
 
@@ -206,7 +211,7 @@ class Placement:
         )
         return Placement(tuple(gathered), self.sites)
 
-    def reweighed(self, model: Any) -> Placement:
+    def reweighed(self, model: nn.Module) -> Placement:
         """Return the same devices, with the present sizes of a model's components."""
         weighed = dict(self._by_name)
         for component, module in self.modules_of(model):
@@ -215,9 +220,10 @@ class Placement:
             weighed[component.name] = replace(component, weights=weights, buffers=buffers)
         return Placement(tuple(weighed.values()), self.sites)
 
-    def modules_of(self, model: Any) -> Iterator[tuple[PlacedComponent, Any]]:
+    def modules_of(self, model: nn.Module) -> Iterator[tuple[PlacedComponent, nn.Module]]:
         """Yield the components that a model has, each with its module."""
         modules = dict(model.named_modules())
+        # A model may lack some, because TransformerLens leaves `pos_embed` out for rotary models.
         for component in self.components:
             if component.name in modules:
                 yield component, modules[component.name]
@@ -261,24 +267,16 @@ def placed_as(
 
 def in_short(names: Sequence[str]) -> str:
     """Shorten ["embed", "blocks.0", "blocks.1", "blocks.3"] to "embed, blocks.0-1, 3"."""
-    runs: list[list[str]] = []
-    for name in names:
-        previous = runs[-1][-1] if runs else ""
-        follows = is_block(name) and name.partition(".")[0] == previous.partition(".")[0]
-        if follows and _number(name) == _number(previous) + 1:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    parts: list[str] = []
-    for before, run in zip([[""], *runs], runs):
-        goes_on = is_block(run[0]) and run[0].partition(".")[0] == before[0].partition(".")[0]
-        first = str(_number(run[0])) if goes_on else run[0]
-        parts.append(first if len(run) == 1 else f"{first}-{_number(run[-1])}")
+    parts = []
+    for kind, group in itertools.groupby(names, lambda name: name.rpartition(".")[0]):
+        numbers = [name.rpartition(".")[2] for name in group]
+        if kind:  # consecutive numbers have one difference from their positions
+            by_run = itertools.groupby(enumerate(map(int, numbers)), lambda pair: pair[1] - pair[0])
+            runs = [[number for _, number in run] for _, run in by_run]
+            numbers = [f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs]
+            numbers[0] = f"{kind}.{numbers[0]}"
+        parts += numbers
     return ", ".join(parts)
-
-
-def _number(block: str) -> int:
-    return int(block.rpartition(".")[2])
 
 
 def component_of(name: str) -> str:
@@ -296,7 +294,7 @@ def is_block(name: str) -> bool:
     return name.partition(".")[2].partition(".")[0].isdecimal()
 
 
-def shared_once(on_one_device: Sequence[Any]) -> int:
+def shared_once(on_one_device: Sequence[ComponentSize]) -> int:
     """Return the bytes of buffers that components on one device hold, shared ones counted once."""
     copies = {component.shared or component.name: component.buffers for component in on_one_device}
     return sum(copies.values())

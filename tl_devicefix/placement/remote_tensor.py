@@ -1,19 +1,18 @@
 """A tensor of another host, which comes home when its values are used.
 
 It shows its shape, its dtype, and home as its device, so code that reads weights or cached
-activations needs to know nothing of other hosts. There are three kinds:
+activations need not know of other hosts. There are three kinds:
 
-1. A weight is fetched at each use, because it may be large, and cannot be changed.
+1. A weight is fetched at each use, and cannot be changed.
 2. A cached activation, or a part of a KV cache, is fetched once.
-3. The output of blocks that have not run yet: to read it runs them. It does not leave the model's
+3. The output of blocks that have not run yet. Reading it runs them. It does not leave the model's
    forward.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -21,6 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tl_devicefix.placement.devices import storage_of
+
+_Value = TypeVar("_Value")
+_Function = Callable[..., Any]
+"""A function of torch, or a method of `torch.Tensor`."""
 
 _T: Any = torch.Tensor
 _FACTS = frozenset(
@@ -36,18 +39,18 @@ _FACTS = frozenset(
 _WITHOUT_GRAPH = frozenset(
     [_T.requires_grad.__get__, _T.grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__]
 )
-"""Functions that need no values of a tensor that has no graph."""
+"""Functions that need no values if the tensor has no graph."""
 
 
 class RemoteTensor(torch.Tensor):
     """A tensor of another host; see the module.
 
     Attributes:
-        handle: what keeps a cached activation on its host; None of other kinds.
+        handle: keeps a cached activation on its host; None for other kinds.
     """
 
-    handle: Any
-    _is_param: bool  # so torch takes it for a parameter
+    handle: object
+    _is_param: bool  # because torch recognises parameters by it, also of other classes
     _weight_is: str
     _waits: bool
     _fetch: Callable[[], torch.Tensor]
@@ -55,23 +58,23 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: Any,
+        cls: type[RemoteTensor],
         fetch: Callable[[], torch.Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         weight_is: str = "",
         waits: bool = False,
-        handle: Any = None,
-    ) -> Any:
+        handle: object = None,
+    ) -> RemoteTensor:
         """Make one whose values `fetch` returns.
 
         Args:
             fetch: returns a plain tensor at home.
-            shape: its shape, as it is known before it is fetched; and so `dtype`.
-            dtype: see `shape`.
+            shape: the shape that it shows before it is fetched.
+            dtype: the dtype that it shows.
             device: home.
-            weight_is: of a weight, where it is: "blocks.7.attn.W_Q is on node-b".
+            weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
             waits: True for the output of blocks that have not run, because that may have a graph.
             handle: see the class.
         """
@@ -87,7 +90,7 @@ class RemoteTensor(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """Return the values, as a plain tensor at home."""
-        if self._weight_is:
+        if self._weight_is:  # not kept, because it may be large
             return self._fetch()
         if self._value is None:
             self._value = self._fetch()
@@ -96,7 +99,11 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: _Function,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         this = args[0] if args and type(args[0]) is RemoteTensor else None
@@ -104,14 +111,16 @@ class RemoteTensor(torch.Tensor):
             if func in _FACTS or (func in _WITHOUT_GRAPH and not this._waits):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
+            # Itself, because it has no graph to detach from, and reads need no copy.
             is_same = func in (_T.detach, _T.data.__get__) and not this._waits
             if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
             # Because `cache.remove_batch_dim()` indexes all entries, of which few are read.
             if func is _T.__getitem__ and _is_basic(args[1]) and not this._waits:
                 shape = torch.empty(this.shape, device="meta")[args[1]].shape
-                fetch = functools.partial(_item, this, args[1])
-                return RemoteTensor(fetch, shape, this.dtype, this.device, this._weight_is)
+                return RemoteTensor(
+                    lambda: this.read()[args[1]], shape, this.dtype, this.device, this._weight_is
+                )
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}  # where the weights are, by their storages here
 
@@ -127,7 +136,7 @@ class RemoteTensor(torch.Tensor):
             return result
 
         def frozen(part: torch.Tensor) -> torch.Tensor:
-            # A view of a weight, such as `W_O.T`, is frozen too: a change of it would be lost.
+            # A view of a weight, such as `W_O.T`, is frozen too, because a change would be lost.
             where = weights.get(storage_of(part))
             if where is None:
                 return part
@@ -136,26 +145,31 @@ class RemoteTensor(torch.Tensor):
         return tree_map_only(torch.Tensor, frozen, result)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no default arguments
+        cls,
+        func: _Function,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Because calls from C++ pass `__torch_function__` by.
         return cls.__torch_function__(func, types, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        # A weight is shared with the copy, because it cannot be changed.
         return self if self._weight_is else self.read().__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.read().__reduce_ex__(protocol)
 
 
-def plain(value: Any) -> Any:
+def plain(value: _Value) -> _Value | torch.Tensor:
     """Return a tensor of another host as a plain one, and anything else as it is."""
-    return value.read() if type(value) is RemoteTensor else value
+    return value.read() if isinstance(value, RemoteTensor) else value
 
 
 def _changes_nothing(
-    func: Any, tensor: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: _Function, tensor: RemoteTensor, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
     """Return True for a `to` the same device and dtype, and for freezing a weight."""
     if func in (_T.requires_grad_, _T.requires_grad.__set__):
@@ -172,18 +186,15 @@ def _changes_nothing(
     )
 
 
-def _is_basic(index: Any) -> bool:
-    """Return True if indexing gives a view, whatever the values are."""
+def _is_basic(index: object) -> bool:
+    """Return True if an index selects a view, whose shape does not depend on values."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
-def _item(tensor: RemoteTensor, index: Any) -> torch.Tensor:
-    return tensor.read()[index]
-
-
-def _refuse_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_changes(func: _Function, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Refuse to change a weight, because the change would not reach its host."""
+    # By torch's names for functions in place: `mul_`, `__imul__`, and `data.__set__`.
     name = func.__name__.partition(".")[0]
     in_place = (
         name in ("__set__", "__setitem__")
@@ -194,7 +205,7 @@ def _refuse_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     refuse_weights(changed)
 
 
-def refuse_weights(tensors: Iterable[Any]) -> None:
+def refuse_weights(tensors: Iterable[object]) -> None:
     """Refuse weights of other hosts.
 
     Raises:
@@ -210,5 +221,6 @@ def refuse_weights(tensors: Iterable[Any]) -> None:
 
 
 @register_optimizer_step_pre_hook
-def _refuse_to_train(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _refuse_to_train(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    # Before the step, because parameters of this host would have changed when it fails.
     refuse_weights(p for group in optimizer.param_groups for p in group["params"])

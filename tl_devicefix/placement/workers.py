@@ -11,12 +11,16 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
+
+_Unit = TypeVar("_Unit")
+_Result = TypeVar("_Result")
+_P = ParamSpec("_P")
 
 one_load = threading.RLock()
 """Held while a load changes what all threads see: one load at a time.
@@ -32,10 +36,10 @@ The workers of a load may not take it, because the thread that waits for them ho
 
 
 def each_on_its_device(
-    do: Callable[[Any], None],
-    units: Sequence[Any],
+    do: Callable[[_Unit], None],
+    units: Sequence[_Unit],
     devices: Sequence[torch.device],
-    done: Callable[[], Any] = lambda: None,
+    done: Callable[[], object] = lambda: None,
 ) -> None:
     """Call `do` for each unit, in a thread for each device if there are several.
 
@@ -48,8 +52,8 @@ def each_on_its_device(
         devices: the device of each unit.
         done: called in this thread after each unit.
     """
-    of_each = dict.fromkeys(devices)
-    if len(of_each) < 2:
+    distinct = dict.fromkeys(devices)
+    if len(distinct) < 2:
         for unit in units:
             do(unit)
             done()
@@ -60,12 +64,11 @@ def each_on_its_device(
         # all cores and wait for the slowest one: ten times slower on a busy machine.
         all_cores = torch.get_num_threads()
         stack.callback(torch.set_num_threads, all_cores)
-        cores = max(1, all_cores // len(of_each))
-        caller = CallersState(of_each)
-        workers = {device: stack.enter_context(threads(1)) for device in of_each}
-        stack.callback(
-            lambda: [future.cancel() for future in begun]
-        )  # before the pools wait for their threads
+        cores = max(1, all_cores // len(distinct))
+        caller = CallersState(distinct)
+        workers = {device: stack.enter_context(threads(1)) for device in distinct}
+        # Called before the pools end, because these wait for whatever is queued.
+        stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
         for future in as_completed(begun):
@@ -82,21 +85,21 @@ def each_on_its_device(
         errors.clear()  # because the traceback of one would keep the others alive
 
 
-def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
+def _on_cores(cores: int, do: Callable[[_Unit], None], unit: _Unit) -> None:
     torch.set_num_threads(cores)
     do(unit)
 
 
 @contextlib.contextmanager
-def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
+def threads(count: int, thread_name_prefix: str = "") -> Iterator[ThreadPoolExecutor]:
     """Make a pool of threads, all of which end with the `with` block, even after an interrupt."""
-    pool = ThreadPoolExecutor(count, **options)
+    pool = ThreadPoolExecutor(count, thread_name_prefix)
     try:
         yield pool
     finally:
         try:
             pool.shutdown(cancel_futures=True)
-        except BaseException:
+        except BaseException:  # an interrupt while it waited: wait again, then raise it
             pool.shutdown()
             raise
 
@@ -113,14 +116,14 @@ class CallersState:
         devices = tuple(devices)
         types = tuple(dict.fromkeys(device.type for device in devices))
         self._context = contextvars.copy_context()
-        self._set: list[Callable[[], Any]] = [
+        self._set: list[Callable[[], object]] = [
             functools.partial(torch.set_num_threads, torch.get_num_threads()),
             *(setting for device in devices for setting in _current_stream(device)),
             # After the streams, because setting a stream makes its device the current one.
             *(setting for kind in types for setting in _current_device(kind)),
         ]
-        multithreading = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
-        self._enter: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+        multithreading = torch._C._is_multithreading_enabled()
+        self._enter: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
@@ -140,11 +143,12 @@ class CallersState:
             ),
         ]
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
         """Call a function in this thread with these settings."""
-        return self._context.copy().run(self._run, function, args)
+        # A copy, because only one thread at a time may run within a context.
+        return self._context.copy().run(self._run, lambda: function(*args, **kwargs))
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run(self, function: Callable[[], _Result]) -> _Result:
         for setting in self._set:
             setting()
         with contextlib.ExitStack() as stack:
@@ -153,21 +157,21 @@ class CallersState:
             for push, pop, mode in self._modes:
                 push(mode)
                 stack.callback(pop)
-            return function(*args)
+            return function()
 
 
-def _current_device(kind: str) -> Iterator[Callable[[], Any]]:
+def _current_device(kind: str) -> Iterator[Callable[[], object]]:
     module = torch.get_device_module(kind)
     if kind != "cpu" and hasattr(module, "current_device"):
         yield functools.partial(module.set_device, module.current_device())
 
 
-def _current_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
+def _current_stream(device: torch.device) -> Iterator[Callable[[], object]]:
     module = torch.get_device_module(device.type)
     if device.type != "cpu" and hasattr(module, "set_stream"):
         yield functools.partial(module.set_stream, module.current_stream(device))
 
 
-def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[object]]:
     dtype, caching = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
     return functools.partial(torch.autocast, kind, dtype, True, caching)
