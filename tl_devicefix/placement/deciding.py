@@ -112,7 +112,8 @@ def decide(
     n_blocks = sum(is_block(size.name) for size in sizes)
     if n_devices is not None and n_devices > max(n_blocks, 1):
         _log.warning(
-            "n_devices is %d, but the model has %d blocks, so it uses at most as many devices: lower n_devices",
+            "n_devices is %d, but the model has %d blocks, so it uses at most as many devices: "
+            "lower n_devices",
             n_devices,
             n_blocks,
         )

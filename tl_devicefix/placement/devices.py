@@ -153,13 +153,15 @@ def default_device() -> torch.device:
 
     Inside `tl_devicefix.simulate` that is the first simulated device.
     """
-    if (simulated := simulated_device()) is not None:
-        return simulated
+    return simulated_device() or with_index(_unsimulated_device())
+
+
+def _unsimulated_device() -> torch.device:
     try:  # imported here, because reading saved activations needs no TransformerLens
         from transformer_lens.utilities import get_device
     except ImportError:  # TransformerLens 2.x
         from transformer_lens.utils import get_device
-    return with_index(torch.device(get_device()))
+    return torch.device(get_device())
 
 
 def simulated_device() -> torch.device | None:
