@@ -40,6 +40,7 @@ _WITHOUT_GRAPH = frozenset(
     [_T.requires_grad.__get__, _T.grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__]
 )
 """Functions that need no values if the tensor has no graph."""
+_VIEWS = (_T.view, _T.reshape, _T.transpose)
 
 
 class RemoteTensor(torch.Tensor):
@@ -115,11 +116,15 @@ class RemoteTensor(torch.Tensor):
             is_same = func in (_T.detach, _T.data.__get__) and not this._waits
             if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
-            # Because `cache.remove_batch_dim()` indexes all entries, of which few are read.
-            if func is _T.__getitem__ and _is_basic(args[1]) and not this._waits:
-                shape = torch.empty(this.shape, device="meta")[args[1]].shape
+            # Because `cache.remove_batch_dim()` indexes all entries, and a Bridge's hook points
+            # take heads apart, but few of the activations are read.
+            is_view = func in _VIEWS or (func is _T.__getitem__ and _is_basic(args[1]))
+            if is_view and not this._waits:
+                like = torch.empty(this.shape, dtype=this.dtype, device="meta")
+                like = func(like, *args[1:], **kwargs)
                 return RemoteTensor(
-                    lambda: this.read()[args[1]], shape, this.dtype, this.device, this._weight_is
+                    lambda: func(this.read(), *args[1:], **kwargs),
+                    *(like.shape, like.dtype, this.device, this._weight_is),
                 )
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}  # where the weights are, by their storages here
