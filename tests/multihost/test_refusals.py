@@ -76,6 +76,7 @@ PUT_IN = {
     "attribute": lambda block: setattr(block.ln1, "eps", 3.0),
     "direction": lambda block: setattr(block.attn, "_attention_dir_override", "bidirectional"),
     "config": lambda block: setattr(block.attn, "cfg", None),
+    "transformers' config": lambda block: setattr(block.attn, "config", object()),
     "torch hook": lambda block: block.mlp.register_forward_hook(lambda *args: None),
 }
 
@@ -94,6 +95,13 @@ def test_remote_block_refuses_local_edits(put_in, spread, tokens):
 def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
     with pytest.raises(RuntimeError, match="mlp was put into it here"):
         view(spread("gpt2")).blocks[2].mlp = nn.Identity()
+
+
+def test_deleting_a_remote_weight_is_refused(spread):
+    module, name = _first_weight(spread("llama").blocks[2])
+    with pytest.raises(RuntimeError, match=rf"blocks\.2 runs on node-b, .*: {name} was deleted here"):
+        delattr(module, name)
+    assert name in module._parameters
 
 
 def test_forward_replaced_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):

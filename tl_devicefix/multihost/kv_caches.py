@@ -1,4 +1,4 @@
-"""A block's part of a KV cache, an entry: it stays with the worker, and home reads it when asked.
+"""A block's part of a KV cache, an entry: it stays with the worker until home reads it.
 
 1. Home sends an entry's class, settings and tensors. If nobody has read the tensors of an earlier
    reply, it sends the number under which the worker keeps them.
@@ -9,17 +9,28 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeGuard
 
 import torch
 import transformer_lens
 from transformers import cache_utils
 
+if TYPE_CHECKING:
+    from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
+    from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+
+    _Layer: TypeAlias = CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer
+    Entry: TypeAlias = TransformerLensKeyValueCacheEntry | _Layer
+else:
+    Entry = object
+
 ENTRY, CACHE = "\0entry", "\0cache"
 """Marks in a block's arguments for an entry of TransformerLens's, and for transformers' cache."""
 _LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
+# By name, because older versions of transformers lack these classes.
 _GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache_utils, name))
-_PLAIN = (bool, int, float, str)
+_SETTINGS = (bool, int, float, str)
+"""Types of an entry's settings, such as `frozen` and `is_initialized`."""
 
 
 class EntryState(TypedDict):
@@ -30,18 +41,19 @@ class EntryState(TypedDict):
     """
 
     kind: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     tensors: dict[str, torch.Tensor] | int
     new: int
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value: object) -> TypeGuard[cache_utils.Cache]:
     """Return True for transformers' KV caches."""
     return isinstance(value, cache_utils.Cache)
 
 
-def layer_of_cache(cache: Any, index: int) -> Any:
+def layer_of_cache(cache: cache_utils.Cache, index: int) -> Entry | None:
     """Return a layer's entry of transformers' cache; None if it does not grow by appending."""
+    # The exact class, because subclasses store keys and values elsewhere, or quantised.
     if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
         return None
     if index == len(cache.layers):  # transformers makes a layer when it is first used
@@ -52,41 +64,43 @@ def layer_of_cache(cache: Any, index: int) -> Any:
     return layer if type(layer) in _GROWING else None
 
 
-def settings_of(entry: Any) -> dict[str, Any]:
+def settings_of(entry: Entry) -> dict[str, object]:
     """Return the plain attributes of an entry."""
-    return {k: value for k, value in vars(entry).items() if isinstance(value, _PLAIN)}
+    return {k: value for k, value in vars(entry).items() if isinstance(value, _SETTINGS)}
 
 
-def tensors_of(entry: Any) -> dict[str, torch.Tensor]:
+def tensors_of(entry: Entry) -> dict[str, torch.Tensor]:
     """Return the keys and values of an entry, by their names there."""
     return {k: value for k, value in vars(entry).items() if isinstance(value, torch.Tensor)}
 
 
-def set_tensors(entry: Any, tensors: dict[str, torch.Tensor]) -> None:
+def set_tensors(entry: Entry, tensors: dict[str, torch.Tensor]) -> None:
     """Put keys and values into an entry; one of transformers also notes dtype and device."""
     vars(entry).update(tensors)
     if type(entry) in _GROWING:
         for tensor in tensors.values():
-            entry.dtype, entry.device = tensor.dtype, tensor.device
+            vars(entry).update(dtype=tensor.dtype, device=tensor.device)
 
 
 def made_of(
-    kind: str, settings: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device
-) -> Any:
+    kind: str, settings: dict[str, object], tensors: dict[str, torch.Tensor], device: torch.device
+) -> Entry:
     """Return the entry that home has, on a device of the worker."""
+    # Without `__init__`, because that wants a config and sizes that home does not send.
     cls = getattr(transformer_lens, kind, None) or getattr(cache_utils, kind)
-    entry = object.__new__(cls)
+    entry: Entry = object.__new__(cls)
     if cls in _GROWING:
-        entry.keys, entry.values = None, None
+        vars(entry).update(keys=None, values=None)
     vars(entry).update(settings)
     set_tensors(entry, {name: tensor.to(device) for name, tensor in tensors.items()})
     return entry
 
 
-def as_argument(mark: str, entry: Any, index: int) -> Any:
+def as_argument(mark: str, entry: Entry, index: int) -> Entry | cache_utils.Cache:
     """Return what stands for a mark: the entry, or a cache that has this layer's entry alone."""
     if mark == ENTRY:
         return entry
     cache = cache_utils.DynamicCache()
-    cache.layers = [None] * index + [entry]  # type: ignore[list-item]
+    # None for the layers before, because a layer reads its own entry only, by its index.
+    cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # it has no type for None
     return cache

@@ -1,7 +1,7 @@
 """A block of another host: its hook points are here, its weights there, its forward is a call.
 
-`attach` makes one of a block without values. User code runs here only. At a hook point with a hook,
-the worker pauses, and the hook gets the activation as a plain tensor.
+`attach` turns a block without values into one. User code runs here only. At a hook point with a
+hook, the worker pauses, and the hook gets the activation as a plain tensor.
 
     block 5, no hooks          waits: its output is a `RemoteTensor`
     block 6, no hooks          waits
@@ -14,7 +14,7 @@ the worker pauses, and the hook gets the activation as a plain tensor.
                                               <---  output of block 8
 
 A hook that only looks, such as those of `run_with_cache`, pauses nothing: the activation stays
-there, and comes when it is read. Code that you exchange in your process acts in your process.
+there, and comes when it is read. Code that you exchange acts in your process only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -44,6 +45,7 @@ from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
+    Entry,
     EntryState,
     is_cache,
     layer_of_cache,
@@ -53,10 +55,13 @@ from tl_devicefix.multihost.kv_caches import (
 )
 from tl_devicefix.multihost.worker import (
     HAS_MLP_IN,
+    Geometry,
+    Output,
     Reply,
     Request,
     Step,
     config_at,
+    sent,
     settings,
     worker_of,
 )
@@ -66,24 +71,29 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)
 
+_Key = TypeVar("_Key")
+_Module = TypeVar("_Module", bound="RemoteModule")
+_Value = TypeVar("_Value")
+
 
 class RemoteHandle:
-    """A number of something that a worker keeps, until this object is freed."""
+    """The number of something that a worker keeps until this object is freed."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.number, self.has_graph = host, next(_numbers), False
-        # Not at exit, because workers end with this process.
+        # The number is only noted, because a finalizer may run in the midst of another call. Not at
+        # exit, because workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
+    def __deepcopy__(self, memo: object) -> RemoteHandle:
         return self
 
 
 class RemoteModel(RemoteHandle):
-    """A model, as a host has it that has some of its blocks.
+    """The part of a model that another host has.
 
     Attributes:
-        home: the device on which fetched tensors are.
+        home: the device to which tensors are fetched.
         changed: names of settings that have been changed since it was loaded. They are sent with
             each run, because the blocks there may share one config, and a setting may go back.
     """
@@ -93,46 +103,51 @@ class RemoteModel(RemoteHandle):
         self.home = home
         self.changed: set[str] = set()
 
-    def weight(self, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteTensor:
         """Return a weight or buffer, which is fetched when it is used."""
 
         def fetch() -> torch.Tensor:
             return worker_of(self.host).weight(self.number, name).to(self.home)
 
         is_there = f"{name} is on {self.host.connection.name}"
-        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, is_there)
-        return made
+        return RemoteTensor(fetch, shape, dtype, self.home, is_there)
 
-    def kept(self, handle: RemoteHandle, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+    def kept(
+        self, handle: RemoteHandle, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> RemoteTensor:
         """Return an activation that the host keeps, or a named tensor of a KV cache."""
 
         def fetch() -> torch.Tensor:
             return worker_of(self.host).kept(handle.number, name).to(self.home)
 
-        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, handle=handle)
-        return made
+        return RemoteTensor(fetch, shape, dtype, self.home, handle=handle)
 
 
 class _Record:
     """Facts about a remote block when it was loaded; its copies and views share them.
 
     Attributes:
-        forms: what it returns, by the names of its arguments: a tensor, or a tuple of one. If it
-            returns anything else, or has not run yet, it does not wait.
+        forms: the type of its output, a tensor or a tuple of one, by the number of its arguments
+            and the names of the others. Without an entry, the block cannot wait, because nobody
+            knows what to give in the output's place.
     """
 
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
         self.remote, self.index = remote, index
-        self.forms: dict[Any, type] = {}
+        self.forms: dict[tuple[object, ...], type] = {}
         self.look_at(block)
 
     def look_at(self, block: nn.Module) -> None:
-        """Take the block as it is for what its host has."""
+        """Take note of the block as its host has it: its hook points, and its settings."""
         named = list(block.named_modules())
         self.points = [path for path, module in named if isinstance(module, HookPoint)]
+        # The first path of each config, because most modules of a block share one.
         configs = {path: config_at(block, path) for path, _ in named}
+        known = ("transformer_lens", "transformers")
         first = {
-            id(config): path for path, config in reversed(configs.items()) if _is_known(config)
+            id(config): path
+            for path, config in reversed(configs.items())
+            if package_of(type(config)) in known
         }
         self._configs = {path: dict(vars(configs[path])) for path in first.values()}
 
@@ -143,7 +158,8 @@ class _Record:
             module = block.get_submodule(path)
             hooks = [hook for of_kind in hooks_of(vars(module)) for hook in of_kind.values()]
             hooks = [hook for hook in hooks if not records(hook)]
-            if type(module) is not HookPoint or "forward" in vars(module):  # as an SAE is put there
+            # An SAE may stand in a hook point's place, or in its forward.
+            if type(module) is not HookPoint or "forward" in vars(module):
                 listened[path] = False
             elif hooks:
                 listened[path] = all(map(only_looks, hooks))
@@ -173,10 +189,7 @@ class _Record:
 
 
 _SENT = (type(None), bool, int, float, str, torch.dtype)
-
-
-def _is_known(config: Any) -> bool:
-    return package_of(type(config)) in ("transformer_lens", "transformers")
+"""Types of the settings that are sent, because a config may hold anything."""
 
 
 # --------------------------------------------------------------------------------------------
@@ -184,26 +197,35 @@ def _is_known(config: Any) -> bool:
 
 
 class RemoteModule(nn.Module):
-    """A module of a remote block. It refuses what is put into it, because its worker has others."""
+    """A module of a remote block. It refuses edits, because the worker has another such module."""
 
     is_remote = True
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, edit: str) -> None:
         record: _Record = vars(self)[_REMOTE]
-        raise record.refusal(f"{what} put into it here", "use a hook on a hook point")
+        raise record.refusal(f"{edit} here", "use a hook on a hook point")
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
         is_note &= name != "_attention_dir_override"  # because attention reads it
+        # TransformerLens takes a Bridge's config off a module while it copies the module.
+        is_note |= name == "config" and (value is None or vars(self).get(name, value) is None)
         if not (is_note or name in _SET_BY_LIBRARIES):
             self._check_name(name)
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if any(name in held for held in (self._parameters, self._buffers, self._modules)):
+            self._refuse(f"{name} was deleted")
+        super().__delattr__(name)
+
     def _check_name(self, name: str) -> None:
         if not name.startswith("hook_"):  # a module may be put in a hook point's place
-            self._refuse(f"{name} was")
+            self._refuse(f"{name} was put into it")
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> RemoteModule:
         """Convert what is at home: modules in the place of hook points."""
         refuse_to_convert(self, fn)
         for child in self.children():
@@ -213,30 +235,32 @@ class RemoteModule(nn.Module):
 
 _SET_BY_LIBRARIES = frozenset(
     (
-        *("training", "name", "config", "alibi"),
+        *("training", "name", "alibi"),
         *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
     )
 )
-"""Attributes that TransformerLens sets here, which `Step` or `call_everywhere` has sent too."""
+"""Attributes that TransformerLens sets. The worker gets them by `Step` or `call_everywhere`."""
 
 
 class RemotePart(RemoteModule):
     """A module within a remote block."""
 
 
-def _checked(method: str, check: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    def register(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked(method: str, check: Callable[[_Module, _Value], None]) -> Callable[..., object]:
+    """Return a method of `nn.Module` that checks its first argument before it registers it."""
+
+    def register(self: _Module, given: _Value, *args: object, **kwargs: object) -> object:
         check(self, given)
         return getattr(nn.Module, method)(self, given, *args, **kwargs)
 
     return register
 
 
-def _check_hook(part: RemotePart, hook: Any) -> None:
-    # A Bridge of TransformerLens wires its blocks here as there.
+def _check_hook(part: RemotePart, hook: object) -> None:
+    # A Bridge registers hooks of its own, here as at the worker.
     of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
     if not (of_bridge or records(hook)):
-        part._refuse("hooks of torch's were")
+        part._refuse("hooks of torch's were put into it")
 
 
 for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
@@ -249,7 +273,7 @@ for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "b
 class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on it as a whole act here."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "forward":  # it acts here, around the call
             vars(self)[name] = value
         else:
@@ -257,12 +281,14 @@ class RemoteBlock(RemoteModule):
 
 
 _WAITING = "remote blocks"
+"""The key in `kept_in_forward` for the blocks that wait in this forward."""
 
 
-def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Any:
-    """Run it there; within a forward of the model, together with the blocks that follow."""
+def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
+    """Run the block there; within a forward of the model, together with those that follow."""
     record: _Record = vars(self)[_REMOTE]
-    for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):  # a Bridge's
+    # A Bridge's blocks begin with these, so that `start_at_layer` and `stop_at_layer` act here.
+    for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):
         if hasattr(self, name):
             changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
             args, kwargs = changed or (args, kwargs)
@@ -285,7 +311,7 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Within it, in a model's forward, remote blocks may wait for those that follow."""
+    """Let remote blocks wait for those that follow, within a model's forward."""
     kept = kept_in_forward()
     kept[_WAITING] = None
     yield
@@ -293,7 +319,7 @@ def together() -> Iterator[None]:
         kept[_WAITING].run_rest()  # because hooks look at them, although nobody reads the output
 
 
-def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
+def attach(block: nn.Module, remote: RemoteModel, layer: int, name: str) -> None:
     """Make a block a remote one.
 
     Args:
@@ -311,32 +337,35 @@ def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
                     tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
         if not isinstance(module, HookPoint):
             vars(module)[_REMOTE] = record
-            cls: Any = type(module)
-            module.__class__ = _remote_class(cls, RemotePart if path else RemoteBlock)
+            mixin = RemotePart if path else RemoteBlock
+            module.__class__ = _remote_class(module.__class__, mixin)
 
 
 @cache
-def _remote_class(cls: Any, mixin: Any) -> type:
+def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # The mixin comes last, because Python lets a module change its class only to one whose first
     # base is the class that it had.
+    # torch's `__call__`, because a Bridge's block has its own, for the weights of a layer here.
     of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
     has = {"__module__": __name__, **(of_block if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
 
-def is_remote(block: Any) -> bool:
+def is_remote(block: object) -> bool:
     """Return True for a block on another host."""
     return isinstance(block, RemoteBlock)
 
 
-def call_everywhere(model: Any, method: str, arguments: dict[str, Any]) -> None:
+def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object]) -> None:
     """Call a method that changes weights on all hosts that have blocks of a model."""
     blocks = list(filter(is_remote, model.modules()))
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
         weights = worker_of(remote.host).apply(remote.number, method, arguments)
         for name, (shape, dtype) in weights.items():
             path, _, key = name.rpartition(".")
-            model.get_submodule(path)._parameters[key] = remote.weight(name, shape, dtype)
+            # Past `__setattr__`, which refuses. Shapes may have changed, as heads are split.
+            parameters: dict[str, Any] = model.get_submodule(path)._parameters
+            parameters[key] = remote.weight(name, shape, dtype)
     for block in blocks:
         vars(block)[_REMOTE].look_at(block)
 
@@ -362,7 +391,7 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
 
 
 def _why_not_now() -> str | None:
-    """Return what is on in this process that would change numbers here only; None if nothing."""
+    """Return the mode of this process that would change numbers here only; None without one."""
     if (why := unsupported_mode()) is not None:
         return why
     is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
@@ -389,14 +418,18 @@ class _Step:
     And after each hook, in `check_after_hook`: what that has done to the same block.
     """
 
-    def __init__(self, block: Any, record: _Record, args: list[Any], kwargs: Any) -> None:
-        self.block, self.record, self.form = block, record, (len(args), *kwargs)
+    def __init__(
+        self, block: nn.Module, record: _Record, args: list[object], kwargs: dict[str, object]
+    ) -> None:
+        self.block, self.record = block, record
+        self.form = len(args), *kwargs
         why = _why_not_now()
-        if why is None and block.training and not hasattr(block, "cfg"):  # it may have dropout
+        # A HookedTransformer's block has `cfg`, and no dropout.
+        if why is None and block.training and not hasattr(block, "cfg"):
             why = "the model is in training mode"
         if why is not None:
             raise record.refusal(why)
-        self.entry: Any = None
+        self.entry: Entry | None = None
         self.arguments = self._marked(dict(enumerate(args))), self._marked(kwargs)
         listened = record.listened(block)
         self.taps = [name for name, looks in listened.items() if not looks]
@@ -417,9 +450,9 @@ class _Step:
                 "return a new tensor there instead",
             )
 
-    def _marked(self, arguments: dict[Any, Any]) -> dict[Any, Any]:
+    def _marked(self, arguments: dict[_Key, Any]) -> dict[_Key, object]:
         """Return arguments with a mark in the place of a KV cache."""
-        marked = dict(arguments)
+        marked: dict[_Key, object] = {**arguments}
         for name, value in arguments.items():
             if hasattr(value, "past_keys"):
                 self.entry, marked[name] = value, ENTRY
@@ -432,7 +465,7 @@ class _Step:
         return marked
 
     def message(self) -> Step:
-        """Return it as the worker is told of it."""
+        """Return the step as it is sent to the worker."""
         args, kwargs = self.arguments
         return {
             "layer": self.record.index,
@@ -442,18 +475,19 @@ class _Step:
             "fused": is_fused(self.block) and is_enabled(),
             "has_mlp_in": vars(self.block).get(HAS_MLP_IN),
             "config": self.record.changed_settings(self.block),
-            "entry": None if self.entry is None else self._entry(),
+            "entry": None if self.entry is None else self._entry(self.entry),
         }
 
-    def _entry(self) -> EntryState:
+    def _entry(self, entry: Entry) -> EntryState:
         self.grown = RemoteHandle(self.record.remote.host)
-        here = tensors_of(self.entry)
+        here = tensors_of(entry)
         tensors: dict[str, torch.Tensor] | int = here
         unread = [t for t in here.values() if isinstance(t, RemoteTensor) and not t.is_fetched]
         handles = {tensor.handle for tensor in unread}
         if len(unread) == len(here) and len(handles) == 1:
             (handle,) = handles
-            if handle.host is self.grown.host:
+            # The entry that is there, if its keys and values are those of one reply, unread.
+            if isinstance(handle, RemoteHandle) and handle.host is self.grown.host:
                 if torch.is_grad_enabled() and handle.has_graph:
                     raise RuntimeError(
                         "gradients do not pass through a KV cache of blocks on another host: run "
@@ -461,21 +495,22 @@ class _Step:
                     )
                 tensors = handle.number
         return {
-            "kind": type(self.entry).__name__,
-            "settings": settings_of(self.entry),
+            "kind": type(entry).__name__,
+            "settings": settings_of(entry),
             "tensors": tensors,
             "new": self.grown.number,
         }
 
-    def has_grown(self, settings: dict[str, Any], geometry: dict[str, Any]) -> None:
-        """Have the entry's keys and values be those that the worker keeps."""
+    def has_grown(self, settings: dict[str, object], geometry: dict[str, Geometry]) -> None:
+        """Replace the entry's keys and values by those that the worker keeps."""
+        assert self.entry is not None
         self.grown.has_graph = torch.is_grad_enabled()
         vars(self.entry).update(settings)
         kept = partial(self.record.remote.kept, self.grown)
         set_tensors(self.entry, {name: kept(name, *like) for name, like in geometry.items()})
 
 
-def _kinds(point: Any) -> list[str]:
+def _kinds(point: nn.Module) -> list[str]:
     """Return the kinds of a hook point's hooks; a module in its place is a forward one."""
     return [kind for kind in ("fwd", "bwd") if getattr(point, f"{kind}_hooks", kind == "fwd")]
 
@@ -483,16 +518,17 @@ def _kinds(point: Any) -> list[str]:
 class _WaitingBlocks:
     """Consecutive blocks of one host in a forward: one call runs them, once the last is read."""
 
-    def __init__(self, remote: RemoteModel, x: torch.Tensor) -> None:
+    def __init__(self, remote: RemoteModel, x: Float[torch.Tensor, "batch pos d_model"]) -> None:
         self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
         self._steps: list[_Step] = []
         self._output: RemoteTensor | None = None
-        self.returned: Any = None
+        self.returned: Output
 
-    def continue_with(self, x: Any, remote: RemoteModel) -> bool:
+    def continue_with(self, x: object, remote: RemoteModel) -> bool:
         """Return True if a block of `remote` that is given `x` follows."""
-        is_next = x is self._output and remote is self._remote
-        return is_next and not x.is_fetched and self._has_graph == torch.is_grad_enabled()
+        is_next = isinstance(x, RemoteTensor) and x is self._output and not x.is_fetched
+        # One mode of gradients, because the blocks run in one graph, or in none.
+        return is_next and remote is self._remote and self._has_graph == torch.is_grad_enabled()
 
     def add(self, step: _Step) -> RemoteTensor:
         """Let a block follow; return its output."""
@@ -515,8 +551,8 @@ class _WaitingBlocks:
             )
         with torch.set_grad_enabled(self._has_graph):
             self.returned = _RemoteRun(self._remote, self._steps).run(self._x)
-        is_tensor = isinstance(self.returned, torch.Tensor)
-        output: torch.Tensor = self.returned if is_tensor else self.returned[0]
+        returned = self.returned  # [batch, pos, d_model], or a tuple that begins with that
+        output: torch.Tensor = returned[0] if isinstance(returned, tuple) else returned
         return output
 
 
@@ -529,9 +565,10 @@ class _RemoteRun(RemoteHandle):
         self._reply: Reply
         self.n_parts = 0
 
-    def run(self, x: torch.Tensor) -> Any:
+    def run(self, x: Float[torch.Tensor, "batch pos d_model"]) -> Output:
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
+        # Arguments too, because any tensor may have a graph.
         given = tree_leaves([x, [step["arguments"] for step in steps]])
         leaves = [
             index
@@ -546,31 +583,41 @@ class _RemoteRun(RemoteHandle):
             "settings": settings(),
             "facts": kept_in_forward().get(FACTS),
         }
-        ask = partial(self._begin, request)
+        forget = self.host.take_forgotten()
+        ask = partial(self._replied, "begin", self._remote.number, sent(request), forget)
         # The tensors that the worker has too, in its order: a hook may get one of them again.
-        shared, inputs, token = [x], [given[index] for index in leaves], None
+        shared, inputs = [x], [given[index] for index in leaves]
+        token: torch.Tensor | None = None
         while True:
-            value, token = self._part(token, inputs, ask)
+            if torch.is_grad_enabled():
+                value, token = _Part.apply(self, ask, token, *inputs)
+            else:
+                value = ask()
             reply = self._reply
             for number, point, shape, dtype in reply["cached"]:
                 step = self._steps[number]
                 cached = self._remote.kept(step.cached[point], "", shape, dtype)
                 step.block.get_submodule(point)(cached)
-            for number, *state in reply["grown"]:
-                self._steps[number].has_grown(*state)
+            for number, settings_there, geometry in reply["grown"]:
+                self._steps[number].has_grown(settings_there, geometry)
             if not reply["tap"]:
                 return self._returned(value)
             same_as = reply["same_as"]
             activation = value if same_as is None else shared[same_as]
             hooked, in_place = self._hooked(activation, shared)
+            # Sent back only if a hook changed it, because most hooks look.
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 shared.append(hooked)
-            needs_gradient = is_changed or (same_as is None and hooked.requires_grad)
-            inputs = [hooked] if needs_gradient else []
-            ask = partial(self._proceed, hooked if is_changed else None, in_place)
+            is_input = is_changed or (same_as is None and hooked.requires_grad)
+            inputs = [hooked] if is_input else []
+            new = sent(hooked) if is_changed else None
+            needs_gradient = is_changed and hooked.requires_grad
+            ask = partial(self._replied, "proceed", new, needs_gradient, in_place)
 
-    def _hooked(self, activation: Any, shared: list[torch.Tensor]) -> tuple[Any, bool]:
+    def _hooked(
+        self, activation: torch.Tensor, shared: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
         """Run a tap's hooks; return the activation after them, and True if they wrote to it."""
         step, name = self._steps[self._reply["step"]], self._reply["tap"]
         others = [(tensor, version_of(tensor)) for tensor in shared if tensor is not activation]
@@ -581,10 +628,10 @@ class _RemoteRun(RemoteHandle):
         is_written = version_of(activation) != version or not torch.equal(activation, before)
         return hooked, hooked is activation and is_written
 
-    def _returned(self, output: torch.Tensor) -> Any:
-        """Return what the last block does, in the same form."""
+    def _returned(self, output: torch.Tensor) -> Output:
+        """Return the output in the last block's form: a tensor, or a tuple that begins with it."""
         last, value = self._steps[-1], self._reply["value"]
-        if isinstance(value, torch.Tensor):
+        if not isinstance(value, tuple):
             last.record.forms[last.form] = torch.Tensor
             return output
         if len(value) == 1:
@@ -592,20 +639,7 @@ class _RemoteRun(RemoteHandle):
         home = self._remote.home
         return (output, *tree_map_only(torch.Tensor, lambda part: part.to(home), value[1:]))
 
-    def _part(self, token: Any, inputs: list[Any], ask: Callable[[], torch.Tensor]) -> Any:
-        if not torch.is_grad_enabled():
-            return ask(), None
-        return _Part.apply(self, ask, token, *inputs)
-
-    def _begin(self, request: Request) -> torch.Tensor:
-        forget = self.host.take_forgotten()
-        return self._replied("begin", self._remote.number, _sent(request), forget)
-
-    def _proceed(self, given: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-        needs_gradient = given is not None and given.requires_grad
-        return self._replied("proceed", _sent(given), needs_gradient, in_place)
-
-    def _replied(self, method: str, *arguments: Any) -> torch.Tensor:
+    def _replied(self, method: str, *arguments: object) -> torch.Tensor:
         """Ask the worker; return the activation, at home."""
         with torch.inference_mode(False):  # so that writes to the activation are counted
             self._reply = getattr(worker_of(self.host), method)(self.number, *arguments)
@@ -619,20 +653,31 @@ class _RemoteRun(RemoteHandle):
 class _Part(torch.autograd.Function):
     """One part of a run, in home's graph.
 
-    Each takes a token from the part before, so that autograd runs them in order, the last first.
+    Each takes a token from the part before, so that autograd runs them in order, the last first:
+
+        x ---------> part 0 -- z ---> hook(z) ---> part 1 ---> output
+                        `---- token ----------------^
     """
 
     @staticmethod
-    def forward(ctx: Any, run: _RemoteRun, ask: Any, token: Any, *inputs: Any) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]  # torch declares any number of arguments
+        ctx: Any,
+        run: _RemoteRun,
+        ask: Callable[[], torch.Tensor],
+        token: torch.Tensor | None,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.run, ctx.number, ctx.devices = run, run.n_parts, [item.device for item in inputs]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # because zeros would be sent like any gradient
         output = ask()
         if not run.has_graph:
             ctx.mark_non_differentiable(output)
         return output, torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any, of_token: Any) -> Any:  # type: ignore[override]
+    def backward(  # type: ignore[override]  # torch declares any number of gradients
+        ctx: Any, gradient: torch.Tensor | None, of_token: object
+    ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients of gradients do not pass through blocks of other hosts: leave out "
@@ -640,12 +685,8 @@ class _Part(torch.autograd.Function):
             )
         task = torch._C._current_graph_task_id()
         worker, run = worker_of(ctx.run.host), ctx.run.number
-        gradients = worker.backward(run, ctx.number, _sent(gradient), task)
+        gradients = worker.backward(run, ctx.number, sent(gradient), task)
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
+        # The worker has fewer leaves if a hook returned a tensor without a graph.
         at_home += [None] * (len(ctx.devices) - len(at_home))
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home
-
-
-def _sent(value: Any) -> Any:
-    """Return what is sent: tensors on the CPU, without gradients."""
-    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)

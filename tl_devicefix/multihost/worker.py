@@ -1,6 +1,6 @@
 """The worker of a host: it holds some blocks of a model, and runs them when home asks.
 
-It is a plain class. `init_hosts` makes an actor of it, and tests call it in a thread. The user's
+It is a plain class. `init_hosts` turns it into an actor, and tests call it in a thread. The user's
 code stays at home: at each hook point with a hook, a *tap*, the run pauses.
 
     home                                   worker
@@ -28,10 +28,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
 
 import psutil
 import torch
+from jaxtyping import Float
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
@@ -43,6 +45,7 @@ from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
+    Entry,
     EntryState,
     as_argument,
     made_of,
@@ -51,9 +54,20 @@ from tl_devicefix.multihost.kv_caches import (
     tensors_of,
 )
 from tl_devicefix.placement.devices import Host, elsewhere, free_memory
+from tl_devicefix.placement.remote_tensor import plain
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
+_Value = TypeVar("_Value")
+
+Output: TypeAlias = torch.Tensor | tuple[Any, ...]
+"""What a block returns: the residual stream, or a tuple that begins with it."""
+Geometry: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""A tensor's shape and dtype."""
 
 HAS_MLP_IN = "_use_hook_mlp_in"
-"""A flag that a Bridge's block has itself, and not its config."""
+"""A setting that a Bridge keeps in its block, and not in a config."""
 
 
 class Step(TypedDict):
@@ -61,53 +75,53 @@ class Step(TypedDict):
 
     `taps` has the kinds of the hooks ("fwd", "bwd") at each tap, and `cached` the number under
     which an activation is kept for hooks that only look. `config` has changed settings, by the path
-    of the module that has the config.
+    of the module with the config.
     """
 
     layer: int
-    arguments: tuple[list[Any], dict[str, Any]]
+    arguments: tuple[list[object], dict[str, object]]
     taps: dict[str, list[str]]
     cached: dict[str, int]
     fused: bool
     has_mlp_in: bool | None
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, object]]
     entry: EntryState | None
 
 
 class Request(TypedDict):
     """A run of blocks, one after the other.
 
-    `leaves` are the places of tensors that get gradients, among x and the arguments. `settings` and
-    `facts` are what torch and the model's forward are set to at home.
+    `leaves` are the positions of tensors that get gradients, among x and the arguments. `settings`
+    are torch's at home, and `facts` those of the model's forward.
     """
 
-    x: torch.Tensor
+    x: Float[torch.Tensor, "batch pos d_model"]
     steps: list[Step]
     leaves: list[int]
     graph: bool
-    settings: list[Any]
-    facts: Any
+    settings: list[object]
+    facts: object
 
 
 class Reply(TypedDict):
-    """A run that is paused at a tap of a step, or has ended, where the tap is "".
+    """A run that is paused at a tap of a step, or has ended; then the tap is "".
 
-    `value` is the activation, or what the last block returned. If home has the tensor already,
-    `value` is None and `same_as` says which of the values of this run it is. `cached` has step,
-    hook point, shape and dtype of each activation that was kept since the last reply; `grown` has
-    step, settings, shapes and dtypes of each entry of a KV cache.
+    `value` is the activation, or the output of the last block. If home has the tensor already,
+    `value` is None, and `same_as` is the tensor's position among those that both have. `cached` has
+    step, hook point, shape and dtype of each activation that was kept since the last reply; `grown`
+    has step, settings, shapes and dtypes of each entry of a KV cache.
     """
 
     step: int
     tap: str
-    value: Any
+    value: Output | None
     same_as: int | None
     has_graph: bool
     cached: list[tuple[int, str, tuple[int, ...], torch.dtype]]
-    grown: list[tuple[int, dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]]
+    grown: list[tuple[int, dict[str, object], dict[str, Geometry]]]
 
 
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+_SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -118,13 +132,14 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 ]
 
 
-def settings() -> list[Any]:
+def settings() -> list[object]:
     """Return the settings of torch that change the numbers of a block."""
     return [get() for get, _ in _SETTINGS]
 
 
-def config_at(block: Any, path: str) -> Any:
+def config_at(block: nn.Module, path: str) -> Any:
     """Return the config of a module in a block; None if it has none."""
+    # From `vars`, because a Bridge's components pass unknown names on to the layer.
     attributes = vars(block.get_submodule(path))
     return attributes.get("cfg") or attributes.get("config")
 
@@ -133,7 +148,7 @@ class Worker:
     """Holds and runs blocks.
 
     Args:
-        devices: of this host, as torch calls them here.
+        devices: torch's names of this host's devices.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -141,7 +156,7 @@ class Worker:
         self._kept: dict[int, Any] = {}
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Free what has these numbers; a paused run ends."""
+        """Free the values with these numbers; a paused run ends."""
         for number in numbers:
             item = self._kept.pop(number, None)
             if isinstance(item, _PausableRun):
@@ -152,11 +167,11 @@ class Worker:
 
     def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
         """Return the bytes that are free on a device, by its index here, after `forget`."""
-        self.forget(forget)
+        self.forget(forget)  # because models that home has dropped still fill the device
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
 
-    def differences(self, files: Files, name: str, hub: dict[str, Any]) -> list[str]:
+    def differences(self, files: Files, name: str, hub: dict[str, object]) -> list[str]:
         """Return how this host's files of a checkpoint differ from home's."""
         return differences(files, name, hub)
 
@@ -165,19 +180,19 @@ class Worker:
         number: int,
         load: str,
         name: str,
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         device_map: dict[str, int | None],
         forget: Sequence[int],
     ) -> None:
         """Load this host's blocks of a model from this host's files.
 
         Args:
-            number: the model's, from now on.
+            number: the model's number from now on.
             load: a class of TransformerLens and its method: "HookedTransformer.from_pretrained".
-            name: of the checkpoint.
-            arguments: of that method.
+            name: the checkpoint.
+            arguments: the method's.
             device_map: each component's device, by its index here; None if it is elsewhere.
-            forget: as `forget`, before.
+            forget: numbers of values to free first.
         """
         self.forget(forget)
         places = {
@@ -185,12 +200,13 @@ class Worker:
             for component, index in device_map.items()
         }
         cls, _, method = load.partition(".")
+        # By name, because an installed TransformerLens may lack one of the classes.
         of = "transformer_lens" if cls == "HookedTransformer" else "transformer_lens.model_bridge"
         loader = getattr(getattr(importlib.import_module(of), cls), method)
         self._kept[number] = _Model(loader(name, device_map=places, **arguments))
 
-    def apply(self, model: int, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a method of a model that changes weights; return shapes and dtypes of all here."""
+    def apply(self, model: int, method: str, arguments: dict[str, object]) -> dict[str, Geometry]:
+        """Call a method that changes a model's weights; return the geometry of all weights here."""
         module = self._kept[model].module
         getattr(module, method)(**arguments)
         self._kept[model] = _Model(module)  # because the views have the weights of before
@@ -200,12 +216,12 @@ class Worker:
     def weight(self, model: int, name: str) -> torch.Tensor:
         """Return a weight or buffer, by its name in the model."""
         path, _, name = name.rpartition(".")
-        return _sent(getattr(self._kept[model].module.get_submodule(path), name))
+        return sent(getattr(self._kept[model].module.get_submodule(path), name))
 
     def kept(self, number: int, name: str) -> torch.Tensor:
         """Return an activation that is kept, or a tensor of an entry by its name."""
         item = self._kept[number]
-        return _sent(getattr(item, name) if name else item)
+        return sent(getattr(item, name) if name else item)
 
     def begin(self, run: int, model: int, request: Request, forget: Sequence[int]) -> Reply:
         """Run blocks up to the first tap or the end, after `forget`."""
@@ -223,29 +239,27 @@ class Worker:
 
         Args:
             run: its number.
-            activation: what replaces the activation of the tap; None if that is unchanged.
-            needs_gradient: True if home will ask for the gradient of it.
+            activation: the activation after the tap's hooks; None if they left it unchanged.
+            needs_gradient: True if home will ask for its gradient.
             in_place: True if a hook wrote to the activation, which other tensors may share.
         """
-        paused: _PausableRun = self._kept[run]
-        return paused.proceed(activation, needs_gradient, in_place)
+        return self._kept[run].proceed(activation, needs_gradient, in_place)
 
     def backward(
         self, run: int, part: int, gradient: torch.Tensor | None, task: int
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of what a part of a run was given; the last part comes first.
+        """Return the gradients of the leaves of a part of a run; the last part comes first.
 
         Args:
             run: its number.
-            part: which part, from 0 on.
-            gradient: of what the part gave.
-            task: the number of home's backward; there may be several of one graph.
+            part: the part's number, from 0 on.
+            gradient: the gradient of the part's value.
+            task: the number of home's backward, because several may go through one graph.
         """
-        ended: _PausableRun = self._kept[run]
-        return ended.backward(part, gradient, task)
+        return self._kept[run].backward(part, gradient, task)
 
 
-class _Asked:
+class _RemoteWorker:
     def __init__(self, host: Host) -> None:
         self._host = host
 
@@ -254,47 +268,48 @@ class _Asked:
 
 
 def worker_of(host: Host) -> Worker:
-    """Return a stand-in for a host's worker, whose methods ask it by the host's connection."""
-    return cast(Worker, _Asked(host))
+    """Return an object with a worker's methods, each of which calls the worker of a host."""
+    # Typed as a Worker, so that type checkers see the arguments of each call.
+    return cast(Worker, _RemoteWorker(host))
 
 
 class _Model:
-    """A model of which some blocks are here, and views of blocks for runs with hooks."""
+    """A model with some blocks here, and views of blocks for runs with hooks."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any) -> None:  # a `Model` with the attributes that patches add
         self.module, self.blocks = module, module.blocks
-        self._views: dict[int, list[Any]] = {}
+        self._views: dict[int, list[nn.Module]] = {}
 
-    def borrow(self, layer: int) -> Any:
+    def borrow(self, layer: int) -> nn.Module:
         """Return a view of a block, because runs in flight must not see each other's hooks."""
         views = self._views.setdefault(layer, [])
-        try:
+        try:  # and not a test, because another thread may take the last one in between
             return views.pop()
         except IndexError:
             return view_of(self.blocks[layer])
 
-    def give_back(self, layer: int, view: Any) -> None:
+    def give_back(self, layer: int, view: nn.Module) -> None:
         """Keep a view for the next run."""
         restore(view)
         self._views[layer].append(view)
 
 
 class _Ended(BaseException):
-    """Ends a run that home has dropped. No Exception, because TransformerLens may catch these."""
+    """Ends a run that home has dropped. No Exception, because code in a block may catch these."""
 
 
 @dataclass
 class _Part:
-    """What a run computes between two replies.
+    """The computation of a run between two replies.
 
     Attributes:
-        leaves: the tensors that it was given, of which gradients are asked.
-        edge: where its result is in the graph; None if the result needs no gradient.
-        device: the result's.
+        leaves: the tensors that it was given, and that get gradients.
+        edge: the place of its value in the graph; None if the value needs no gradient.
+        device: the value's.
     """
 
     leaves: list[torch.Tensor]
-    edge: Any = None
+    edge: GradientEdge | None = None
     device: torch.device | None = None
 
 
@@ -304,9 +319,11 @@ class _PausableRun:
     def __init__(self, model: _Model, kept: dict[int, Any], request: Request) -> None:
         self._model, self._kept, self._request = model, kept, request
         self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
-        self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._cached: list[Any] = []
-        self._grown: list[Any] = []
+        # None ends the run. Otherwise the arguments of `proceed`.
+        self._arrivals: queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]
+        self._arrivals = queue.SimpleQueue()
+        self._cached: list[tuple[int, str, tuple[int, ...], torch.dtype]] = []
+        self._grown: list[tuple[int, dict[str, object], dict[str, Geometry]]] = []
         self._parts: list[_Part] = []
         # The tensors that home has too, in its order: x, then the activation of each tap.
         self._shared: list[torch.Tensor] = []
@@ -321,6 +338,8 @@ class _PausableRun:
         self._parts.append(_Part(leaves))
         if not any(step["taps"] for step in steps):
             return self._run()
+        # In a thread of its own, because the call that begins a run returns at the first tap, with
+        # the block's frames still on the stack.
         threading.Thread(target=self._run_in_thread, daemon=True).start()
         return self._reply()
 
@@ -336,7 +355,7 @@ class _PausableRun:
 
     def end(self) -> None:
         """End it, if it is paused."""
-        self._arrivals.put((_Ended, False))
+        self._arrivals.put(None)
 
     def _reply(self) -> Reply:
         reply = self._replies.get()
@@ -362,7 +381,9 @@ class _PausableRun:
                 x = output[0] if isinstance(output, tuple) else output
         return self._stopped(number, "", x, output)
 
-    def _run_block(self, number: int, step: Step, x: torch.Tensor) -> Any:
+    def _run_block(
+        self, number: int, step: Step, x: Float[torch.Tensor, "batch pos d_model"]
+    ) -> Output:
         layer, block = step["layer"], self._model.blocks[step["layer"]]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
         x, (args, kwargs) = tree_map_only(
@@ -377,6 +398,7 @@ class _PausableRun:
                 lambda text: as_argument(text, entry, layer) if text in (CACHE, ENTRY) else text,
                 (args, kwargs),
             )
+        # Without hooks the block itself runs, because runs in flight then have nothing to hide.
         has_hooks = bool(step["taps"] or step["cached"])
         if has_hooks:
             block = self._model.borrow(layer)
@@ -389,7 +411,7 @@ class _PausableRun:
                 setattr(block, HAS_MLP_IN, step["has_mlp_in"])
             for name in (*step["taps"], *step["cached"]):
                 self._put_hook(number, step, name, block.get_submodule(name))
-            output = block(x, *args, **kwargs)
+            output: Output = block(x, *args, **kwargs)
         finally:
             if has_hooks:
                 self._model.give_back(layer, block)
@@ -397,15 +419,16 @@ class _PausableRun:
             self._keep(number, step["entry"]["new"], entry, before)
         return output
 
-    def _entry(self, sent: EntryState, device: torch.device) -> Any:
+    def _entry(self, state: EntryState, device: torch.device) -> Entry:
         """Return an entry that the block may append to."""
-        if not isinstance(sent["tensors"], int):
-            return made_of(sent["kind"], sent["settings"], sent["tensors"], device)
-        entry = copy.copy(self._kept[sent["tensors"]])
-        vars(entry).update(sent["settings"])
+        if not isinstance(state["tensors"], int):
+            return made_of(state["kind"], state["settings"], state["tensors"], device)
+        # A copy, because home may still hold the shorter one; appending makes new tensors.
+        entry: Entry = copy.copy(self._kept[state["tensors"]])
+        vars(entry).update(state["settings"])
         return entry
 
-    def _keep(self, number: int, key: int, entry: Any, before: dict[str, torch.Tensor]) -> None:
+    def _keep(self, number: int, key: int, entry: Entry, before: dict[str, torch.Tensor]) -> None:
         """Keep an entry if it has grown; a frozen one has not."""
         tensors = tensors_of(entry)
         if all(before.get(name) is tensor for name, tensor in tensors.items()):
@@ -419,11 +442,11 @@ class _PausableRun:
     def _put_hook(self, number: int, step: Step, name: str, point: Any) -> None:
         """Put a hook of torch's on a hook point: home runs the conversions around a user's hook."""
 
-        def cache(module: Any, args: Any, activation: torch.Tensor) -> None:
+        def cache(module: object, args: object, activation: torch.Tensor) -> None:
             self._kept[step["cached"][name]] = activation.detach()
             self._cached.append((number, name, tuple(activation.shape), activation.dtype))
 
-        def pause(module: Any, args: Any, activation: torch.Tensor) -> torch.Tensor:
+        def pause(module: object, args: object, activation: torch.Tensor) -> torch.Tensor:
             return self._pause(number, name, activation)
 
         is_tap = name in step["taps"]
@@ -434,14 +457,16 @@ class _PausableRun:
         point.bwd_hooks += [handle] * ("bwd" in kinds)
 
     def _pause(self, number: int, name: str, activation: torch.Tensor) -> torch.Tensor:
-        """Send an activation home; return what goes on in its place."""
+        """Send an activation home; return the one that replaces it."""
         shared = (index for index, one in enumerate(self._shared) if one is activation)
         same_as = next(shared, None)
-        self._replies.put(self._stopped(number, name, activation, None, same_as))
-        given, in_place = self._arrivals.get()
-        if given is _Ended:
+        value = activation if same_as is None else None
+        self._replies.put(self._stopped(number, name, activation, value, same_as))
+        arrival = self._arrivals.get()
+        if arrival is None:
             raise _Ended
-        if in_place and not (activation.is_leaf and activation.requires_grad):
+        given, in_place = arrival
+        if given is not None and in_place and not (activation.is_leaf and activation.requires_grad):
             activation.copy_(given)  # so that tensors that share its memory change too
         elif given is not None:
             # A copy, because `given` is a leaf of the graph, and the block may write to it.
@@ -451,7 +476,11 @@ class _PausableRun:
             else:
                 same_as = None
         elif same_as is None and activation.requires_grad:
-            activation = _as_leaf(activation)
+            # In place, because a Bridge's norms ask whether a hook returned the same tensor; torch
+            # refuses that of a view.
+            is_view = activation._is_view()
+            activation = activation.detach() if is_view else activation.detach_()
+            activation.requires_grad_()  # a leaf of the graph that follows
             self._parts[-1].leaves.append(activation)
         if same_as is None:
             self._shared.append(activation)
@@ -462,7 +491,7 @@ class _PausableRun:
         number: int,
         name: str,
         activation: torch.Tensor,
-        output: Any = None,
+        value: Output | None,
         same_as: int | None = None,
     ) -> Reply:
         has_graph = activation.requires_grad and same_as is None
@@ -470,11 +499,10 @@ class _PausableRun:
         # The edge, and not the tensor, because hooks may write to the tensor.
         part.edge = get_gradient_edge(activation) if has_graph else None
         part.device = activation.device
-        value = activation if output is None else output
         reply: Reply = {
             "step": number,
             "tap": name,
-            "value": _sent(value) if same_as is None else None,
+            "value": sent(value),
             "same_as": same_as,
             "has_graph": has_graph,
             "cached": self._cached,
@@ -487,7 +515,7 @@ class _PausableRun:
         self, number: int, gradient: torch.Tensor | None, task: int
     ) -> list[torch.Tensor | None]:
         """Return the gradients of a part's leaves."""
-        if task != self._task:
+        if task != self._task:  # the first part of another backward
             self._task, self._gradients = task, {}
         part = self._parts[number]
         if gradient is not None and part.edge is not None:
@@ -503,15 +531,6 @@ class _PausableRun:
         return [self._gradients.pop(id(leaf), None) for leaf in part.leaves]
 
 
-def _as_leaf(activation: torch.Tensor) -> torch.Tensor:
-    """Make an activation a leaf of the graph that follows: itself, unless it is a view.
-
-    Itself, because a Bridge's norms ask whether a hook has returned the same tensor.
-    """
-    if activation._is_view():
-        return activation.detach().requires_grad_()
-    return activation.detach_().requires_grad_()
-
-
-def _sent(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu"), value)
+def sent(value: _Value) -> _Value:
+    """Return a value as it is sent: its tensors on the CPU, without gradients."""
+    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)

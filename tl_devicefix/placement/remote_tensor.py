@@ -100,11 +100,7 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: _Function,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         this = args[0] if args and type(args[0]) is RemoteTensor else None
@@ -151,11 +147,7 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's has no default arguments
-        cls,
-        func: _Function,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Because calls from C++ pass `__torch_function__` by.
         return cls.__torch_function__(func, types, args, kwargs)
