@@ -20,7 +20,7 @@ class _Described:
 
     def __init__(self, **versions):
         versions = own_versions() | versions
-        self.describe = lambda wait: {"devices": ["cuda:0", "cuda:1"], "versions": versions}
+        self.describe = lambda wait: (("cuda:0", "cuda:1"), versions)
 
 
 def test_node_with_other_package_versions_is_refused():

@@ -99,7 +99,9 @@ def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
 
 def test_deleting_a_remote_weight_is_refused(spread):
     module, name = _first_weight(spread("llama").blocks[2])
-    with pytest.raises(RuntimeError, match=rf"blocks\.2 runs on node-b, .*: {name} was deleted here"):
+    with pytest.raises(
+        RuntimeError, match=rf"blocks\.2 runs on node-b, .*: {name} was deleted here"
+    ):
         delattr(module, name)
     assert name in module._parameters
 

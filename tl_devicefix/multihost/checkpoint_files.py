@@ -11,29 +11,28 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory, snapshot
 
 Files = dict[str, tuple[int, str]]
-"""File -> its bytes, and a checksum of its tensors."""
+"""File -> its size in bytes, and a checksum of its tensors."""
 
 _KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 """Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
 
-def files_of(name: str, hub: dict[str, Any]) -> Files:
+def files_of(name: str, hub: dict[str, object]) -> Files:
     """Return a checkpoint's files on this host: a directory's, or those in the hub's cache."""
     try:
-        folder = Path(name) if is_checkpoint_directory(name) else snapshot(name, **hub)
+        folder = Path(name) if is_checkpoint_directory(name) else snapshot(name, (), **hub)
     except ValueError:  # because transformers itself reports a hub that cannot be reached
         return {}
     paths = [path for kind in _KINDS for path in sorted(folder.glob(kind))]
     return {path.name: _file(path) for path in paths}
 
 
-def differences(files: Files, name: str, hub: dict[str, Any]) -> list[str]:
+def differences(files: Files, name: str, hub: dict[str, object]) -> list[str]:
     """Return how the files here differ from another host's."""
     own = files_of(name, hub)
     wrong = [f"has no {file}" for file in files.keys() - own.keys()]
@@ -51,6 +50,7 @@ def _file(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         for start, end in _parts(path, nbytes):
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
+            # The end too, because the steps may miss it, and a `.bin` has its checksums there.
             for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()
@@ -66,7 +66,7 @@ def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    data = 8 + length
+    data = 8 + length  # offsets in the header count from here
     spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
     of_header = [(first, min(first + _WHOLE, data)) for first in range(0, data, _WHOLE)]
     return [*of_header, *((data + first, data + end) for first, end in spans)]

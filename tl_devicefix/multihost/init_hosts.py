@@ -52,7 +52,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
             transformers, TransformerLens, this package), or starts no worker in time.
     """
     with _joining:
-        if joined() and all(_answers(host) for host in joined()):
+        if joined() and all(map(_answers, joined())):
             return
         leave_hosts()
         if not _connect(address):
@@ -64,7 +64,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
         try:
             started = hf_logging.tqdm(connections, desc="Starting workers")
             hosts = [_described(connection, wait) for connection in started]
-        except BaseException:  # after an interrupt too
+        except BaseException:  # also an interrupt, because workers would hold the GPUs
             for connection in connections:
                 connection.end()
             raise
@@ -82,7 +82,7 @@ def leave_hosts() -> None:
 
 def _answers(host: Host) -> bool:
     try:
-        host.connection.call("forget", [])
+        host.connection.call("forget", [])  # any call would do
     except HostLost:
         return False
     return True
@@ -107,6 +107,7 @@ def _connect(address: str) -> bool:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
+        # By its text, because Ray raises one class for a wrong token and for no cluster.
         if "AuthenticationError" in "".join(traceback.format_exception(error)):
             raise ConnectionError(
                 f"the Ray cluster at {address!r} refuses this process's token: set "
@@ -142,31 +143,30 @@ def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
     names = Counter(node["NodeManagerHostname"] for node in alive)
     others = [node for node in alive if node["NodeID"] != own]
     others = [node for node in others if node["Resources"].get("GPU")] or others
+    # Sorted, so that devices have the same numbers in each run.
     others.sort(key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
-    named = []
-    for number, node in enumerate(others, 1):
-        hostname = node["NodeManagerHostname"]
-        named.append((hostname if names[hostname] == 1 else f"host{number}", node))
-    return named
+    hostnames = [node["NodeManagerHostname"] for node in others]
+    called = [h if names[h] == 1 else f"host{number}" for number, h in enumerate(hostnames, 1)]
+    return list(zip(called, others))
 
 
 def _described(connection: RayConnection, wait: float) -> Host:
     """Wait for a host's worker to start, and refuse one with other versions."""
-    description = connection.describe(wait)
+    devices, versions_there = connection.describe(wait)
     for package, version in own_versions().items():
-        there = description["versions"][package]
+        there = versions_there[package]
         if there != version:
             raise RuntimeError(
                 f"{connection.name} has {package} {there}, and this process has {version}: "
                 "install the same on both"
             )
-    return Host(connection, tuple(description["devices"]))
+    return Host(connection, devices)
 
 
 def own_versions() -> dict[str, str]:
     """Return the versions of the packages that a process computes with.
 
-    Builds of torch for different accelerators count as the same.
+    Builds of torch for different accelerators, "2.13.0+cu126" and "2.13.0+cpu", count as the same.
     """
     public = {name: version.partition("+")[0] for name, version in versions(_PACKAGES).items()}
     return {"Python": "{}.{}".format(*sys.version_info), **public}
@@ -185,15 +185,15 @@ class WorkerActor(Worker):
         indices = range(torch.accelerator.device_count())
         super().__init__([f"{accelerator.type}:{i}" for i in indices] if accelerator else ["cpu"])
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return the worker's devices, and the versions of its packages."""
-        return {"devices": self.devices, "versions": own_versions()}
+        return self.devices, own_versions()
 
     def ping(self) -> None:
         """Give a sign of life."""
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the worker."""
+    def call(self, method: str, arguments: object) -> Any:
+        """Call a method of the worker, with packed arguments; pack its result."""
         return _packed(getattr(self, method)(*_unpacked(arguments)))
 
 
@@ -206,16 +206,17 @@ class _Packed:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor in memory of its own, because Ray's memory is read-only."""
+        # Allocated on the CPU by name, because the driver may be within `torch.device("cuda")`.
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
         return tensor
 
 
-def _packed(value: Any) -> Any:
+def _packed(value: object) -> Any:
     return tree_map_only(torch.Tensor, _Packed, value)
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     return tree_map_only(_Packed, _Packed.unpack, value)
 
 
@@ -235,17 +236,18 @@ class RayConnection:
         self.name = name
         self._ray = ray
         self._n_gpus = n_gpus
-        actor = ray.remote(
-            num_cpus=0,
-            num_gpus=n_gpus,
-            max_restarts=0,
-            max_concurrency=_CALLS_AT_ONCE,
-            concurrency_groups={_PINGS: 1},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )(WorkerActor)
-        self._actor = actor.remote(torch.get_num_threads())
+        options: dict[str, Any] = {
+            "num_cpus": 0,  # because Ray's other jobs may hold all CPUs
+            "num_gpus": n_gpus,
+            "max_restarts": 0,  # because a new process would not have the weights
+            "max_concurrency": _CALLS_AT_ONCE,
+            "concurrency_groups": {_PINGS: 1},  # so that a ping waits for no call
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+        actor = ray.remote(**options)(WorkerActor)
+        self._actor: Any = actor.remote(torch.get_num_threads())
 
-    def describe(self, wait: float) -> dict[str, Any]:
+    def describe(self, wait: float) -> tuple[tuple[str, ...], dict[str, str]]:
         """Wait until the worker has started, and return its description.
 
         Raises:
@@ -253,7 +255,7 @@ class RayConnection:
         """
         ray = self._ray
         try:
-            description: dict[str, Any] = ray.get(self._actor.describe.remote(), timeout=wait)
+            return ray.get(self._actor.describe.remote(), timeout=wait)
         except ray.exceptions.GetTimeoutError:
             in_use = f"; it needs all {self._n_gpus:g} GPUs of the node" if self._n_gpus else ""
             raise RuntimeError(
@@ -263,19 +265,18 @@ class RayConnection:
         except ray.exceptions.RayError as error:
             last_line = str(error).strip().splitlines()[-1]
             raise RuntimeError(f"{self.name} cannot start a worker: {last_line}") from error
-        return description
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the worker, and wait for its result."""
         ray = self._ray
-        if not ray.is_initialized():  # because Ray would start a cluster
+        if not ray.is_initialized():  # because the call would start a cluster of its own
             raise self._lost("ray.shutdown() was called")
         reference = self._actor.call.remote(method, _packed(arguments))
         try:
             while True:
                 try:
                     return _unpacked(ray.get(reference, timeout=_PATIENCE))
-                except ray.exceptions.GetTimeoutError:
+                except ray.exceptions.GetTimeoutError:  # a long call, or a worker that hangs
                     self._ping()
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error  # the traceback of the worker
@@ -287,7 +288,7 @@ class RayConnection:
         try:
             self._ray.get(ping, timeout=_TO_ANSWER)
         except self._ray.exceptions.GetTimeoutError:
-            self.end()
+            self.end()  # because other threads wait for it too
             raise self._lost(f"it gave no sign of life for {_PATIENCE + _TO_ANSWER:g} s") from None
 
     def _lost(self, why: str) -> HostLost:

@@ -1,13 +1,15 @@
 """Load a model over several hosts, each worker its own blocks from its own files.
 
-First, each worker compares its files with the driver's: `checkpoint_files.py`.
+First, each worker compares its files with the driver's: `checkpoint_files.py`. Then the driver and
+all workers load at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+
+from torch import nn
 
 from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.remote_block import RemoteModel, attach
@@ -16,6 +18,7 @@ from tl_devicefix.placement.devices import Host, host_of, is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 
+# Places that the driver has decided, and objects that only this process has.
 _NOT_PASSED_ON = (
     *("cls", "model_name", "hf_model", "tokenizer", "device", "n_devices", "move_to_device"),
     *("device_map", "max_memory"),
@@ -24,22 +27,22 @@ _NOT_PASSED_ON = (
 
 @contextlib.contextmanager
 def loading_elsewhere(
-    placement: Placement, load: str, name: str, arguments: dict[str, Any], **hub: Any
+    placement: Placement, load: str, name: str, arguments: dict[str, object], **hub: object
 ) -> Iterator[dict[str, RemoteModel]]:
     """Make other hosts load their blocks within a `with` block, and wait for them at its end.
 
     Args:
-        placement: the model's.
-        load: the class and method that load.
+        placement: the model's placement.
+        load: the class and method that load: "HookedTransformer.from_pretrained".
         name: the checkpoint.
         arguments: the arguments of that method.
-        hub: those of them by which files are found.
+        hub: the arguments among them by which the hub finds files.
 
     Yields:
-        Block -> the model on another host that it belongs to.
+        Block -> the part of the model on its host, for each block of another host.
 
     Raises:
-        ValueError: if they cannot load it, or have other files.
+        ValueError: if a host cannot load the checkpoint, or has other files.
     """
     places = {c.name: host_of(c.device) for c in placement.components if is_elsewhere(c.device)}
     if not places:
@@ -57,7 +60,7 @@ def loading_elsewhere(
     with threads(len(hosts)) as pool:
         loads = []
         for host in hosts:
-            device_map = dict.fromkeys((c.name for c in placement.components), None)
+            device_map: dict[str, int | None] = {c.name: None for c in placement.components}
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
             forget = host.take_forgotten()
             request = models[host].number, load, name, passed_on, device_map, forget
@@ -67,13 +70,13 @@ def loading_elsewhere(
             loaded.result()
 
 
-def attach_blocks(model: Any, remotes: dict[str, RemoteModel]) -> None:
+def attach_blocks(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
     """Turn blocks without values into remote blocks."""
     for name, remote in remotes.items():
         attach(model.get_submodule(name), remote, int(name.rpartition(".")[2]), name)
 
 
-def check_files(hosts: list[Host], name: str, hub: dict[str, Any]) -> None:
+def check_files(hosts: list[Host], name: str, hub: dict[str, object]) -> None:
     """Check that other hosts have this host's files of a checkpoint.
 
     Raises:
