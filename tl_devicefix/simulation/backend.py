@@ -10,6 +10,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.simulation.executor import Operation
 from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
@@ -66,7 +67,7 @@ class DeviceModule:
         return False
 
 
-_acc: Any = getattr(torch._C, "_acc", None)  # `simulate` refuses a torch without it
+_acc = getattr(torch._C, "_acc", None)  # `simulate` refuses a torch without it
 
 
 class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
@@ -122,30 +123,36 @@ one reads scalars in the data of `torch.tensor([...])`, in C++, where torch find
 
 
 def _allocate(
-    make: Any, *geometry: Any, device: Any = None, pin_memory: Any = None, **options: Any
-) -> Any:
+    make: Operation,
+    *geometry: object,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **options: object,
+) -> torch.Tensor:
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates, because the simulated device may have no room.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
-    options["device"] = machine.executor.place
+    options["device"] = machine.executor.data_device
     made = machine.executor.run(make, geometry, options, device.index)
     return wrap(made, machine, device)
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     copy_into(target, source, non_blocking)
     return target
 
 
-def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _make(func: Operation, *args: object, **kwargs: Any) -> object:
     """Run an operation without a kernel above: a factory such as ``tril_indices``, or C++ calls."""
     device = kwargs.get("device")
     if device is None or device.type != DEVICE_TYPE:
         return run(func, args, kwargs)
     machine = active_machine()
-    kwargs["device"] = machine.executor.place
+    kwargs["device"] = machine.executor.data_device
     device = machine.devices[machine.index_of(device)]
     return wrap(machine.executor.run(func, args, kwargs, device.index), machine, device)
 
@@ -160,15 +167,14 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Choose the kernel the CPU would: torch takes another, with other roundings, for new types."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    choose: Any = torch._fused_sdp_choice  # Any, because its stub lacks the optional arguments.
-    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    choice = aten._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -186,10 +192,10 @@ _IN_LOWER_PRECISION = (
 )
 _IN_FLOAT32 = ("cross_entropy_loss", "mse_loss", "nll_loss")
 _IN_THE_WIDEST = ("cat", "stack")
-_AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
 
-def _cast_first(name: str, *args: Any, **kwargs: Any) -> Any:
+def _cast_first(name: str, *args: object, **kwargs: object) -> torch.Tensor:
     """Call an operation with its floating point operands cast to a dtype."""
     dtype = torch.float32 if name in _IN_FLOAT32 else torch.get_autocast_dtype(DEVICE_TYPE)
     if name in _IN_THE_WIDEST:
@@ -202,7 +208,7 @@ def _cast_first(name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(aten, name).default(*args, **kwargs)
 
 
-def _is_cast(leaf: Any) -> bool:
+def _is_cast(leaf: object) -> bool:
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.device.type == DEVICE_TYPE

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx.experimental._config as meta_config
@@ -120,7 +119,7 @@ class Machine:
     @property
     def has_values(self) -> bool:
         """True if tensors on its devices have values."""
-        return self.executor.place.type != "meta"
+        return self.executor.data_device.type != "meta"
 
     def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
@@ -250,10 +249,12 @@ def entered(machine: Machine) -> Iterator[Machine]:
     Without values, a mask selects everything.
     """
     global _active
-    patch: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
     outer, _active = _active, machine
     try:
-        with patch(meta_nonzero_assume_all_nonzero=not machine.has_values):
+        # type: ignore, because torch adds `patch` at import
+        with meta_config.patch(  # type: ignore[attr-defined]
+            meta_nonzero_assume_all_nonzero=not machine.has_values
+        ):
             yield machine
     finally:
         machine.is_open = False

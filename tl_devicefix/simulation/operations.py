@@ -8,15 +8,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
-from tl_devicefix.simulation.executor import zeros_for
+from tl_devicefix.simulation.executor import Args, Kwargs, Operation, zeros_for
 from tl_devicefix.simulation.tensor import (
     HANDLERS,
-    Operation,
     SimTensor,
     common_device,
     left_error,
@@ -29,7 +26,7 @@ from tl_devicefix.simulation.tensor import (
 aten = torch.ops.aten
 
 
-def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``.to`` and ``.cpu``: copy to another device, dtype or layout."""
     source: SimTensor = args[0]
     allocation = source._allocation
@@ -49,7 +46,7 @@ def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return result if to is None else wrap(result, machine, target)
 
 
-def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy_(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Copy between any two devices, in place."""
     copy_into(*args, **kwargs)
     return args[0]
@@ -65,18 +62,18 @@ def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = F
     machine.record_transfer(source.device, target.device, cpu_target)
 
 
-def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_number(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
     cpu = read(args[0])
     return func(zeros_for(cpu) if cpu.is_meta else cpu)
 
 
-def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _choose_kernel(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Choose the attention kernel that the CPU would choose."""
     return func(*map(_chosen_for, args), **kwargs)
 
 
-def _chosen_for(value: Any) -> Any:
+def _chosen_for(value: object) -> object:
     """Return the CPU tensor behind a simulated one, with the same `requires_grad`.
 
     Without values, this is a CPU tensor of the same shape whose rows share memory, because the
@@ -90,7 +87,7 @@ def _chosen_for(value: Any) -> Any:
     return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
 
-def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _equal(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
     if any(type(arg) is SimTensor and not arg.has_values for arg in args):
         common_device([arg for arg in args if type(arg) is SimTensor])
@@ -98,12 +95,12 @@ def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return run_on_one_device(func, args, kwargs)
 
 
-def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _is_all_true(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Check arguments for torch, as of a distribution; without values they pass."""
     return run_on_one_device(func, args, kwargs) if args[0].has_values else torch.tensor(True)
 
 
-def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bincount(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``torch.bincount``; without values, of as many bins as are asked for at least."""
     counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if type(counted) is not SimTensor or counted.has_values or not minlength:
@@ -111,7 +108,7 @@ def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return counted.new_zeros(minlength)
 
 
-def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
     counted, *rest = args
     if counted.is_floating_point():
@@ -127,7 +124,7 @@ def _index_error(indexed: torch.device) -> RuntimeError:
     )
 
 
-def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Index with tensors that are on the CPU or on the device of what is indexed."""
     indexed, indices, *rest = args
     if type(indexed) is not SimTensor:
@@ -139,12 +136,12 @@ def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         # A CPU scalar may be written anywhere.
         machine, device = allocation.machine, allocation.device
-        rest[0] = wrap(rest[0].to(machine.executor.place, copy=True), machine, device)
+        rest[0] = wrap(rest[0].to(machine.executor.data_device, copy=True), machine, device)
     cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 
 
-class _CheckedIndices(list[Any]):
+class _CheckedIndices(list[torch.Tensor | None]):
     """CPU index tensors. A class of its own, because `unwrap` looks into plain lists only."""
 
 

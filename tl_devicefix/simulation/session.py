@@ -13,10 +13,10 @@ import torch
 from packaging.version import Version
 
 from tl_devicefix.misspelt import shown
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
-from tl_devicefix.simulation.executor import Executor, MetaExecutor
+from tl_devicefix.simulation.executor import CpuExecutor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
@@ -67,7 +67,8 @@ def simulate(
     sim:1 -> sim:0  1  12 bytes
     all             1  12 bytes
     """
-    capacities, executor = _capacities(n_devices, memory), Executor() if values else MetaExecutor()
+    executor = CpuExecutor() if values else MetaExecutor()
+    capacities = _capacities(n_devices, memory)
     with entering(lambda: Machine(capacities, executor)) as machine:
         yield machine
 
@@ -188,9 +189,11 @@ def _open_safetensors(stack: ExitStack) -> None:
 
     An index in place of a name, because safetensors knows the names of some types only.
     """
-    own: Any = safetensors.safe_open
+    own: Callable[..., object] = safetensors.safe_open
 
-    def safe_open(filename: Any, framework: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+    def safe_open(
+        filename: object, framework: str, device: DeviceLike = "cpu", **kwargs: object
+    ) -> object:
         if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
             device = active_machine().index_of(device)
         return own(filename, framework, device, **kwargs)
@@ -201,10 +204,10 @@ def _open_safetensors(stack: ExitStack) -> None:
 
 def _refuse_to_compile(stack: ExitStack) -> None:
     """Refuse a simulated model at once, because inductor's errors name neither it nor a reason."""
-    own: Any = torch.compile
+    own: Callable[..., object] = torch.compile
 
     @functools.wraps(own)
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def compile(model: object = None, *args: object, **kwargs: object) -> object:
         module = getattr(model, "__self__", model)  # a module's method, of `module.compile()`
         weights = module.parameters() if isinstance(module, torch.nn.Module) else ()
         is_simulated = any(type(weight) is SimTensor for weight in weights)
@@ -218,7 +221,7 @@ def _refuse_to_compile(stack: ExitStack) -> None:
     _replace(stack, torch, "compile", compile)
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
     """Set an attribute; on leaving, set it back, or delete it where it was inherited."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])

@@ -5,25 +5,25 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import tensors_in, zeros_for
+from tl_devicefix.simulation.executor import Args, Kwargs, Operation, tensors_in, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
 
-Operation = torch._ops.OpOverload
-Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Operation, Args, Kwargs], object]
 HANDLERS: dict[Operation, Handler] = {}
 """Operations for which the CPU's kernel alone is not enough; `operations` fills it."""
 
-# `data` as torch defines it, in C; `simulate` puts another before it.
-TENSOR_DATA: Any = torch._C.TensorBase.data
+# Torch's own descriptor, in C, because `simulate` puts another before it.
+TENSOR_DATA = vars(torch._C.TensorBase)["data"]
 
 
 class _LooksLikeTensor(torch._C._TensorMeta):
@@ -42,7 +42,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     _cpu: torch.Tensor
     _allocation: Allocation
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: bool) -> Any:
         """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
@@ -54,12 +54,12 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Run ``func`` on the CPU tensors and label what it returns."""
         return run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Print as torch prints a tensor of another device."""
         text = repr(read(self)).replace(", device='meta'", "")
         grad_fn = self.grad_fn
@@ -71,7 +71,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         text = f"{text[:-1]}{extras})"
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy a leaf, keeping the sharing of storages that ``memo`` knows."""
         if not self.is_leaf:
             raise RuntimeError(
@@ -94,7 +94,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Return another tensor on the same storage; by default this would be a pickled one."""
         return self.detach().requires_grad_(self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Save as a CPU tensor, because a simulated device does not outlive its machine."""
         values = read(self).detach()
         if getattr(self, "_is_param", False):
@@ -110,7 +110,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         values = read(self)
         return zeros_for(values).tolist() if values.is_meta else values.tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
         if force:
             return self.detach().cpu().numpy()
@@ -120,7 +120,12 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         )
 
     def new_tensor(  # type: ignore[override]
-        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
+        self,
+        data: object,
+        *,
+        dtype: torch.dtype | None = None,
+        device: DeviceLike | None = None,
+        requires_grad: bool = False,
     ) -> torch.Tensor:
         """Make a tensor on this device; torch would ask the guard, which knows of index 0 only."""
         dtype, device = dtype or self.dtype, self.device if device is None else device
@@ -188,16 +193,20 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # Resolve lazy conjugation here, because a wrapper cannot carry its bit.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # A sparse tensor has no strides and no offset, so wrap its values and indices.
-    allocations = [machine.allocation_of(part, device) for part in tensors_in(cpu) or [cpu]]
-    lies: Any = {}
-    if len(allocations) == 1:
-        lies = {"strides": cpu.stride(), "storage_offset": cpu.storage_offset()}
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        SimTensor, cpu.size(), **lies, dtype=cpu.dtype, layout=cpu.layout, device=device
+    # Values and indices, because a sparse tensor itself has no storage, strides or offset.
+    parts = tensors_in(cpu) or [cpu]
+    allocation, *_ = (machine.allocation_of(part, device) for part in parts)
+    tensor = torch.Tensor._make_wrapper_subclass(
+        SimTensor,
+        cpu.size(),
+        strides=cpu.stride() if len(parts) == 1 else None,
+        storage_offset=cpu.storage_offset() if len(parts) == 1 else None,
+        dtype=cpu.dtype,
+        layout=cpu.layout,
+        device=device,
     )
     tensor._cpu = cpu
-    tensor._allocation = allocations[0]
+    tensor._allocation = allocation
     return tensor
 
 
@@ -239,12 +248,12 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.grad = grad
 
 
-def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
     return HANDLERS.get(func, run_on_one_device)(func, args, kwargs)
 
 
-def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_one_device(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation on the CPU tensors behind, and label its results with their device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
@@ -299,7 +308,7 @@ def common_device(
 
 
 def _check_cpu_operands(
-    func: Operation, first: Any, operands: list[torch.Tensor], device: torch.device
+    func: Operation, first: object, operands: list[torch.Tensor], device: torch.device
 ) -> None:
     """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
@@ -308,7 +317,9 @@ def _check_cpu_operands(
             raise_or_keep(_mixed_error(device, operand.device))
 
 
-def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:
+def _label(
+    result: object, simulated: list[SimTensor], machine: Machine, device: torch.device
+) -> object:
     """Return a CPU kernel's result with its tensors on ``device``."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
