@@ -56,16 +56,13 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
-    """Wrap torch's `_engine_run_backward`, which then raises the errors kept while it ran.
-
-    It runs in the calling thread: for others, torch would want one worker a device, but knows of
-    one device only.
-    """
+    """Wrap torch's `_engine_run_backward`, which then raises the errors kept while it ran."""
 
     def run(t_outputs: Sequence[object], *args: Any, **kwargs: object) -> Result:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
+        # In this thread, because torch would start a worker for each device, and knows of one.
         with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
             return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 
@@ -74,7 +71,8 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
 
 def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
     _running.engines += 1
-    hooks, _running.hooks = _running.hooks, 0  # errors of an engine around this one
+    # Set to 0, because a user's hook may run this engine, whose errors have to be kept too.
+    hooks, _running.hooks = _running.hooks, 0
     try:
         result = engine()
     except Exception:
@@ -84,7 +82,7 @@ def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
         errors, _running.errors = _running.errors, []
         _running.engines -= 1
         _running.hooks = hooks
-    if errors:
+    if errors:  # Ctrl-C first, because the user wants to stop
         raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
     return result
 
@@ -112,7 +110,7 @@ def raise_or_keep(error: Exception) -> None:
 
 def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
     """Call the user's code within an engine; if that fails, keep the error, call `otherwise`."""
-    if _running.errors:
+    if _running.errors:  # the backward has failed, so the rest of it does not matter
         return otherwise()
     _running.hooks += 1
     try:
@@ -138,6 +136,7 @@ class KeptErrors:
 
         def checked() -> object:
             result = self._hook(*args)
+            # A tensor's hook gets a gradient, a module's gets tuples of them, as its last argument.
             pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (args[-1], result)))
             for index, (before, after) in enumerate(pairs):
                 _check_device(index, before, after)
@@ -161,7 +160,7 @@ def registering(
 
 
 def applying(apply: Callable[..., object]) -> Callable[..., object]:
-    """Wrap the call of a `torch.autograd.Function.backward`, so that its errors are kept."""
+    """Wrap `BackwardCFunction.apply`, so that errors of a `Function.backward` are kept."""
 
     def apply_kept(self: BackwardCFunction, *args: object) -> object:
         return _kept(lambda: apply(self, *args), lambda: (None,) * len(self.needs_input_grad))

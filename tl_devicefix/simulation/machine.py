@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor, tensors_in
@@ -76,12 +76,10 @@ class Allocation:
 
 
 class _Current(threading.local):
-    """The index of the current device: that of this thread, as on CUDA."""
-
-    index = 0
+    index = 0  # of the current device: each thread has its own, as on CUDA
 
 
-_ALLOCATION = "_tl_devicefix_allocation"
+_ALLOCATION = "_tl_devicefix_allocation"  # the attribute of a storage
 
 
 class Machine:
@@ -110,7 +108,9 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
+        # (device, bytes); a deque, because any thread appends to it without a lock.
         self._freed: deque[tuple[int, int]] = deque()
+        # Reentrant, because `_add` settles too.
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -121,22 +121,22 @@ class Machine:
         """True if tensors on its devices have values."""
         return self.executor.data_device.type != "meta"
 
-    def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+    def memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
         self._settle()
         return self._allocated[self.index_of(device)]
 
-    def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+    def max_memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the peak of `memory_allocated` since the start or the last reset."""
         return self._peak[self.index_of(device)]
 
-    def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
+    def reset_peak_memory_stats(self, device: DeviceLike | None = None) -> None:
         """Set the peak of ``device`` to the memory that is allocated now."""
         self._settle()
         index = self.index_of(device)
         self._peak[index] = self._allocated[index]
 
-    def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
+    def mem_get_info(self, device: DeviceLike | None = None) -> tuple[int, int]:
         """Return the free and the total bytes of ``device``."""
         self._settle()
         index = self.index_of(device)
@@ -146,7 +146,7 @@ class Machine:
         """Forget the recorded transfers."""
         self.transfers.clear()
 
-    def index_of(self, device: int | str | torch.device | None) -> int:
+    def index_of(self, device: DeviceLike | None) -> int:
         """Return the index of ``device``; a device without index is the current one.
 
         Raises:
@@ -199,11 +199,9 @@ class Machine:
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
     ) -> None:
-        """Record ``copy``, made from ``source`` to ``target``, unless they are the same.
-
-        A copy of nothing is none: transformers' KV cache begins with empty tensors.
-        """
+        """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
         nbytes = sum(part.nbytes for part in tensors_in(copy))
+        # No empty copies, because transformers' KV cache begins with empty tensors.
         if nbytes and source != target:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
@@ -244,14 +242,11 @@ def active_machine() -> Machine:
 
 @contextmanager
 def entered(machine: Machine) -> Iterator[Machine]:
-    """Make ``sim`` devices this machine's within a `with` block; later they can only be read.
-
-    Without values, a mask selects everything.
-    """
+    """Make ``sim`` devices this machine's within a `with` block; later they can only be read."""
     global _active
     outer, _active = _active, machine
     try:
-        # type: ignore, because torch adds `patch` at import
+        # A mask without values selects everything. Ignored, because torch adds `patch` at import.
         with meta_config.patch(  # type: ignore[attr-defined]
             meta_nonzero_assume_all_nonzero=not machine.has_values
         ):

@@ -33,7 +33,7 @@ def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
     machine = allocation.machine
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
-    to = None
+    to = None  # the host
     if target.type == DEVICE_TYPE:
         if not machine.is_open:
             raise left_error(allocation.device)
@@ -69,20 +69,17 @@ def _read_number(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def _choose_kernel(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Choose the attention kernel that the CPU would choose."""
+    """Choose the attention kernel that the CPU would."""
     return func(*map(_chosen_for, args), **kwargs)
 
 
 def _chosen_for(value: object) -> object:
-    """Return the CPU tensor behind a simulated one, with the same `requires_grad`.
-
-    Without values, this is a CPU tensor of the same shape whose rows share memory, because the
-    choice depends only on shapes, dtypes and the stride of the last dimension.
-    """
+    """Return the CPU tensor behind a simulated one, with the same `requires_grad`."""
     if type(value) is not SimTensor:
         return value
     cpu = value._cpu
     if cpu.is_meta:
+        # One row in memory, because the choice depends on shapes, dtypes and the last stride only.
         cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
     return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
@@ -96,12 +93,12 @@ def _equal(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def _is_all_true(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Check arguments for torch, as of a distribution; without values they pass."""
+    """Check a condition on values, such as a distribution's arguments; without values it holds."""
     return run_on_one_device(func, args, kwargs) if args[0].has_values else torch.tensor(True)
 
 
 def _bincount(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """``torch.bincount``; without values, of as many bins as are asked for at least."""
+    """``torch.bincount``; without values, the result has ``minlength`` bins."""
     counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if type(counted) is not SimTensor or counted.has_values or not minlength:
         return run_on_one_device(func, args, kwargs)
@@ -109,8 +106,9 @@ def _bincount(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
+    """``torch.histc``."""
     counted, *rest = args
+    # Integers as floats, because CUDA counts them and the CPU refuses them.
     if counted.is_floating_point():
         return run_on_one_device(func, args, kwargs)
     as_float = aten._to_copy.default(counted, dtype=torch.float64)
@@ -141,8 +139,9 @@ def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 
 
+# A class of its own, because `unwrap` looks into plain lists only.
 class _CheckedIndices(list[torch.Tensor | None]):
-    """CPU index tensors. A class of its own, because `unwrap` looks into plain lists only."""
+    """Index tensors on the CPU."""
 
 
 HANDLERS.update(

@@ -102,7 +102,7 @@ def simulate_apart(
 
 
 def check_number(n_devices: object) -> None:
-    """Check the number of devices."""
+    """Refuse a number of devices that is no int, or out of range."""
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
         raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {shown(n_devices)}")
 
@@ -113,14 +113,10 @@ _MOST_DEVICES = 64
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
     check_number(n_devices)
     sizes = [memory] * n_devices if isinstance(memory, (int, str)) else memory
-    if not isinstance(sizes, (list, tuple)):
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != n_devices:
         raise ValueError(
-            f"memory must be a size such as '24GiB', or a list of one for each device, but is "
-            f"{shown(memory)}"
-        )
-    if len(sizes) != n_devices:
-        raise ValueError(
-            f"memory must have one size for each of {n_devices} devices, but has {len(sizes)}"
+            f"memory must be a size such as '24GiB', or a list of one for each of {n_devices} "
+            f"devices, but is {shown(memory)}"
         )
     return [bytes_of(size) for size in sizes]
 
@@ -135,7 +131,7 @@ def _prepare_torch() -> None:
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "simulate cannot be entered inside torch.inference_mode: enter it outside"
+            "simulate cannot be entered inside torch.inference_mode: enter it before"
         )
     if (outer := entered_machine()) is not None:
         raise RuntimeError(
@@ -147,6 +143,7 @@ def _prepare_torch() -> None:
 
 def _move_parameters_in_place(stack: ExitStack) -> None:
     """Make ``nn.Module.to`` set ``param.data`` across device types, as it does from CPU to CUDA."""
+    # Otherwise it would make new parameters, which optimizers and tied modules do not know.
     compatible = torch._has_compatible_shallow_copy_type
 
     # Any signature, because torch.compile compares it with its own if imported meanwhile.
@@ -158,7 +155,7 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
 
 
 def _avoid_inference_mode(stack: ExitStack) -> None:
-    """Run ``inference_mode`` as ``no_grad``: tensor subclasses do not work in it."""
+    """Run ``inference_mode`` as ``no_grad``, because tensor subclasses do not work in it."""
 
     def enter(self: Any) -> None:
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
@@ -170,7 +167,7 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
 def _keep_errors_of_backwards(stack: ExitStack) -> None:
     """Let a backward that fails raise, and refuse what would end the process."""
     engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
-    for module in (torch.autograd, torch.autograd.graph):
+    for module in (torch.autograd, torch.autograd.graph):  # the first imports it by name
         _replace(stack, module, "_engine_run_backward", engine)
     for owner, name in (
         (torch.Tensor, "register_hook"),
@@ -185,16 +182,14 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
 
 
 def _open_safetensors(stack: ExitStack) -> None:
-    """Let ``safe_open`` and ``load_file`` read files to simulated devices.
-
-    An index in place of a name, because safetensors knows the names of some types only.
-    """
+    """Let ``safe_open`` and ``load_file`` read files to simulated devices."""
     own: Callable[..., object] = safetensors.safe_open
 
     def safe_open(
         filename: object, framework: str, device: DeviceLike = "cpu", **kwargs: object
     ) -> object:
         if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
+            # An index, because safetensors knows the names of some device types only.
             device = active_machine().index_of(device)
         return own(filename, framework, device, **kwargs)
 
@@ -203,7 +198,8 @@ def _open_safetensors(stack: ExitStack) -> None:
 
 
 def _refuse_to_compile(stack: ExitStack) -> None:
-    """Refuse a simulated model at once, because inductor's errors name neither it nor a reason."""
+    """Make ``torch.compile`` refuse a simulated model."""
+    # At once, because inductor's own errors name neither the model nor a reason.
     own: Callable[..., object] = torch.compile
 
     @functools.wraps(own)
@@ -222,7 +218,7 @@ def _refuse_to_compile(stack: ExitStack) -> None:
 
 
 def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
-    """Set an attribute; on leaving, set it back, or delete it where it was inherited."""
+    """Set an attribute; on leaving, set the old one, or delete it if it was inherited."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:

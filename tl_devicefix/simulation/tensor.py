@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 
-from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
+from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Args, Kwargs, Operation, tensors_in, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
@@ -91,7 +91,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return copied
 
     def __copy__(self) -> torch.Tensor:
-        """Return another tensor on the same storage; by default this would be a pickled one."""
+        """Return another tensor on the same storage."""
+        # By default, this would go through `__reduce_ex__`, and so to the CPU.
         return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
@@ -102,16 +103,19 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return values.__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
-        """Format a scalar as its number; torch does so for its own class only."""
+        """Format a scalar as its number."""
+        # In Python, because torch does so for its own class only.
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
-        """Return the values as nested lists; torch refuses subclasses."""
+        """Return the values as nested lists."""
+        # Through the tensor behind, because torch refuses subclasses.
         values = read(self)
         return zeros_for(values).tolist() if values.is_meta else values.tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
+        """Raise the error that a CUDA tensor raises, unless forced."""
+        # Not torch's own here, because it blames subclasses, which tells users nothing.
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -119,17 +123,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             " the tensor to host memory first."
         )
 
-    def new_tensor(  # type: ignore[override]
-        self,
-        data: object,
-        *,
-        dtype: torch.dtype | None = None,
-        device: DeviceLike | None = None,
-        requires_grad: bool = False,
-    ) -> torch.Tensor:
-        """Make a tensor on this device; torch would ask the guard, which knows of index 0 only."""
-        dtype, device = dtype or self.dtype, self.device if device is None else device
-        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+    def new_tensor(self, data: object, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        """Make a tensor on this device."""
+        # By torch.tensor, because torch's own asks the guard, which knows of index 0 only.
+        given = {name: value for name, value in options.items() if value is not None}
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **given})
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -161,11 +159,9 @@ _addresses = itertools.count(1 << 60, 1 << 40)  # an address in no process's mem
 
 
 class _Unallocated(torch.UntypedStorage):
-    """A storage on meta, with an address that is no other's; torch gives all of them 0.
+    """A storage on meta, with an address of its own."""
 
-    Libraries find tied tensors by addresses.
-    """
-
+    # Because libraries find tied tensors by addresses, and torch gives 0 for all on meta.
     address: int
 
     def data_ptr(self) -> int:
@@ -225,11 +221,9 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Turn a CPU tensor into a simulated one or back, keeping the Python object.
-
-    ``torch.utils.swap_tensors`` would do, but refuses while a graph holds the tensor, and takes
-    the attributes that a user has set on it away.
-    """
+    """Turn a CPU tensor into a simulated one or back, keeping the Python object."""
+    # Not by torch.utils.swap_tensors, because that refuses while a graph holds the tensor, and
+    # takes the attributes that a user has set on it away.
     copied = value.detach()
     if isinstance(tensor, torch.nn.Parameter):
         copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -302,7 +296,7 @@ def common_device(
                 f"tensors on {device} and {other.device} belong to different simulated machines, "
                 "such as a dry run's and that of the `simulate` around it: bring one to 'cpu' first"
             )
-        if other.device is not device and other.device != device:
+        if other.device is not device and other.device != device:  # `is` first, as it is faster
             raise_or_keep(_mixed_error(device, other.device))
     return machine, device
 
@@ -335,7 +329,7 @@ def _label(
 def _refresh(tensor: SimTensor) -> None:
     """Make ``tensor`` say the shape its CPU tensor has got in place (``out=``, ``resize_``)."""
     cpu, old = tensor._cpu, tensor._allocation
-    if cpu.layout is not torch.strided:
+    if cpu.layout is not torch.strided:  # a sparse tensor has no strides to update
         return
     allocation = old.machine.allocation_of(cpu, old.device)
     if tensor.size() == cpu.size() and tensor.stride() == cpu.stride() and allocation is old:
@@ -357,7 +351,7 @@ def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
     )
-    if one.type == other.type:  # an error on a single device too
+    if one.type == other.type:  # one with the CPU is an error on a single device too
         note_mixed_devices(error)
     return error
 
