@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tl_devicefix.activation_store.format import (
     MASK,
     NOT_BY_TOKEN,
     TOKEN_MASK,
     TOKENS,
+    Examples,
     Index,
     Stored,
     read_index,
@@ -23,8 +24,9 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, DeviceLike
 from tl_devicefix.placement.memory import gib
+from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -50,7 +52,7 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 class _NoModel:
     """Stands in for the model of a cache without one; its error says what to write."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"this cache has no model, whose {name} is needed here: open it with "
             "saved.cache(examples, model)"
@@ -64,12 +66,12 @@ class SavedActivations:
     see `Stored`.
 
     Attributes:
-        directory (Path): where they are.
-        index (Index): of them.
+        directory (Path): the directory that they are in.
+        index (Index): the contents of that directory.
         stored (dict[str, Stored]): tokens, masks and activations, by name.
-        names (list[str]): of the activations, in a cache's order.
-        model (dict[str, Any]): the name, class and shapes of the model that computed them.
-        is_complete (bool): whether all examples of the call are saved.
+        names (list[str]): the names of the activations, in a cache's order.
+        model (dict[str, object]): the name, class and shapes of the model that computed them.
+        is_complete (bool): True if all examples of the call are saved.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:
@@ -88,6 +90,7 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
+            # Not from transformer_lens.utils, because TransformerLens 3 deprecates that module.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -110,8 +113,8 @@ class SavedActivations:
         """Which tokens' activations were saved, `[examples, pos]`; None if all were."""
         return self.stored.get(TOKEN_MASK)
 
-    def cache(self, examples: int | slice | list[int], model: Any = None) -> ActivationCache:
-        """An ActivationCache of an example (without a batch axis), or of several.
+    def cache(self, examples: Examples, model: Model | None = None) -> ActivationCache:
+        """Return an ActivationCache of an example (without a batch axis), or of several.
 
         An entry is read each time that you ask for it; methods that need several read all of them.
 
@@ -138,17 +141,18 @@ class SavedActivations:
                 "an ActivationCache needs all tokens, but token_mask left some out: read "
                 "saved[name] instead"
             )
-        for name in ("n_layers", "d_model") if model is not None else ():
-            if (own := getattr(model.cfg, name)) != self.model[name]:
-                raise ValueError(
-                    f"the activations are of a model with {name}={self.model[name]}, but the "
-                    f"model that you pass has {name}={own}"
-                )
+        home = HOST
+        if model is not None:
+            for name in ("n_layers", "d_model"):
+                if (own := getattr(model.cfg, name)) != self.model[name]:
+                    raise ValueError(
+                        f"the activations are of a model with {name}={self.model[name]}, but the "
+                        f"model that you pass has {name}={own}"
+                    )
+            placement = getattr(model, "placement", None)
+            home = placement.home if placement else next(model.parameters()).device
         self.tokens.numbers(examples)  # raises for other indices
-        if (placement := getattr(model, "placement", None)) is not None:
-            home = placement.home
-        else:
-            home = HOST if model is None else next(model.parameters()).device
+        # Any, because a cache calls its partials, so that its readers see tensors only.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
         cache = CacheAtHome(home).of(reads)
         of_model: Any = _NoModel() if model is None else model
@@ -160,7 +164,7 @@ class SavedActivations:
         batch_size: int = 4096,
         shuffle: bool = True,
         seed: int = 0,
-        device: Any = None,
+        device: DeviceLike | None = None,
         epochs: int | None = 1,
     ) -> TokenBatches:
         """Return batches of tokens' activations, for SAELens's SAETrainer or dictionary_learning.

@@ -21,13 +21,7 @@ from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.memory import MaxMemory, by_device, bytes_of, gib
 from tl_devicefix.placement.placement import Placement, in_short, shared_once
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, watch
-from tl_devicefix.planning.plan import (
-    UNLIMITED,
-    Blueprint,
-    blueprint,
-    check_options,
-    described,
-)
+from tl_devicefix.planning.plan import UNLIMITED, Blueprint, blueprint, check_options, described
 from tl_devicefix.simulation import simulate_apart
 
 LEFT_ON_GPUS = 0.1
@@ -206,11 +200,7 @@ _MOST_DEVICES = 16
 
 
 def _estimate(
-    model: Blueprint,
-    job: Job,
-    device_map: DeviceMap | None,
-    max_memory: Any,
-    n_devices: int | None,
+    model: Blueprint, job: Job, device_map: DeviceMap | None, max_memory: Any, n_devices: int | None
 ) -> Estimate:
     """Run the job dry on devices without limits, and compare with their real memory."""
     request = described(n_devices, device_map, max_memory)

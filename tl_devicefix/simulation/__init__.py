@@ -12,11 +12,4 @@ device type), ``backward`` (errors there), ``session`` (entering and leaving).
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers
 from tl_devicefix.simulation.session import simulate, simulate_apart
 
-__all__ = [
-    "Machine",
-    "Moved",
-    "Transfer",
-    "Transfers",
-    "simulate",
-    "simulate_apart",
-]
+__all__ = ["Machine", "Moved", "Transfer", "Transfers", "simulate", "simulate_apart"]

@@ -27,10 +27,7 @@ _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 
 @contextmanager
 def simulate(
-    n_devices: int,
-    memory: int | str | Sequence[int | str] = "80GiB",
-    *,
-    values: bool = True,
+    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", *, values: bool = True
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
