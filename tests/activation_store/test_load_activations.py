@@ -71,9 +71,7 @@ def test_directory_without_activations_is_refused(tmp_path):
 
 
 def test_path_of_index_json_is_refused_naming_its_directory(written):
-    with pytest.raises(
-        FileNotFoundError, match="is a file: give the directory, such as '"
-    ) as it:
+    with pytest.raises(FileNotFoundError, match="is a file: give the directory, such as '") as it:
         tl_devicefix.load_activations(written.directory / INDEX)
     assert str(it.value).endswith(f"'{written.directory}'")
 
