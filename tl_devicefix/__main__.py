@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from textwrap import dedent, indent
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from tl_devicefix import __version__
 from tl_devicefix.misspelt import did_you_mean
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    if chosen.command != "activations":
+    if chosen.command != "activations":  # which needs no TransformerLens, and so starts sooner
         _set_up()
     try:
         return 0 if run(chosen) else 1
@@ -50,20 +50,25 @@ def _set_up() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of whole option names, because a later option may begin with the same letters."""
+    """A parser of whole option names, whose help ends with examples."""
 
     def __init__(self, examples: str = "", **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
+        # No abbreviations, because a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also for commands
+    # Not parse_args, because argparse parses commands by this.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         chosen, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = re.findall("--[a-z-]+", self.format_usage())
             meant = did_you_mean(unknown[0].partition("=")[0], options)
             self.error(f"there is no argument {unknown[0]!r}{meant}")
         return chosen, unknown
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_estimate(commands: Any) -> None:
+def _add_estimate(commands: _Commands) -> None:
     estimate = commands.add_parser(
         "estimate",
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
@@ -157,7 +162,7 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
-def _add_activations(commands: Any) -> None:
+def _add_activations(commands: _Commands) -> None:
     activations = commands.add_parser(
         "activations",
         help="look at activations on disk; exit status 1 if something is wrong",
@@ -178,7 +183,7 @@ def _device(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _memory(text: str) -> Any:
+def _memory(text: str) -> str | dict[int | str, str]:
     """ "80GiB", or "0=24GiB,1=80GiB" as a dict."""
     if "=" not in text:
         return text
@@ -186,7 +191,7 @@ def _memory(text: str) -> Any:
     return {_device(device.strip()): size.strip() for device, _, size in pairs}
 
 
-def _device_map(text: str) -> Any:
+def _device_map(text: str) -> int | str | dict[str, int | str]:
     if not text.startswith("{"):
         return _device(text)
     try:
@@ -235,13 +240,17 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
     return not wrong
 
 
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
-    "activations": (_run_activations, (OSError, ValueError)),
-    "demo": (_run_demo, (ValueError,)),
-    "estimate": (_run_estimate, (TypeError, ValueError)),
-    "selfcheck": (_run_selfcheck, (ValueError,)),
+class _Command(NamedTuple):
+    run: Callable[[argparse.Namespace], bool]
+    expected: tuple[type[Exception], ...]  # shown without a traceback
+
+
+_COMMANDS = {
+    "activations": _Command(_run_activations, (OSError, ValueError)),
+    "demo": _Command(_run_demo, (ValueError,)),
+    "estimate": _Command(_run_estimate, (TypeError, ValueError)),
+    "selfcheck": _Command(_run_selfcheck, (ValueError,)),
 }
-"""The function of each command, and its errors that are shown without a traceback."""
 
 
 if __name__ == "__main__":

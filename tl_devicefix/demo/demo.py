@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from transformers import AutoModelForCausalLM
 
 from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
@@ -98,7 +98,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
         )
 
 
-def hf_logits(tokens: torch.Tensor) -> Float[torch.Tensor, "batch pos d_vocab"]:
+def hf_logits(tokens: Int[torch.Tensor, "batch pos"]) -> Float[torch.Tensor, "batch pos d_vocab"]:
     """Compute the shipped checkpoint's logits by transformers alone, in float32 on the CPU."""
     hf_model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     with torch.no_grad():
@@ -109,10 +109,8 @@ def largest_difference(
     logits: Float[torch.Tensor, "batch pos d_vocab"],
     reference: Float[torch.Tensor, "batch pos d_vocab"],
 ) -> float:
-    """Return the largest difference between two models' log probabilities, compared on the CPU.
-
-    Not of logits, because centring the unembedding moves all logits of a position.
-    """
+    """Return the largest difference between two models' log probabilities, compared on the CPU."""
+    # Not of logits, because centring the unembedding moves all logits of a position.
     ours = logits.detach().cpu().log_softmax(dim=-1)
     return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()
 
@@ -120,12 +118,13 @@ def largest_difference(
 def _show_heads(
     model: Any,
     prompts: list[RecallPrompt],
-    patterns: list[Float[torch.Tensor, "batch head query key"]],
+    patterns: list[Float[torch.Tensor, "batch head query_pos key_pos"]],
 ) -> None:
     """Show how much each head attends from the question to the answer in the context."""
     batch = torch.arange(len(prompts))
     answer = torch.tensor([prompt.answer_position for prompt in prompts])
     print("attention from the question to the answer in the context, mean over the prompts:")
+    # Each pattern is [batch, head, query_pos, key_pos]; its mean over prompts is [head].
     by_head = torch.stack([p.cpu()[batch, :, -1, answer].mean(dim=0) for p in patterns])
     for layer, heads in enumerate(by_head.tolist()):
         shown = "  ".join(
@@ -133,5 +132,6 @@ def _show_heads(
         )
         device = model.placement.device_map[f"blocks.{layer}"]
         print(f"  L{layer} on {device}  {shown}".rstrip())
+    # by_head: [layer, head]
     layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
     print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")
