@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from textwrap import dedent, indent
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from tl_devicefix import __version__
 from tl_devicefix.misspelt import did_you_mean
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if run(chosen) else 1
     except expected as error:
         print(error, file=sys.stderr)
-        return 2  # such as a misspelt option
+        return 2  # such as for a misspelt option, as argparse does
 
 
 def _set_up() -> None:
@@ -45,7 +45,7 @@ def _set_up() -> None:
 
     enable()  # even with TL_DEVICEFIX_DISABLE, because a command is an explicit wish
     hf_logging.disable_progress_bar()
-    # because TransformerLens 3 warns at each load that HookedTransformer is deprecated
+    # Hidden, because TransformerLens 3 warns at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
     # Not parse_args, because argparse parses commands by this.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         chosen, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown:  # argparse's own error suggests no name
             options = re.findall("--[a-z-]+", self.format_usage())
             meant = did_you_mean(unknown[0].partition("=")[0], options)
             self.error(f"there is no argument {unknown[0]!r}{meant}")
@@ -204,7 +204,7 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.planning.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
-    if chosen.n_ctx is None:  # else the model's config is made with it
+    if chosen.n_ctx is None:  # then the model has its own
         del options["n_ctx"]
     result = estimate(chosen.model, **options)
     print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)
@@ -240,16 +240,12 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
     return not wrong
 
 
-class _Command(NamedTuple):
-    run: Callable[[argparse.Namespace], bool]
-    expected: tuple[type[Exception], ...]  # shown without a traceback
-
-
-_COMMANDS = {
-    "activations": _Command(_run_activations, (OSError, ValueError)),
-    "demo": _Command(_run_demo, (ValueError,)),
-    "estimate": _Command(_run_estimate, (TypeError, ValueError)),
-    "selfcheck": _Command(_run_selfcheck, (ValueError,)),
+# The function of each command, and its errors that are shown without a traceback.
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
+    "activations": (_run_activations, (OSError, ValueError)),
+    "demo": (_run_demo, (ValueError,)),
+    "estimate": (_run_estimate, (TypeError, ValueError)),
+    "selfcheck": (_run_selfcheck, (ValueError,)),
 }
 
 

@@ -35,38 +35,22 @@ Pieces = Mapping[str, Sequence[torch.Tensor]]
 Examples = int | slice | Sequence[int] | torch.Tensor
 """Numbers of examples; -1 is the last one."""
 
-# torch's name of a dtype -> safetensors's, which its Python API does not give.
-CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+# torch's name of a dtype -> safetensors's; listed here, because safetensors's own list is private.
+CODES = (
+    {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bool": "BOOL"}
+    | {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
+)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The tensors that are stored under one name.
+    """The tensors that are stored under one name."""
 
-    Attributes:
-        name: as a cache has it.
-        dtype: torch's name of it, such as "bfloat16".
-        shape: of one row.
-        axis: what a row belongs to, an example or a saved token.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    axis: Axis = "example"
+    name: str  # a cache's key
+    dtype: str  # torch's name, such as "bfloat16"
+    shape: tuple[int, ...]  # the shape of one row
+    axis: Axis = "example"  # a row belongs to an example, or to a saved token
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} by {self.axis}"
@@ -84,14 +68,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with the examples from `start` up to `stop`, and the number of their saved tokens."""
+    """A file with the examples from `start` up to `stop`."""
 
     file: str
     start: int
     stop: int
-    tokens: int
+    tokens: int  # the number of saved tokens, which `token_mask` decides
     bytes: int
-    xxh3_128: str
+    xxh3_128: str  # a fast checksum, because it is computed while the shard is written
 
     @property
     def examples(self) -> str:

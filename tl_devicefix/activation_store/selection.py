@@ -197,19 +197,12 @@ def checked_names(
 
 
 class Batch(NamedTuple):
-    """The input of one forward.
+    """The input of one forward, and the tensors that are stored beside its activations."""
 
-    Attributes:
-        inputs: tokens `[batch, pos]`, on the user's device.
-        arguments: the attention mask for the forward, if there is one.
-        stored: tokens and masks `[batch, pos]` that are stored beside activations, on the CPU.
-        skip: how many of its examples are on disk already.
-    """
-
-    inputs: Int[torch.Tensor, "batch pos"]
-    arguments: dict[str, torch.Tensor]
-    stored: dict[str, torch.Tensor]
-    skip: int = 0
+    inputs: Int[torch.Tensor, "batch pos"]  # on the user's device
+    arguments: dict[str, torch.Tensor]  # the attention mask for the forward, if there is one
+    stored: dict[str, torch.Tensor]  # tokens and masks, each [batch, pos] on the CPU
+    skip: int = 0  # the number of its examples that are on disk already
 
     @property
     def saved(self) -> Bool[torch.Tensor, "batch pos"] | None:

@@ -19,18 +19,11 @@ from tl_devicefix.placement.devices import module_with_streams
 
 
 class Copied(NamedTuple):
-    """The saved activations of a batch, in host memory.
-
-    Attributes:
-        rows: by name; complete after `wait()`.
-        tokens: the number of saved tokens of each example.
-        skip: the number of its examples that are on disk already.
-        arrivals: events of the copies.
-    """
+    """The saved activations of a batch, in host memory, complete after `wait()`."""
 
     rows: dict[str, torch.Tensor]  # [batch, ...], or [saved_tokens, ...] with a token mask
-    tokens: list[int]
-    skip: int = 0
+    tokens: list[int]  # the number of saved tokens of each example
+    skip: int = 0  # the number of examples that are on disk already
     arrivals: tuple[torch.Event, ...] = ()
 
     def wait(self) -> None:

@@ -43,6 +43,7 @@ def run_demo(n_devices: int) -> bool:
             f"Face model on the CPU: largest difference {difference:.1e} "
             f"({'ok' if difference < TOLERANCE else 'TOO LARGE'}: {TOLERANCE:.0e} is rounding)"
         )
+        # [batch, pos, d_vocab] -> [batch], at the end of every prompt, because all are as long
         words = [model.to_string([token]) for token in logits[:, -1].argmax(dim=-1).tolist()]
         right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
         print(f"\n  {prompts[0].text} -> {words[0]}")

@@ -65,9 +65,11 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
+    # Ordered pairs, because a copy may be wrong in one direction alone.
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
     checks += [_check_streams(device) for device in devices if module_with_streams(device)]
+    # The devices after the first eight too, in rows of eight.
     for start in range(_LONGEST, n_devices, _LONGEST):
         checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
@@ -127,6 +129,7 @@ def _check_streams(device: torch.device) -> bool:
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:
     """Return True if the shipped checkpoint gives transformers' numbers on n devices."""
+    # Quiet, because TransformerLens prints a line for each load.
     with contextlib.redirect_stdout(io.StringIO()):
         model = load_checkpoint(n_devices, home)
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])

@@ -162,6 +162,7 @@ def dry_run(
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(numbers)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # because `run` may set it
+    # One size for each device says how many there are.
     at_least = len(memory) if isinstance(memory, list | tuple) else 1
     request = device_request(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
@@ -179,11 +180,12 @@ def watch(
     """Run the function, and record its memory and transfers on each device."""
     devices = range(len(machine.devices))
     weights = tuple(machine.memory_allocated(index) for index in devices)
+    # From zero, because making the model has moved and allocated too.
     for index in devices:
         machine.reset_peak_memory_stats(index)
     machine.reset_transfers()
     at_peak = dict.fromkeys(devices, "the weights")
-    running: list[str] = []
+    running: list[str] = []  # innermost last
 
     def note_peak(index: int) -> None:
         at_peak[index] = running[-1] if running else "outside the model"

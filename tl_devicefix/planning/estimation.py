@@ -44,7 +44,7 @@ class Job:
     seq_len: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
-    """What `run_with_cache` keeps: hook names less "hook_" ("resid_post,z"), "all", or None."""
+    """Activations that `run_with_cache` keeps: names less "hook_" ("resid_post,z"), "all", None."""
     max_new_tokens: int = 0
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
@@ -121,6 +121,7 @@ class Estimate:
         if left < 0:
             needs = f"device {device.device} needs {gib(device.peak)} but has {gib(capacity)}"
             return f"It does not fit: {needs}. {self.advice}"
+        # Not of CPU memory, which needs no such share.
         gpus = [row for row in rows if row[2].device != "cpu"]
         if tight := [row for row in gpus if row[0] < LEFT_ON_GPUS * row[1]]:
             left, capacity, device = min(tight, key=lambda row: row[0])
@@ -190,9 +191,10 @@ def estimate(
             return result
         is_placed = device_map is not None and device_map not in STRATEGIES
         may_be_more = not (is_placed or isinstance(max_memory, Mapping))
-        most = min(_MOST_DEVICES, model.n_layers) if may_be_more else 0
+        # No more than blocks, because the others would stay empty, or than large machines have.
+        most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
-        # By bisection, because each count is a dry run, and more devices never fit less.
+        # By bisection, because each count is a dry run; more devices should not fit less.
         enough = bisect_left(counts, True, key=lambda count: on(count).fits)
         fusing = "" if fuse_blocks else ", fuse_blocks"
         others = f"a smaller dtype, a smaller job{fusing} or offloaded blocks"
@@ -201,9 +203,6 @@ def estimate(
         else:
             advice = f"Try {'' if may_be_more else 'more devices, '}{others}."
         return replace(result, advice=advice)
-
-
-_MOST_DEVICES = 16  # that advice tries
 
 
 def _estimate(
@@ -217,7 +216,9 @@ def _estimate(
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     of_each = _of_each(request.max_memory, request.n_devices)
+    # Only the devices that are named, because `decide` uses all that have a limit.
     limits = request.max_memory if request.names_used else of_each
+    # Without limits, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
         capacities = by_device(of_each, placement.home) or {}
@@ -227,12 +228,12 @@ def _estimate(
             fused.fuse_blocks(live)
 
         dry = watch(machine, live, placement, partial(_run, job, model))
-        if dry.error is not None:
+        if dry.error is not None:  # not the model's memory, which has no limit here
             raise dry.error
         devices = []
         for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
-            # Offloaded blocks do not stay, so their weights are part of the peak alone.
+            # Without offloaded blocks, because their weights live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
             # The larger one, because sizes count an unembedding that a Bridge ties.
             weights = max(row.weights, resident + shared_once(runs))
@@ -318,5 +319,5 @@ def _run_forward(job: Job, model: Model) -> object:
     if job.gradients:
         assert isinstance(output, torch.Tensor)  # the loss
         output.backward()
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # so that generating does not count gradients
     return kept

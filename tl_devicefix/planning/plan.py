@@ -111,6 +111,7 @@ def check_options(
     """Refuse options that `estimate` or `dry_run` does not have."""
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
+    # The function's own names too, because one of them may be misspelt.
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if names else " beside a config, which says all"
     where = " for a TransformerBridge" if adapter.NAME == "TransformerBridge" else where
@@ -123,7 +124,7 @@ def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None)
     if cls is None:
         is_of_transformers = hasattr(config_or_model_name, "model_type")
         usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
-        return usual or next(iter(installed.values()))
+        return usual or next(iter(installed.values()))  # TransformerLens 4 has a Bridge only
     for name, adapter in installed.items():
         # No subclass of a Bridge, because `boot_transformers` makes a TransformerBridge.
         is_hooked = name == "HookedTransformer" and isinstance(cls, type)
@@ -189,14 +190,11 @@ def _index(device: DeviceLike) -> DeviceLike:
 class DeviceRequest(NamedTuple):
     """A user's arguments about devices, by their indices."""
 
-    n_devices: int
-    """The least number of devices."""
-    spread: int | None
-    """The number of devices to spread over; None if the other arguments name them."""
+    n_devices: int  # the least number of devices
+    spread: int | None  # the number to spread over; None if the other arguments name them
     device_map: DeviceMap | None
     max_memory: MaxMemory | None
-    names_used: bool
-    """True if `max_memory` alone names the devices to use."""
+    names_used: bool  # True if `max_memory` alone names the devices to use
 
 
 def device_request(

@@ -99,7 +99,9 @@ def register() -> None:
     library = torch.library.Library("aten", "IMPL")
     for make in (_EMPTY, aten.empty_strided.default):
         library.impl(make, functools.partial(_allocate, make), "PrivateUse1")
-    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    library.impl(
+        "_copy_from", lambda source, target, *wait: copy_into(target, source, *wait), "PrivateUse1"
+    )
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     for operation in _WITH_KERNELS:
         library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
@@ -138,13 +140,6 @@ def _allocate(
     options["device"] = machine.executor.data_device
     made = machine.executor.run(make, geometry, options, device.index)
     return wrap(made, machine, device)
-
-
-def _copy_from(
-    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
-    copy_into(target, source, non_blocking)
-    return target
 
 
 def _make(func: Operation, *args: object, **kwargs: Any) -> object:

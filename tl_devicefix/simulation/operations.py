@@ -47,19 +47,20 @@ def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def _copy_(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Copy between any two devices, in place."""
-    copy_into(*args, **kwargs)
-    return args[0]
+    return copy_into(*args, **kwargs)
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
+def copy_into(
+    target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Copy in place, between any two devices, of which one is simulated; record the transfer."""
     simulated: list[SimTensor] = []
     cpu_target, cpu_source = (unwrap(tensor, simulated, []) for tensor in (target, source))
     to = target.device.index if type(target) is SimTensor else None
     machine = simulated[0]._allocation.machine
     machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, to)
     machine.record_transfer(source.device, target.device, cpu_target)
+    return target
 
 
 def _read_number(func: Operation, args: Args, kwargs: Kwargs) -> object:
