@@ -184,6 +184,7 @@ class SavedActivations:
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
+        # 1 without shards, because a save that was interrupted early has none.
         largest = max((shard.bytes for shard in self.index.shards), default=1)
         return TokenBatches(
             stored,

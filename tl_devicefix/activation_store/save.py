@@ -162,8 +162,10 @@ class _Saving:
 
         self._total = self._n_bytes = None
         if self._n_batches >= 0:  # at most: the last one may be smaller
-            of_first = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
-            self._total, self._n_bytes = (size * self._n_batches for size in (n_examples, of_first))
+            first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
+            self._total, self._n_bytes = (
+                size * self._n_batches for size in (n_examples, first_bytes)
+            )
             if saved is None or not saved.is_complete:
                 written = 0 if saved is None else saved.n_bytes
                 on_disk.check_disk(self._directory, self._n_bytes - written)
@@ -174,6 +176,7 @@ class _Saving:
         )
         rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
         of_example = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
+        # At least one, because an example is not split over shards.
         per_shard = max(1, shard_bytes // of_example)
         made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
         index = Index(on_disk.model_fields(self._model), made_by, entries, per_shard)
@@ -186,7 +189,7 @@ class _Saving:
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
         # Kept until its turn, so that the first batch is run once.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
-        self._of_first = {} if is_on_disk else tensors
+        self._first_tensors = {} if is_on_disk else tensors
 
     def run(self, max_in_flight: int, progress: bool) -> None:
         """Save the batches that are not on disk yet."""
@@ -201,7 +204,8 @@ class _Saving:
         is_complete, n_saved = False, sum(shard.tokens for shard in self._index.shards)
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
-            batches = self._left(writer)
+            batches = self._remaining(writer)
+            # Any, because an Iterator has no `close` in its type.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:
@@ -221,7 +225,7 @@ class _Saving:
         finally:
             writer.close(is_complete)
 
-    def _left(self, writer: Writer) -> Iterator[Batch]:
+    def _remaining(self, writer: Writer) -> Iterator[Batch]:
         """Yield the batches that are not on disk yet, and compare the others."""
         seen, on_disk_already = 0, self._index.n_examples
         for number, batch in enumerate(chain([self._first], self._batches)):
@@ -241,6 +245,7 @@ class _Saving:
                 raise self._saved.other_data(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
+            # Before the batch runs, so that devices wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:
@@ -250,10 +255,10 @@ class _Saving:
 
     def _run(self, view: Model, batch: Batch) -> Copied:
         """Run a batch, and start to copy the activations to save."""
-        computed: dict[str, torch.Tensor] = {}
-        if batch.inputs is self._first.inputs:  # `begin` has run it already
-            computed, self._of_first = self._of_first, {}
-        tensors = computed or self._forward(view, batch)
+        if batch.inputs is self._first.inputs and self._first_tensors:  # `begin` has run it
+            tensors, self._first_tensors = self._first_tensors, {}
+        else:
+            tensors = self._forward(view, batch)
         before, now = self._entries, self._entries_of(batch, tensors)
         for name in {**before, **now}:
             if before.get(name) != now.get(name):

@@ -105,9 +105,8 @@ class Selection:
 
     def _is_asked_for(self, name: str) -> bool:
         # Asked again, because a Bridge caches some activations under a second name too.
-        if callable(self.names_filter):
-            return bool(self.names_filter(name))
-        return self.names_filter is None or name in self.names_filter
+        asked = self.names_filter
+        return asked is None or bool(asked(name) if callable(asked) else name in asked)
 
     def _selected(
         self,
@@ -123,7 +122,7 @@ class Selection:
                 f"transform must return a tensor, but for {name} it returned a "
                 f"{type(activation).__name__}"
             )
-        if self.dtype is not None and activation.is_floating_point():
+        if self.dtype is not None and activation.is_floating_point():  # not masks or indices
             activation = activation.to(self.dtype)
         if saved is None:
             return activation
@@ -179,14 +178,13 @@ def checked_names(
     names_filter: NamesFilter, model: Model
 ) -> list[str] | Callable[[str], bool] | None:
     """Return a `names_filter` whose names the model has."""
-    # Refused here, because `run_with_cache` ignores names that do not exist.
     if names_filter is None or callable(names_filter):
         return names_filter
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
     if not names:
         raise ValueError("names_filter is empty: name some hook points, or pass None for all")
     for name in names:
-        if name not in model.hook_dict:
+        if name not in model.hook_dict:  # because `run_with_cache` would ignore it
             raise ValueError(
                 f"names_filter has {shown(name)}, which is no hook point of this model (names are "
                 "in model.hook_dict; a function such as "
@@ -220,7 +218,7 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
             assert model.tokenizer is not None  # because `to_tokens` has used it
             # By TransformerLens, because a BOS token may be the padding token too.
             mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
-            mask = None if mask.all() else mask
+            mask = None if mask.all() else mask  # so that the forward needs no masking
         if inputs.dim() != 2 or not inputs.numel() or inputs.is_floating_point():
             raise ValueError(
                 "a batch must be one or more tokens [batch, pos], but is "
@@ -234,6 +232,7 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
                 f"{list(inputs.shape)}: give one value for each token"
             )
+        # Both [batch, pos]; int64, because that is the dtype on disk whatever the loader's is.
         tokens = inputs.cpu().long()
         seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu().bool()
         stored = {TOKENS: tokens, MASK: seen}

@@ -33,7 +33,7 @@ def run_demo(n_devices: int) -> bool:
         model = load_checkpoint(n_devices)
         print(f"\n{model.placement}\n")
         prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
-        tokens = model.to_tokens([prompt.text for prompt in prompts])
+        tokens = model.to_tokens([prompt.text for prompt in prompts])  # [batch, pos]
         logits, cache = model.run_with_cache(
             tokens, names_filter=lambda name: name.endswith("hook_pattern")
         )
@@ -103,7 +103,7 @@ def hf_logits(tokens: Int[torch.Tensor, "batch pos"]) -> Float[torch.Tensor, "ba
     """Compute the shipped checkpoint's logits by transformers alone, in float32 on the CPU."""
     hf_model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     with torch.no_grad():
-        return hf_model(tokens.cpu()).logits
+        return hf_model(tokens.cpu()).logits  # [batch, pos, d_vocab]
 
 
 def largest_difference(
@@ -122,6 +122,7 @@ def _show_heads(
     patterns: list[Float[torch.Tensor, "batch head query_pos key_pos"]],
 ) -> None:
     """Show how much each head attends from the question to the answer in the context."""
+    # Both [batch]: indices into the first and the last axis of a pattern.
     batch = torch.arange(len(prompts))
     answer = torch.tensor([prompt.answer_position for prompt in prompts])
     print("attention from the question to the answer in the context, mean over the prompts:")
@@ -133,6 +134,5 @@ def _show_heads(
         )
         device = model.placement.device_map[f"blocks.{layer}"]
         print(f"  L{layer} on {device}  {shown}".rstrip())
-    # by_head: [layer, head]
-    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
+    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])  # by_head: [layer, head]
     print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")

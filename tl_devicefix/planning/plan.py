@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 ConfigOrName: TypeAlias = "str | HookedTransformerConfig | PretrainedConfig"
 """A config, a model's name, or a local checkpoint directory."""
-Options = Mapping[str, object]
-"""Arguments of a load that change the config."""
 
 
 class Generation(Protocol):
@@ -73,7 +71,7 @@ class Blueprint(Protocol):
 def blueprint(
     config_or_model_name: ConfigOrName,
     dtype: torch.dtype | str | None,
-    options: Options,
+    options: Mapping[str, object],
     cls: type | None = None,
 ) -> Blueprint:
     """Return the model that would be loaded with these arguments; see `dry_run`.

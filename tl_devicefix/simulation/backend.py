@@ -126,12 +126,9 @@ _WITH_KERNELS = (
 
 
 def _allocate(
-    make: Operation,
-    *geometry: object,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    **options: object,
+    make: Operation, *geometry: object, device: torch.device | None = None, **options: object
 ) -> torch.Tensor:
+    options.pop("pin_memory", None)  # which is of CPU memory
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates, because the simulated device may have no room.

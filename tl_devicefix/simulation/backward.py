@@ -13,14 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-Params = ParamSpec("Params")
-Self = TypeVar("Self")
 Result = TypeVar("Result")
 Packed = TypeVar("Packed")
 Hook = Callable[..., object]
@@ -145,15 +143,11 @@ class KeptErrors:
         return _kept(checked, lambda: None)
 
 
-def registering(
-    register: Callable[Concatenate[Self, Hook, Params], Result],
-) -> Callable[Concatenate[Self, Hook, Params], Result]:
+def registering(register: Callable[..., Result]) -> Callable[..., Result]:
     """Wrap `Tensor.register_hook` and its like, so that the hook's errors are kept."""
 
     @functools.wraps(register)
-    def register_kept(
-        self: Self, hook: Hook, *args: Params.args, **kwargs: Params.kwargs
-    ) -> Result:
+    def register_kept(self: object, hook: Hook, *args: object, **kwargs: object) -> Result:
         return register(self, KeptErrors(hook), *args, **kwargs)
 
     return register_kept

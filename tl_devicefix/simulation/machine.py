@@ -51,6 +51,7 @@ class Transfers(list[Transfer]):
             pair = transfer.source, transfer.target
             so_far = sums.get(pair, Moved(0, 0))
             sums[pair] = Moved(so_far.count + 1, so_far.bytes + transfer.bytes)
+        # 0 for "cpu", which has no index.
         return dict(
             sorted(sums.items(), key=lambda item: [(d.type, d.index or 0) for d in item[0]])
         )
@@ -123,7 +124,7 @@ class Machine:
 
     def memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
-        self._settle()
+        self._settle()  # because freed memory is only queued
         return self._allocated[self.index_of(device)]
 
     def max_memory_allocated(self, device: DeviceLike | None = None) -> int:
@@ -188,12 +189,12 @@ class Machine:
         # Kept on the storage, because views share it and torch keeps its Python object.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
-        growth = storage.nbytes() - allocation.nbytes
+        growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`
         if growth:
             self.check_room(device, growth)
             self._add(device.index, growth)
             allocation.nbytes += growth
-        vars(storage)[_ALLOCATION] = allocation
+        vars(storage)[_ALLOCATION] = allocation  # now, because what does not fit is not counted
         return allocation
 
     def record_transfer(

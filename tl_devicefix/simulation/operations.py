@@ -39,7 +39,7 @@ def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
             raise left_error(allocation.device)
         target = machine.devices[machine.index_of(target)]
         to = target.index
-    elif target.type != "cpu":
+    elif target.type != "cpu":  # such as "meta", to which nothing is transferred
         return func(source._cpu, **kwargs, device=target)
     result = machine.executor.run(func, (source._cpu,), kwargs, to)
     machine.record_transfer(allocation.device, target, result)
@@ -88,7 +88,7 @@ def _chosen_for(value: object) -> object:
 def _equal(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
     if any(type(arg) is SimTensor and not arg.has_values for arg in args):
-        common_device([arg for arg in args if type(arg) is SimTensor])
+        common_device([arg for arg in args if type(arg) is SimTensor])  # raises if on several
         return args[0].shape == args[1].shape
     return run_on_one_device(func, args, kwargs)
 
@@ -117,23 +117,18 @@ def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return aten._to_copy.default(counts, dtype=counted.dtype)
 
 
-def _index_error(indexed: torch.device) -> RuntimeError:
-    return RuntimeError(
-        f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})"
-    )
-
-
 def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Index with tensors that are on the CPU or on the device of what is indexed."""
     indexed, indices, *rest = args
-    if type(indexed) is not SimTensor:
-        raise _index_error(indexed.device)
+    on_devices = [index for index in indices if type(index) is SimTensor]
+    if type(indexed) is not SimTensor or any(i.device != indexed.device for i in on_devices):
+        raise RuntimeError(  # as torch says it
+            "indices should be either on cpu or on the same device as the indexed tensor "
+            f"({indexed.device})"
+        )
     allocation = indexed._allocation
-    for index in indices:
-        if type(index) is SimTensor and index._allocation.device != allocation.device:
-            raise _index_error(allocation.device)
+    # The value of an `index_put`: a CPU scalar may be written anywhere.
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
-        # A CPU scalar may be written anywhere.
         machine, device = allocation.machine, allocation.device
         rest[0] = wrap(rest[0].to(machine.executor.data_device, copy=True), machine, device)
     cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]

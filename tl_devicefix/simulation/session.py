@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -81,7 +80,6 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
-        _refuse_to_compile(stack)
         # For a machine that stays open until Python ends, because later its modules are gone.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
@@ -127,9 +125,7 @@ def _prepare_torch() -> None:
             f" but this is torch {torch.__version__}: install one of those, or use real devices"
         )
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "simulate cannot be entered inside torch.inference_mode: enter it before"
-        )
+        raise RuntimeError("simulate cannot be inside torch.inference_mode: enter it before")
     if (outer := entered_machine()) is not None:
         raise RuntimeError(
             f"simulate is entered already, with {len(outer.devices)} device(s): leave that"
@@ -192,26 +188,6 @@ def _open_safetensors(stack: ExitStack) -> None:
 
     for module in (safetensors, safetensors.torch):
         _replace(stack, module, "safe_open", safe_open)
-
-
-def _refuse_to_compile(stack: ExitStack) -> None:
-    """Make ``torch.compile`` refuse a simulated model."""
-    # At once, because inductor's own errors name neither the model nor a reason.
-    own: Callable[..., object] = torch.compile
-
-    @functools.wraps(own)
-    def compile(model: object = None, *args: object, **kwargs: object) -> object:
-        module = getattr(model, "__self__", model)  # a module's method, of `module.compile()`
-        weights = module.parameters() if isinstance(module, torch.nn.Module) else ()
-        is_simulated = any(type(weight) is SimTensor for weight in weights)
-        if is_simulated and kwargs.get("backend", "inductor") == "inductor":
-            raise RuntimeError(
-                f"torch.compile cannot compile a {type(module).__name__} on simulated devices: "
-                "leave it out here, and use it on real devices"
-            )
-        return own(model, *args, **kwargs)
-
-    _replace(stack, torch, "compile", compile)
 
 
 def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:

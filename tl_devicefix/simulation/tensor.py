@@ -192,14 +192,9 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     # Values and indices, because a sparse tensor itself has no storage, strides or offset.
     parts = tensors_in(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
+    strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
     tensor = torch.Tensor._make_wrapper_subclass(
-        SimTensor,
-        cpu.size(),
-        strides=cpu.stride() if len(parts) == 1 else None,
-        storage_offset=cpu.storage_offset() if len(parts) == 1 else None,
-        dtype=cpu.dtype,
-        layout=cpu.layout,
-        device=device,
+        SimTensor, cpu.size(), strides, offset, dtype=cpu.dtype, layout=cpu.layout, device=device
     )
     tensor._cpu = cpu
     tensor._allocation = allocation
