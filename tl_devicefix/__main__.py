@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line, by default the process's own.
 
     Returns:
-        The exit status: 0 if all is well, 1 if not, and 2 if it was asked for what is not there.
+        The exit status: 0 if all is well, 1 if not, and 2 if an argument is wrong.
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
@@ -231,12 +231,10 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
         print(activations)
         return not activations.missing()
     wrong, count = activations.verify(), len(activations.index.shards)
-    print(*wrong, sep="\n", end="\n" if wrong else "")
-    print(
-        f"{len(wrong)} of {count} shards are not as they were written"
-        if wrong
-        else f"{count} shards: every shard is as it was written"
-    )
+    verdict = f"{count} shards: every shard is as it was written"
+    if wrong:
+        verdict = f"{len(wrong)} of {count} shards are not as they were written"
+    print(*wrong, verdict, sep="\n")
     return not wrong
 
 

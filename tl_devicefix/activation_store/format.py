@@ -24,10 +24,8 @@ VERSION = 4
 INDEX = "index.json"
 TEMPORARY = ".part"  # the suffix of files that are not complete
 
-TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"
-"""Names of the tensors that are stored beside activations."""
-NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")
-"""Activations whose second axis is heads, not positions."""
+TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"  # beside activations
+NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")  # [batch, head, query_pos, key_pos]
 
 Axis = Literal["example", "token"]
 Pieces = Mapping[str, Sequence[torch.Tensor]]
@@ -79,7 +77,7 @@ class Shard:
 
     @property
     def examples(self) -> str:
-        """The range of examples, as the file's metadata has it."""
+        """The range of examples, in the words of the file's metadata."""
         return f"{self.start}:{self.stop}"
 
     def rows(self, entry: Entry) -> int:
@@ -305,7 +303,7 @@ class Stored:
                     f"and lists of numbers, not by {type(number).__name__}: saved[name][3:7][:, 0]"
                 )
             if not -len(self) <= number < len(self):
-                raise IndexError(f"there is no example {number} among {len(self)}")
+                raise IndexError(f"there is no example {number} among {len(self)}: see len(saved)")
         return examples[index] if isinstance(index, int) else [examples[n] for n in index]
 
     def of_shard(self, number: int) -> torch.Tensor:

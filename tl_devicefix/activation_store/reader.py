@@ -146,8 +146,8 @@ class SavedActivations:
             for name in ("n_layers", "d_model"):
                 if (own := getattr(model.cfg, name)) != self.model[name]:
                     raise ValueError(
-                        f"the activations are of a model with {name}={self.model[name]}, but the "
-                        f"model that you pass has {name}={own}"
+                        f"the activations are of a model with {name}={self.model[name]}, but this "
+                        f"model has {name}={own}: pass the model that computed them"
                     )
             placement = getattr(model, "placement", None)
             home = placement.home if placement else next(model.parameters()).device

@@ -163,9 +163,8 @@ class _Saving:
         self._total = self._n_bytes = None
         if self._n_batches >= 0:  # at most: the last one may be smaller
             first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
-            self._total, self._n_bytes = (
-                size * self._n_batches for size in (n_examples, first_bytes)
-            )
+            self._total = n_examples * self._n_batches
+            self._n_bytes = first_bytes * self._n_batches
             if saved is None or not saved.is_complete:
                 written = 0 if saved is None else saved.n_bytes
                 on_disk.check_disk(self._directory, self._n_bytes - written)

@@ -161,7 +161,7 @@ class Selection:
         for name, tensor in tensors.items():
             if dtype_name(tensor.dtype) not in CODES:
                 raise ValueError(
-                    f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype"
+                    f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype='float32'"
                 )
             if tensor.shape[:1] != (n_rows,):
                 raise ValueError(

@@ -155,7 +155,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             if name != "batches" and state.get(name) != own:
                 raise ValueError(
                     f"the state has {name}={state.get(name)!r}, but these batches have {own!r}: "
-                    "make them with the arguments of those whose state_dict() this is"
+                    "give activations() the arguments of the batches that the state is of"
                 )
         self.close()
         self._handed_out = state["batches"]

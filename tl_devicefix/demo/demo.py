@@ -18,8 +18,7 @@ from tl_devicefix.simulation import simulate
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 """The small trained checkpoint that ships with the package; see its README."""
-TOLERANCE = 1e-4
-"""The largest difference of float32 log probabilities that counts as rounding."""
+TOLERANCE = 1e-4  # the largest difference of float32 log probabilities that counts as rounding
 N_PROMPTS, N_FACTS, SEED = 64, 8, 0
 
 
@@ -55,17 +54,14 @@ def run_demo(n_devices: int) -> bool:
 
 def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
     """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none."""
+    where: dict[str, Any] = {"n_devices": n_devices, "device": device}
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
 
-        return HookedTransformer.from_pretrained(
-            str(CHECKPOINT), n_devices=n_devices, device=device
-        )
+        return HookedTransformer.from_pretrained(str(CHECKPOINT), **where)
     from transformer_lens.model_bridge import TransformerBridge
 
-    bridge = TransformerBridge.boot_transformers(
-        str(CHECKPOINT), n_devices=n_devices, device=device
-    )
+    bridge = TransformerBridge.boot_transformers(str(CHECKPOINT), **where)
     bridge.enable_compatibility_mode()
     return bridge
 

@@ -40,8 +40,7 @@ class Generation(Protocol):
         """Run one token more."""
 
 
-UNLIMITED = 2**60
-"""Bytes of a device whose memory is not known, or does not matter."""
+UNLIMITED = 2**60  # bytes of a device whose memory is not known, or does not matter
 
 
 class Blueprint(Protocol):

@@ -25,7 +25,7 @@ class DeviceModule:
     """The module ``torch.get_device_module("sim")``, with ``torch.cuda``'s names."""
 
     def is_available(self) -> bool:
-        """Tell whether a machine is entered."""
+        """Return True within `simulate`."""
         return entered_machine() is not None
 
     is_initialized = is_available

@@ -139,7 +139,7 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
     # Otherwise it would make new parameters, which optimizers and tied modules do not know.
     compatible = torch._has_compatible_shallow_copy_type
 
-    # Any signature, because torch.compile compares it with its own if imported meanwhile.
+    # Any signature, because torch.compile, if imported now, compares it with its own.
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 

@@ -19,8 +19,8 @@ from tl_devicefix.tracebacks import note_mixed_devices
 aten = torch.ops.aten
 
 Handler = Callable[[Operation, Args, Kwargs], object]
+# Filled by `operations`, because its handlers use the functions below.
 HANDLERS: dict[Operation, Handler] = {}
-"""Operations for which the CPU's kernel alone is not enough; `operations` fills it."""
 
 # Torch's own descriptor, in C, because `simulate` puts another before it.
 TENSOR_DATA = vars(torch._C.TensorBase)["data"]
@@ -291,7 +291,7 @@ def common_device(
                 f"tensors on {device} and {other.device} belong to different simulated machines, "
                 "such as a dry run's and that of the `simulate` around it: bring one to 'cpu' first"
             )
-        if other.device is not device and other.device != device:  # `is` first, as it is faster
+        if other.device is not device and other.device != device:  # `is` is faster
             raise_or_keep(_mixed_error(device, other.device))
     return machine, device
 
@@ -299,7 +299,7 @@ def common_device(
 def _check_cpu_operands(
     func: Operation, first: object, operands: list[torch.Tensor], device: torch.device
 ) -> None:
-    """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
+    """Refuse CPU tensors beside simulated ones, except scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
