@@ -27,9 +27,10 @@ from tl_devicefix.checkpoints.files import (
 )
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.types import Config
 
 
-def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
+def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Module:
     """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
     is_directory = is_checkpoint_directory(model_name)
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
@@ -120,7 +121,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
             own[name].data = own[name].data.to(dtype)
 
 
-def _revision(model_name: str, cfg: Any) -> str:
+def _revision(model_name: str, cfg: Config) -> str:
     """The hub revision of a training checkpoint, as TransformerLens names them."""
     if model_name.startswith("stanford-crfm"):
         return f"checkpoint-{cfg.checkpoint_value}"
