@@ -219,7 +219,7 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype, or its name as HookedTransformer takes it ("bfloat16", "bf16", "torch.bfloat16")."""
+    """Return the dtype of a name, as HookedTransformer takes it ("bfloat16", "bf16")."""
     named: Any = dtype
     if isinstance(dtype, str):
         named = _SHORT.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
