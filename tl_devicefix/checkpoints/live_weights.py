@@ -69,8 +69,8 @@ def refuse_unmergeable(module: nn.Module) -> None:
 
 def _refuse_adapter(kind: str) -> NoReturn:
     raise ValueError(
-        f"hf_model has an adapter ({kind}) that cannot be merged, because it is not a weight delta; "
-        "pass the base model, loaded without the adapter"
+        f"hf_model has an adapter ({kind}) that cannot be merged, because it is not a weight "
+        "delta; pass the base model, loaded without the adapter"
     )
 
 
