@@ -58,7 +58,6 @@ def check(model: Model, repair: bool = False) -> Report:
         if (placement := getattr(model, "placement", None)) is not None:
             adapter.realign(model, placement)
         # Looked for anew, because some faults cannot be repaired.
-        # Looked for anew, because some faults cannot be repaired.
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
@@ -67,7 +66,11 @@ def check(model: Model, repair: bool = False) -> Report:
 
 
 def _repairable(model: Model, adapter: Adapter) -> list[Finding]:
-    found = config_findings(model), device_findings(model), setup_findings(model, *adapter.SETUP)
+    found = (
+        config_findings(model),
+        device_findings(model),
+        setup_findings(model, *adapter.SETUP_HINT),
+    )
     return [finding for findings in found for finding in findings]
 
 
