@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser of whole option names, whose help ends with examples."""
 
     def __init__(self, examples: str = "", **options: Any) -> None:
-        as_written = argparse.RawDescriptionHelpFormatter
+        as_written = argparse.RawDescriptionHelpFormatter  # because examples are not to be wrapped
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
         # No abbreviations, because a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
@@ -185,14 +185,14 @@ def _device(text: str) -> int | str:
 
 def _memory(text: str) -> str | dict[int | str, str]:
     """ "80GiB", or "0=24GiB,1=80GiB" as a dict."""
-    if "=" not in text:
+    if "=" not in text:  # one size for every device
         return text
     pairs = (part.partition("=") for part in text.split(","))
     return {_device(device.strip()): size.strip() for device, _, size in pairs}
 
 
 def _device_map(text: str) -> int | str | dict[str, int | str]:
-    if not text.startswith("{"):
+    if not text.startswith("{"):  # a strategy, or one device
         return _device(text)
     try:
         return json.loads(text)

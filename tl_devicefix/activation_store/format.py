@@ -173,8 +173,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except BaseException:  # Ctrl-C too, because nothing half-written may stay
         part.unlink(missing_ok=True)
         raise
-    # The directory too, because the new name is in it.
-    directory = os.open(path.parent, os.O_RDONLY)
+    directory = os.open(path.parent, os.O_RDONLY)  # synced too, because it has the new name
     try:
         os.fsync(directory)
     finally:
@@ -203,8 +202,7 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     checksum = xxh3_128()
 
     def write(file: BinaryIO) -> None:
-        # One at a time, because `reshape` may copy.
-        parts: Iterator[bytes | memoryview] = (
+        parts: Iterator[bytes | memoryview] = (  # one at a time, because `reshape` may copy
             tensor.reshape(-1).view(torch.uint8).numpy().data
             for _, tensors in by_width
             for tensor in tensors

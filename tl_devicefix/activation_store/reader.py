@@ -1,8 +1,4 @@
-"""`load_activations`: open activations on disk, and read only those that you index.
-
-TransformerLens is imported only where its classes are returned, because that import takes longer
-than reading.
-"""
+"""`load_activations`: open activations on disk, and read only those that you index."""
 
 from __future__ import annotations
 
@@ -90,7 +86,7 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            # Not from transformer_lens.utils, because TransformerLens 3 deprecates that module.
+            # Here, as in `cache`; by this name, because TransformerLens 3 has renamed its `utils`.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -132,6 +128,7 @@ class SavedActivations:
             IndexError: if there is no such example.
             TypeError: if `examples` is no number, slice or list of numbers.
         """
+        # Here, because importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache
 
         from tl_devicefix.gathering.caches import CacheAtHome
@@ -194,6 +191,7 @@ class SavedActivations:
             device=device,
             epochs=epochs,
             group_bytes=largest // 2,  # three groups and the batches take less than two shards
+            # [examples, pos, ...], unless `transform` has taken the axis of tokens away
             by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
         )
 

@@ -35,6 +35,7 @@ def locked(directory: Path) -> Iterator[None]:
         raise type(error)(f"{there} is a file and no directory: give another directory") from error
     with open(directory / LOCK, "ab") as file:
         try:
+            # Without waiting, because the other process may save for hours.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(

@@ -170,8 +170,7 @@ class TokenBatches(Iterator[torch.Tensor]):
 def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the same groups, while a thread reads the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="activations reader") as reader:
-        # In the thread, because `next` reads the disk.
-        future = reader.submit(next, groups, None)
+        future = reader.submit(next, groups, None)  # because `next` reads the disk
         while (group := future.result()) is not None:
             future = reader.submit(next, groups, None)
             yield group

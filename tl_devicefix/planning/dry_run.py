@@ -162,8 +162,7 @@ def dry_run(
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(numbers)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # because `run` may set it
-    # One size for each device says how many there are.
-    at_least = len(memory) if isinstance(memory, list | tuple) else 1
+    at_least = len(memory) if isinstance(memory, list | tuple) else 1  # one size for each
     request = device_request(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
         devices = request.spread, None, request.device_map, request.max_memory

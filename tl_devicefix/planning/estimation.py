@@ -237,7 +237,8 @@ def _estimate(
             resident = sum(component.weights for component in runs if not component.offloaded)
             # The larger one, because sizes count an unembedding that a Bridge ties.
             weights = max(row.weights, resident + shared_once(runs))
-            peak, module = row.peak - row.weights + weights, row.module
+            peak, module = row.peak - row.weights + weights, row.module  # of the job
+            # A load may need more than the job, such as a slice of a weight in float32.
             if runs and peak < (loading := weights + model.room_to_load(placement)):
                 peak, module = loading, "loading"
             capacity = capacities.get(device)

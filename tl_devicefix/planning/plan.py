@@ -119,6 +119,7 @@ def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None)
     """Return the adapter of the class that would be loaded; for `cls` see `dry_run`."""
     installed = adapters()
     if cls is None:
+        # As a PretrainedConfig has, and TransformerLens's configs have not.
         is_of_transformers = hasattr(config_or_model_name, "model_type")
         usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
         return usual or next(iter(installed.values()))  # TransformerLens 4 has a Bridge only

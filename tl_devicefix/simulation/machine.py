@@ -51,8 +51,7 @@ class Transfers(list[Transfer]):
             pair = transfer.source, transfer.target
             so_far = sums.get(pair, Moved(0, 0))
             sums[pair] = Moved(so_far.count + 1, so_far.bytes + transfer.bytes)
-        # 0 for "cpu", which has no index.
-        return dict(
+        return dict(  # 0 for "cpu", which has no index
             sorted(sums.items(), key=lambda item: [(d.type, d.index or 0) for d in item[0]])
         )
 

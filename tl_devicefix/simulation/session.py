@@ -118,7 +118,7 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
 
 def _prepare_torch() -> None:
     """Register the type of devices, unless this torch or this place does not allow it."""
-    version = ".".join(torch.__version__.split(".")[:2])
+    version = ".".join(torch.__version__.split(".")[:2])  # "2.13.1+cpu" -> "2.13"
     if not Version(_OLDEST_TORCH) <= Version(version) <= Version(_NEWEST_TORCH):
         raise RuntimeError(
             f"simulate needs torch {_OLDEST_TORCH} to {_NEWEST_TORCH}, whose private parts it uses,"
@@ -151,6 +151,7 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
     """Run ``inference_mode`` as ``no_grad``, because tensor subclasses do not work in it."""
 
     def enter(self: Any) -> None:
+        # The attribute whose `__exit__` torch's own `__exit__` calls.
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
 

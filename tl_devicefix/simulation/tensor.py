@@ -19,8 +19,7 @@ from tl_devicefix.tracebacks import note_mixed_devices
 aten = torch.ops.aten
 
 Handler = Callable[[Operation, Args, Kwargs], object]
-# Filled by `operations`, because its handlers use the functions below.
-HANDLERS: dict[Operation, Handler] = {}
+HANDLERS: dict[Operation, Handler] = {}  # filled by `operations`, which imports this module
 
 # Torch's own descriptor, in C, because `simulate` puts another before it.
 TENSOR_DATA = vars(torch._C.TensorBase)["data"]
