@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 import torch
 import transformer_lens
@@ -44,11 +44,6 @@ class EntryState(TypedDict):
     settings: dict[str, object]
     tensors: dict[str, torch.Tensor] | int
     new: int
-
-
-def is_cache(value: object) -> TypeGuard[cache_utils.Cache]:
-    """Return True for transformers' KV caches."""
-    return isinstance(value, cache_utils.Cache)
 
 
 def layer_of_cache(cache: cache_utils.Cache, index: int) -> Entry | None:

@@ -14,7 +14,7 @@ from torch import nn
 from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.remote_block import RemoteModel, attach
 from tl_devicefix.multihost.worker import worker_of
-from tl_devicefix.placement.devices import Host, host_of, is_elsewhere
+from tl_devicefix.placement.devices import host_of, is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 
@@ -54,7 +54,13 @@ def loading_elsewhere(
             "directory that all hosts see, and give that directory's name"
         )
     hosts = list(dict.fromkeys(host for host, _ in places.values()))
-    check_files(hosts, name, hub)
+    files = files_of(name, hub)
+    for host in hosts:
+        wrong = worker_of(host).differences(files, name, hub) if files else []
+        if wrong:
+            raise ValueError(
+                f"{host.connection.name} {wrong[0]} for {name!r}: give all hosts the same files"
+            )
     models = {host: RemoteModel(host, placement.home) for host in hosts}
     passed_on = {key: value for key, value in arguments.items() if key not in _NOT_PASSED_ON}
     with threads(len(hosts)) as pool:
@@ -73,19 +79,4 @@ def loading_elsewhere(
 def attach_blocks(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
     """Turn blocks without values into remote blocks."""
     for name, remote in remotes.items():
-        attach(model.get_submodule(name), remote, int(name.rpartition(".")[2]), name)
-
-
-def check_files(hosts: list[Host], name: str, hub: dict[str, object]) -> None:
-    """Check that other hosts have this host's files of a checkpoint.
-
-    Raises:
-        ValueError: naming the host and the file.
-    """
-    files = files_of(name, hub)
-    for host in hosts:
-        wrong = worker_of(host).differences(files, name, hub) if files else []
-        if wrong:
-            raise ValueError(
-                f"{host.connection.name} {wrong[0]} for {name!r}: give all hosts the same files"
-            )
+        attach(model, name, remote)

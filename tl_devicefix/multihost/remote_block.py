@@ -35,6 +35,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import HookPoint
+from transformers.cache_utils import Cache
 
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
@@ -47,7 +48,6 @@ from tl_devicefix.multihost.kv_caches import (
     ENTRY,
     Entry,
     EntryState,
-    is_cache,
     layer_of_cache,
     set_tensors,
     settings_of,
@@ -105,22 +105,17 @@ class RemoteModel(RemoteHandle):
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteTensor:
         """Return a weight or buffer, which is fetched when it is used."""
-
-        def fetch() -> torch.Tensor:
-            return worker_of(self.host).weight(self.number, name).to(self.home)
-
-        is_there = f"{name} is on {self.host.connection.name}"
-        return RemoteTensor(fetch, shape, dtype, self.home, is_there)
+        worker, where = worker_of(self.host), f"{name} is on {self.host.connection.name}"
+        return RemoteTensor(
+            lambda: worker.weight(self.number, name).to(self.home), shape, dtype, self.home, where
+        )
 
     def kept(
         self, handle: RemoteHandle, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> RemoteTensor:
         """Return an activation that the host keeps, or a named tensor of a KV cache."""
-
-        def fetch() -> torch.Tensor:
-            return worker_of(self.host).kept(handle.number, name).to(self.home)
-
-        return RemoteTensor(fetch, shape, dtype, self.home, handle=handle)
+        fetch = partial(worker_of(self.host).kept, handle.number, name)
+        return RemoteTensor(lambda: fetch().to(self.home), shape, dtype, self.home, handle=handle)
 
 
 class _Record:
@@ -167,15 +162,12 @@ class _Record:
 
     def changed_settings(self, block: nn.Module) -> dict[str, dict[str, Any]]:
         """Return the settings that its worker has to have, by the paths of the configs."""
-        changed = self.remote.changed
+        changed, now = self.remote.changed, {}
         for path, loaded in self._configs.items():
-            now = vars(config_at(block, path))
-            plain_ones = ((k, value) for k, value in now.items() if isinstance(value, _SENT))
-            changed.update(name for name, value in plain_ones if loaded.get(name) != value)
-        return {
-            path: {k: now[k] for k in changed & now.keys() if isinstance(now[k], _SENT)}
-            for path, now in ((path, vars(config_at(block, path))) for path in self._configs)
-        }
+            settings = vars(config_at(block, path)).items()
+            now[path] = {name: value for name, value in settings if isinstance(value, _SENT)}
+            changed |= {k for k, value in now[path].items() if loaded.get(k) != value}
+        return {path: {k: its[k] for k in changed & its.keys()} for path, its in now.items()}
 
     def refusal(self, why: str, remedy: str = "undo it") -> RuntimeError:
         """Return the error for something that the worker would not know of."""
@@ -316,19 +308,13 @@ def together() -> Iterator[None]:
     kept[_WAITING] = None
     yield
     if kept[_WAITING] is not None:
-        kept[_WAITING].run_rest()  # because hooks look at them, although nobody reads the output
+        kept[_WAITING].output.read()  # because hooks look at them, although nobody else reads it
 
 
-def attach(block: nn.Module, remote: RemoteModel, layer: int, name: str) -> None:
-    """Make a block a remote one.
-
-    Args:
-        block: a block without values.
-        remote: the model on its host.
-        layer: its index.
-        name: its name in the model.
-    """
-    record = _Record(remote, layer, block)
+def attach(model: nn.Module, name: str, remote: RemoteModel) -> None:
+    """Turn a model's block without values into a remote block of its host."""
+    block = model.get_submodule(name)
+    record = _Record(remote, int(name.rpartition(".")[2]), block)
     for path, module in list(block.named_modules()):
         for tensors in (module._parameters, module._buffers, vars(module)):
             for key, tensor in tensors.items():
@@ -351,14 +337,9 @@ def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Mo
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
 
-def is_remote(block: object) -> bool:
-    """Return True for a block on another host."""
-    return isinstance(block, RemoteBlock)
-
-
 def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object]) -> None:
     """Call a method that changes weights on all hosts that have blocks of a model."""
-    blocks = list(filter(is_remote, model.modules()))
+    blocks = [module for module in model.modules() if isinstance(module, RemoteBlock)]
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
         weights = worker_of(remote.host).apply(remote.number, method, arguments)
         for name, (shape, dtype) in weights.items():
@@ -456,7 +437,7 @@ class _Step:
         for name, value in arguments.items():
             if hasattr(value, "past_keys"):
                 self.entry, marked[name] = value, ENTRY
-            elif is_cache(value):
+            elif isinstance(value, Cache):
                 self.entry, marked[name] = layer_of_cache(value, self.record.index), CACHE
                 if self.entry is None:
                     raise self.record.refusal(
@@ -470,7 +451,11 @@ class _Step:
         return {
             "layer": self.record.index,
             "arguments": (list(args.values()), kwargs),
-            "taps": {name: _kinds(self.block.get_submodule(name)) for name in self.taps},
+            # A module in a hook point's place counts as a forward hook.
+            "taps": {
+                name: [k for k in ("fwd", "bwd") if getattr(point, f"{k}_hooks", k == "fwd")]
+                for name, point in ((name, self.block.get_submodule(name)) for name in self.taps)
+            },
             "cached": {name: handle.number for name, handle in self.cached.items()},
             "fused": is_fused(self.block) and is_enabled(),
             "has_mlp_in": vars(self.block).get(HAS_MLP_IN),
@@ -510,23 +495,18 @@ class _Step:
         set_tensors(self.entry, {name: kept(name, *like) for name, like in geometry.items()})
 
 
-def _kinds(point: nn.Module) -> list[str]:
-    """Return the kinds of a hook point's hooks; a module in its place is a forward one."""
-    return [kind for kind in ("fwd", "bwd") if getattr(point, f"{kind}_hooks", kind == "fwd")]
-
-
 class _WaitingBlocks:
     """Consecutive blocks of one host in a forward: one call runs them, once the last is read."""
 
     def __init__(self, remote: RemoteModel, x: Float[torch.Tensor, "batch pos d_model"]) -> None:
         self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
         self._steps: list[_Step] = []
-        self._output: RemoteTensor | None = None
+        self.output: RemoteTensor | None = None
         self.returned: Output
 
     def continue_with(self, x: object, remote: RemoteModel) -> bool:
         """Return True if a block of `remote` that is given `x` follows."""
-        is_next = isinstance(x, RemoteTensor) and x is self._output and not x.is_fetched
+        is_next = isinstance(x, RemoteTensor) and x is self.output and not x.is_fetched
         # One mode of gradients, because the blocks run in one graph, or in none.
         return is_next and remote is self._remote and self._has_graph == torch.is_grad_enabled()
 
@@ -534,13 +514,8 @@ class _WaitingBlocks:
         """Let a block follow; return its output."""
         self._steps.append(step)
         like = self._x.shape, self._x.dtype, self._x.device  # [batch, pos, d_model]
-        self._output = RemoteTensor(partial(self._run, len(self._steps)), *like, waits=True)
-        return self._output
-
-    def run_rest(self) -> None:
-        """Run the blocks, unless somebody has read the output."""
-        if self._output is not None:
-            self._output.read()
+        self.output = RemoteTensor(partial(self._run, len(self._steps)), *like, waits=True)
+        return self.output
 
     def _run(self, n_steps: int) -> torch.Tensor:
         if n_steps != len(self._steps):
