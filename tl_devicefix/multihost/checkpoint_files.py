@@ -1,8 +1,6 @@
 """Compare a checkpoint's files on two hosts, before anything is loaded.
 
-Small tensors are compared whole, large ones by samples at even distances. That is enough, because
-weights of two trainings differ everywhere, and an edited part is seen if it is as long as the
-distance between samples.
+Small tensors are compared whole, large ones by samples at even distances.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ Files = dict[str, tuple[int, str]]
 """File -> its size in bytes, and a checksum of its tensors."""
 
 _KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
+# Samples are enough, because weights of two trainings differ everywhere, and an edited part is seen
+# if it is as long as the distance between samples.
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 """Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
@@ -50,18 +50,17 @@ def _file(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         for start, end in _parts(path, nbytes):
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
-            # The end too, because the steps may miss it, and a `.bin` has its checksums there.
+            # The last sample of a range too, because the steps may miss its end.
             for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()
 
 
 def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
-    """Return the byte ranges to compare: a safetensors file's header and tensors.
-
-    For other files: the whole, and its end, because a `.bin` is a zip file with checksums there.
-    """
-    if path.suffix != ".safetensors":
+    """Return the byte ranges to compare: a safetensors file's header and tensors, or all."""
+    if (
+        path.suffix != ".safetensors"
+    ):  # its end too, because a `.bin`, a zip file, has checksums there
         return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -121,11 +121,11 @@ def _connect(address: str) -> bool:
 
 
 def _check_that_it_answers(address: str) -> None:
-    """Raise at once if nothing listens at "head:6379", because Ray would wait for minutes."""
+    """Raise at once if nothing listens at "head:6379"."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return
-    try:
+    try:  # because Ray would wait for minutes
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
         raise ConnectionError(
@@ -198,15 +198,17 @@ class WorkerActor(Worker):
 
 
 class _Packed:
-    """A tensor as an array of its bytes, because Ray sends arrays without pickling."""
+    """A tensor as an array of its bytes."""
 
+    # An array, because Ray sends arrays without pickling, and bytes, because numpy lacks bfloat16.
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor in memory of its own, because Ray's memory is read-only."""
-        # Allocated on the CPU by name, because the driver may be within `torch.device("cuda")`.
+        """Return the tensor, in memory of its own."""
+        # Its own, because Ray's memory is read-only, and on the CPU by name, because the driver may
+        # be within `torch.device("cuda")`.
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
         return tensor

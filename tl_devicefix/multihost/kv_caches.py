@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-    _Layer: TypeAlias = CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer
-    Entry: TypeAlias = TransformerLensKeyValueCacheEntry | _Layer
-else:
-    Entry = object
+_Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer"
+Entry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 
 ENTRY, CACHE = "\0entry", "\0cache"
 """Marks in a block's arguments for an entry of TransformerLens's, and for transformers' cache."""

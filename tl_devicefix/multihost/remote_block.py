@@ -94,13 +94,14 @@ class RemoteModel(RemoteHandle):
 
     Attributes:
         home: the device to which tensors are fetched.
-        changed: names of settings that have been changed since it was loaded. They are sent with
-            each run, because the blocks there may share one config, and a setting may go back.
+        changed: names of settings that have been changed since it was loaded.
     """
 
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
+        # Sent with each run, because the blocks there may share one config, and a setting may go
+        # back to its first value.
         self.changed: set[str] = set()
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteTensor:
@@ -123,8 +124,7 @@ class _Record:
 
     Attributes:
         forms: the type of its output, a tensor or a tuple of one, by the number of its arguments
-            and the names of the others. Without an entry, the block cannot wait, because nobody
-            knows what to give in the output's place.
+            and the names of the others.
     """
 
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
@@ -182,10 +182,6 @@ class _Record:
 
 _SENT = (type(None), bool, int, float, str, torch.dtype)
 """Types of the settings that are sent, because a config may hold anything."""
-
-
-# --------------------------------------------------------------------------------------------
-# Modules
 
 
 class RemoteModule(nn.Module):
@@ -292,7 +288,8 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
         waiting = _WaitingBlocks(record.remote, plain(x))
     output = waiting.add(step)
     form = record.forms.get(step.form)
-    # A block with taps runs at once, because its hooks come before those of later blocks.
+    # A block with taps runs at once, because its hooks come before those of later blocks, and one
+    # without a known form, because nobody knows what to give in the output's place.
     is_watched = step.taps or self._forward_hooks or self._backward_hooks
     if is_watched or _WAITING not in kept or form is None:
         output.read()
@@ -367,10 +364,6 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
                 )
 
 
-# --------------------------------------------------------------------------------------------
-# Runs
-
-
 def _why_not_now() -> str | None:
     """Return the mode of this process that would change numbers here only; None without one."""
     if (why := unsupported_mode()) is not None:
@@ -390,13 +383,9 @@ def _why_not_now() -> str | None:
 class _Step:
     """A block in a run: its arguments, and its hook points that have hooks.
 
-    It refuses what its worker would not know of, before anything has run:
-
-    1. what is on in this process: autocast, torch.func, torch.compile, modes of torch functions,
-       and of transformers' layers, training;
-    2. a KV cache that does not grow by appending.
-
-    And after each hook, in `check_after_hook`: what that has done to the same block.
+    It refuses what its worker would not know of: before anything has run, modes of this process
+    (autocast, torch.func, torch.compile, training) and a KV cache that does not grow by appending;
+    after each hook, in `check_after_hook`, what the hook has done to the same block.
     """
 
     def __init__(

@@ -28,13 +28,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 import psutil
 import torch
 from jaxtyping import Float
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
 
@@ -55,9 +55,6 @@ from tl_devicefix.multihost.kv_caches import (
 )
 from tl_devicefix.placement.devices import Host, elsewhere, free_memory
 from tl_devicefix.placement.remote_tensor import plain
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
 
 _Value = TypeVar("_Value")
 
@@ -281,7 +278,8 @@ class _Model:
         self._views: dict[int, list[nn.Module]] = {}
 
     def borrow(self, layer: int) -> nn.Module:
-        """Return a view of a block, because runs in flight must not see each other's hooks."""
+        """Return a view of a block, with hook points of its own."""
+        # A view, because runs in flight must not see each other's hooks.
         views = self._views.setdefault(layer, [])
         try:  # and not a test, because another thread may take the last one in between
             return views.pop()
@@ -294,8 +292,8 @@ class _Model:
         self._views[layer].append(view)
 
 
-class _Ended(BaseException):
-    """Ends a run that home has dropped. No Exception, because code in a block may catch these."""
+class _Ended(BaseException):  # no Exception, because code in a block may catch these
+    """Ends a run that home has dropped."""
 
 
 @dataclass
@@ -318,10 +316,9 @@ class _PausableRun:
 
     def __init__(self, model: _Model, kept: dict[int, Any], request: Request) -> None:
         self._model, self._kept, self._request = model, kept, request
-        self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+        self._replies = queue.SimpleQueue[Reply | BaseException]()
         # None ends the run. Otherwise the arguments of `proceed`.
-        self._arrivals: queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]
-        self._arrivals = queue.SimpleQueue()
+        self._arrivals = queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]()
         self._cached: list[tuple[int, str, tuple[int, ...], torch.dtype]] = []
         self._grown: list[tuple[int, dict[str, object], dict[str, Geometry]]] = []
         self._parts: list[_Part] = []
@@ -440,8 +437,9 @@ class _PausableRun:
         self._grown.append((number, settings_of(entry), geometry))
 
     def _put_hook(self, number: int, step: Step, name: str, point: Any) -> None:
-        """Put a hook of torch's on a hook point: home runs the conversions around a user's hook."""
+        """Put a hook of torch's on a hook point."""
 
+        # torch's, because home runs TransformerLens's conversions around the user's hook.
         def cache(module: object, args: object, activation: torch.Tensor) -> None:
             self._kept[step["cached"][name]] = activation.detach()
             self._cached.append((number, name, tuple(activation.shape), activation.dtype))

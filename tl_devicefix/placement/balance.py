@@ -43,12 +43,12 @@ def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:
     """Return the number of blocks of each device, so that the fullest device is least full.
 
     A device is full relative to its room. Ties are broken by the next fullest device, and so on.
-    Each device gets a block while there are enough, unless the model only fits otherwise, because
-    home has room for the embeddings alone, or a device has less than a block free.
+    Each device gets a block while there are enough, unless the model only fits otherwise.
     """
     counts = _least_full(sizes, rooms, at_least=1)
     if fits(sizes, counts, rooms):
         return counts
+    # Home may have room for the embeddings alone, or a device less than a block free.
     sparse = _least_full(sizes, rooms, at_least=0)
     return sparse if fits(sizes, sparse, rooms) else counts
 

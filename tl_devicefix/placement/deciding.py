@@ -106,7 +106,7 @@ def decide(
         return placement
     home = default_device() if device is None else resolve(device)
     limits = None if isinstance(max_memory, int | str) else by_device(max_memory, home)
-    devices = _devices_to_use(device, n_devices, device_map, limits)
+    devices = _devices_to_use(home, device, n_devices, device_map, limits)
     if limits is None:
         limits = by_device(max_memory, home, devices)
     n_blocks = sum(is_block(size.name) for size in sizes)
@@ -137,6 +137,7 @@ def decide(
 
 
 def _devices_to_use(
+    home: torch.device,
     device: DeviceLike | None,
     n_devices: int | None,
     strategy: DeviceMap | None,
@@ -149,7 +150,6 @@ def _devices_to_use(
     3. a strategy: all devices of home's type;
     4. home alone.
     """
-    home = default_device() if device is None else resolve(device)
     if is_elsewhere(home):
         raise ValueError(
             f"device={str(device)!r} is on another host, where only blocks can be: leave device "
@@ -241,12 +241,10 @@ def _from_dict(
 
 
 def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
-    """Offload the blocks on the CPU, unless home is the CPU.
-
-    Each runs on the device of the block before it, because the residual stream is there. Blocks
-    before the first one on a device run on that device.
-    """
+    """Offload the blocks on the CPU, unless home is the CPU."""
     home = placed[0].device
+    # Blocks before the first one on a device run on that device. The others run on the device of
+    # the block before them, because the residual stream is there.
     on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
     device = on_device[0].device if on_device else home
     running = list(placed)
@@ -261,7 +259,7 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
 def _like_home(
     device_map: Mapping[str, DeviceLike], home: DeviceLike | None
 ) -> torch.device | None:
-    """Return a device of home's type, because indices refer to that type; None if unknown."""
+    """Return a device of home's type, to which indices refer; None if unknown."""
     if home is not None:
         return resolve(home)
     key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)

@@ -15,9 +15,10 @@ MaxMemory = Mapping[DeviceLike, int | str] | int | str
 """Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}; or one
 size for each device."""
 
-
 Limits = Mapping[torch.device, int]
 """The same with each device by its full name, and sizes in bytes."""
+
+_PREFIXES, _MOST = " KMGT", 2**60
 
 
 def by_device(
@@ -50,16 +51,11 @@ def capacity(device: torch.device, limits: Limits | None) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an allocation failed.
-
-    We search the message too, because torch raises a plain RuntimeError on the CPU, and if host
-    memory cannot be pinned.
-    """
+    """Return True if an allocation failed."""
+    # By the message too, because torch raises a plain RuntimeError on the CPU, and if host memory
+    # cannot be pinned.
     phrases = ("can't allocate memory", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
-
-
-_PREFIXES = " KMGT"
 
 
 def bytes_of(size: int | str, called: str = "memory") -> int:
@@ -79,9 +75,6 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
             f"capital B, but is {shown(size)}"
         )
     return int(n_bytes)
-
-
-_MOST = 2**60
 
 
 def gib(size: float) -> str:

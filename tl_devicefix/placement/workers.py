@@ -22,17 +22,15 @@ _Unit = TypeVar("_Unit")
 _Result = TypeVar("_Result")
 _P = ParamSpec("_P")
 
+# Held
+# 1. while an empty model or a twin is made, because torch, transformers, accelerate and we replace
+#    classes' methods and settings for that;
+# 2. while components are brought to devices, because `torch.set_num_threads` also sets how many
+#    threads new ones begin with;
+# 3. while TransformerLens reads a config, because its name for AutoConfig is replaced for that.
+# The workers of a load may not take it, because the thread that waits for them holds it.
 one_load = threading.RLock()
-"""Held while a load changes what all threads see: one load at a time.
-
-1. While an empty model or a twin is made, because torch, transformers, accelerate and this package
-   replace classes' methods and settings for that.
-2. While components are brought to devices, because `torch.set_num_threads` also sets how many
-   threads new ones begin with.
-3. While TransformerLens reads a config, because its name for AutoConfig is replaced for that.
-
-The workers of a load may not take it, because the thread that waits for them holds it.
-"""
+"""The lock of loads, which change what all threads see."""
 
 
 def each_on_its_device(
