@@ -6,7 +6,8 @@ hook points: users would still see a block's input on the device of the block be
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.hooks import AlignDevicesHook
@@ -25,8 +26,13 @@ from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.transformer_bridge.components import bridge_components
 
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
 
-def settle_bridge(bridge: Any, placement: Placement | None) -> None:
+_Moved = TypeVar("_Moved")
+
+
+def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> None:
     """Record the devices of the weights, and make the Bridge run there; None if unknown."""
     bridge.__dict__["placement"] = placement
     if placement is None:
@@ -74,7 +80,7 @@ def _forget_tied_weights(hf_model: nn.Module) -> None:
                 hook.tied_params_map.clear()
 
 
-def register_hooks(bridge: Any) -> None:
+def register_hooks(bridge: TransformerBridge) -> None:
     """Register the hook points of a Bridge's present modules."""
     bridge.clear_hook_registry()
     bridge._initialize_hook_registry()
@@ -83,7 +89,9 @@ def register_hooks(bridge: Any) -> None:
 
 
 @patches("TransformerBridge", takes="self", why="a dtype keeps the placement")
-def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def to(
+    original: Callable[..., _Moved], self: TransformerBridge, *args: Any, **kwargs: Any
+) -> _Moved:
     """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
 
     As in TransformerLens, a Bridge over several devices is not moved to one, with a warning. One
@@ -116,13 +124,15 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @patches("TransformerBridge", takes="self fn", why="weights of other hosts are not converted")
-def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+def _apply(
+    self: TransformerBridge, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
     """Convert the weights, unless some are on other hosts."""
     refuse_to_convert(self, fn)
     return nn.Module._apply(self, fn, recurse)
 
 
-def place_bridge(bridge: Any, placement: Placement) -> None:
+def place_bridge(bridge: TransformerBridge, placement: Placement) -> None:
     """Move each component to its planned device, and the rest home; make the Bridge run over them.
 
     Args:
@@ -136,7 +146,7 @@ def place_bridge(bridge: Any, placement: Placement) -> None:
     settle_bridge(bridge, placement)
 
 
-def placement_as_it_lies(bridge: Any) -> Placement | None:
+def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:
     """Return the placement of a Bridge's weights; None if some have no values."""
     placed = []
     for name, module in bridge_components(bridge):
@@ -145,17 +155,13 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
         if torch.device("meta") in devices or len(devices) > 1:
             return None
         if devices:
-            placed.append(
-                PlacedComponent(
-                    name, sum(tensor.nbytes for tensor in tensors), device=devices.pop()
-                )
-            )
-    embed = [component for component in placed if component.name == "embed"]
-    placed = embed + [component for component in placed if component.name != "embed"]
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            placed.append(PlacedComponent(name, nbytes, device=devices.pop()))
+    placed.sort(key=lambda component: component.name != "embed")  # because home is the first's
     return Placement(tuple(placed)) if placed else None
 
 
-def view_of(bridge: Any) -> Any:
+def view_of(bridge: TransformerBridge) -> TransformerBridge:
     """Make a view of a Bridge: see `dispatch/views.py:view_of`."""
     builder = ViewBuilder()
     view = views.view_of(bridge, builder)
@@ -163,7 +169,7 @@ def view_of(bridge: Any) -> Any:
     return view
 
 
-def _register_attention(bridge: Any, builder: ViewBuilder) -> None:
+def _register_attention(bridge: TransformerBridge, builder: ViewBuilder) -> None:
     """Let TransformerLens 3 find the components of the view's attention layers.
 
     It calls the hooks after the rotary embedding by a registry of which component wraps a layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -28,6 +28,11 @@ except ImportError:  # TransformerLens 3.9
 from tl_devicefix.checkpoints.hub import reading_config
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.weight_processing import Weights
+
+if TYPE_CHECKING:
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["ArchitectureAdapterFactory"]
 
@@ -87,7 +92,7 @@ def _cover(
             yield from _cover(f"{prefix}{name}", child, placed, home)
 
 
-def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
+def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
     """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet.
 
     Raises:
@@ -118,7 +123,9 @@ _OF_VALUES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that a model's class raises for wrong values in its config."""
 
 
-def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
+def empty_hf_model(
+    model_class: type[Any], config: PretrainedConfig, dtype: torch.dtype, **kwargs: object
+) -> PreTrainedModel:
     """Make a Hugging Face model whose parameters have shapes but no values."""
     make = getattr(model_class, "from_config", None) or model_class._from_config
     called = getattr(config, "_name_or_path", None) or config.model_type
@@ -126,14 +133,16 @@ def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: 
         return make(config, dtype=dtype, **kwargs)
 
 
-def adapter_for(config: Any, model_name: str, dtype: torch.dtype) -> Any:
+def adapter_for(
+    config: PretrainedConfig, model_name: str, dtype: torch.dtype
+) -> ArchitectureAdapter:
     """Return the adapter that TransformerLens would choose for this transformers config."""
     architecture = determine_architecture_from_hf_config(config)
     cfg = build_bridge_config_from_hf(config, architecture, model_name, dtype)
     return ArchitectureAdapterFactory.select_architecture_adapter(cfg)
 
 
-def hf_model_class(adapter: Any) -> Any:
+def hf_model_class(adapter: ArchitectureAdapter) -> type[Any]:
     """Return the class of transformers that loads an adapter's architecture."""
     return get_hf_model_class_for_architecture(adapter.cfg.architecture)
 
@@ -152,7 +161,7 @@ class Unit:
     """Weight -> its component, and its name within that."""
 
 
-def units(bridge: Any) -> list[Unit]:
+def units(bridge: TransformerBridge) -> list[Unit]:
     """Return a Bridge's units: embeddings and others, each block, the unembedding last."""
     of_component: dict[str, Unit] = {}
     for name, component in bridge_components(bridge):
@@ -168,7 +177,7 @@ def units(bridge: Any) -> list[Unit]:
     return sorted(distinct, key=lambda unit: unit.name == "unembed")
 
 
-def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
+def _place(name: str, components: Mapping[str, object]) -> tuple[str, str] | None:
     """Return a weight's component and its name within: "blocks.3", "attn.q.weight"."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
@@ -177,7 +186,7 @@ def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
+def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
     """Return a Bridge's components by name: "embed", "blocks.3", "unembed"."""
     for name, (_, component) in bridge.real_components.items():
         if isinstance(component, list):
@@ -187,7 +196,7 @@ def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, component
 
 
-def _in_bridge(name: str, bridge: Any) -> str:
+def _in_bridge(name: str, bridge: TransformerBridge) -> str:
     """Return a weight's name in the Bridge, because some adapters leave Hugging Face's prefix."""
     for component, (path, _) in bridge.real_components.items():
         if path and path != component and name.startswith(f"{path}."):

@@ -1,4 +1,4 @@
-"""`TransformerBridge.process_weights` and compatibility mode, one component of a device at a time.
+"""`TransformerBridge.process_weights` and compatibility mode, one component at a time on a device.
 
 Each component is processed on its device, in float32 or wider, and rounded once in place. A Bridge
 whose processing failed is refused from then on.
@@ -15,13 +15,15 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers.utils.logging as hf_logging
 from packaging.version import Version
+from torch import nn
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.utilities.quantization import require_readable_weight
@@ -57,6 +59,11 @@ from tl_devicefix.weight_processing.steps import (
     fold_value_biases_of_block,
 )
 
+if TYPE_CHECKING:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+
 _log = logging.getLogger(__name__)
 _REFACTORS = "refactor_factored_attn_matrices"
 _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
@@ -68,7 +75,11 @@ _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
     why="what cannot be processed is refused before anything is changed",
 )
 def enable_compatibility_mode(
-    original: Any, self: Any, *args: Any, numbers: Numbers | None = None, **kwargs: Any
+    original: Callable[..., None],
+    self: TransformerBridge,
+    *args: object,
+    numbers: Numbers | None = None,
+    **kwargs: object,
 ) -> None:
     """See TransformerLens's. Weights that cannot be processed are refused before any change.
 
@@ -86,14 +97,14 @@ def enable_compatibility_mode(
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
-        _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
+        _check_processable(self, bound.arguments[_REFACTORS])
     beyond = vars(self).get(PARTS_BEYOND)
     if beyond and choice_of_numbers(numbers) != "ignore":
         raise ValueError(
             "compatibility mode would leave out parts of hf_model that its config does not make "
             f"({beyond}): undo the change, go on without it, or pass numbers='ignore'"
         )
-    hf_config = getattr(self.original_model, "config", None)
+    hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
     forget(self)  # because some modules compute differently in compatibility mode
@@ -107,7 +118,7 @@ def enable_compatibility_mode(
     why="each component where it lies, in float32 or wider, rounded once",
 )
 def process_weights(
-    self: Any,
+    self: TransformerBridge,
     verbose: bool = False,
     fold_ln: bool = True,
     center_writing_weights: bool = True,
@@ -153,7 +164,7 @@ def process_weights(
         _process(self, processing, verbose)
 
 
-def _check_processable(bridge: Any, refactors: bool) -> None:
+def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     refuse_unfinished(bridge)
     placement: Placement | None = getattr(bridge, "placement", None)
     names = {name for name, _ in bridge_components(bridge)}
@@ -181,11 +192,11 @@ def _check_processable(bridge: Any, refactors: bool) -> None:
         check_refactorable(cfg, is_grouped, _beside_values(bridge))
 
 
-_PLAIN = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
+_USUAL_PARTS = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
 """Parts of an attention whose output is W_O of weighted means of the values."""
 
 
-def _beside_values(bridge: Any) -> str | None:
+def _beside_values(bridge: TransformerBridge) -> str | None:
     """Name the part of attention because of which value biases cannot be folded; None if none.
 
     With the known parts alone, a value bias adds a constant (see `fold_value_biases_of_block`).
@@ -200,7 +211,7 @@ def _beside_values(bridge: Any) -> str | None:
         parts = {part: attention._modules[part] for part in attention.submodules}
         if getattr(parts["v"].original_component, "bias", None) is None:
             continue
-        if others := sorted(parts.keys() - _PLAIN):
+        if others := sorted(parts.keys() - _USUAL_PARTS):
             return others[0]
         # BERT has its post-attention norm within the attention.
         around = [block._modules[part] for part in block.submodules if part != "attn"]
@@ -213,7 +224,7 @@ def _beside_values(bridge: Any) -> str | None:
     return None
 
 
-def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
+def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -> None:
     def process(unit: Unit) -> None:
         if verbose:
             print(f"Processing {unit.name}")
@@ -239,7 +250,7 @@ def _is_here(unit: Unit) -> bool:
     )
 
 
-def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
+def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing) -> None:
     originals, device = unit.weights, _device_of_unit(bridge, unit)
     unit.weights = {}
     if not originals:
@@ -261,7 +272,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
             _fold_into_batched_experts(bridge, unit)
 
 
-def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
+def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
     """Return the device to process a unit on: its own, or if offloaded, the one that runs it."""
     placement: Placement | None = getattr(bridge, "placement", None)
     if placement is not None and unit.weights:
@@ -290,16 +301,14 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
             unit.components[component].set_processed_weights(weights)  # type: ignore[operator]
 
 
-def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
-    """Fold a block's ln2 into experts that are stacked in one parameter.
-
-    TransformerLens's method reads blocks by position, so we give it a list without
-    the other blocks.
-    """
+def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
+    """Fold a block's ln2 into experts that are stacked in one parameter."""
     kind, _, index = unit.name.partition(".")
+    # A list without the other blocks, because TransformerLens's method reads all that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
-    type(bridge)._fold_layer_norms_into_batched_experts(only)
+    fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
+    fold(only)
 
 
 _BLOCK = "blocks.0."
@@ -309,12 +318,12 @@ _BLOCK = "blocks.0."
 class Processing:
     """The processing of one Bridge's weights."""
 
-    def __init__(self, asked: Steps, cfg: Any, adapter: Any) -> None:
-        self.asked = asked
+    def __init__(
+        self, asked: Steps, cfg: TransformerBridgeConfig, adapter: ArchitectureAdapter
+    ) -> None:
+        self.asked, self.cfg, self.adapter = asked, cfg, adapter
         self.steps = _applicable(asked, cfg, adapter)
         """The steps that TransformerLens takes for such a model."""
-        self.cfg = cfg
-        self.adapter = adapter
 
     def of_block(self, weights: Weights, block: Any) -> None:
         """Process one block's weights in place, which are named as those of block 0."""
@@ -350,7 +359,7 @@ class Processing:
             return
         folds_bias = uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
         # Views, because the steps change them in place.
-        head = {"unembed.W_U": weights["unembed.weight"].T}
+        head = {"unembed.W_U": weights["unembed.weight"].T}  # [d_model, d_vocab]
         if "unembed.bias" in weights:
             head["unembed.b_U"] = weights["unembed.bias"]
         if self.steps.center_unembed:
@@ -379,7 +388,7 @@ class Processing:
                 weights[name] = tensor
 
 
-def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
+def _applicable(steps: Steps, cfg: TransformerBridgeConfig, adapter: ArchitectureAdapter) -> Steps:
     """Return the steps that TransformerLens would take for such a model, with its warnings."""
     for name in ("fold_ln", "center_writing_weights"):
         if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
@@ -394,17 +403,17 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
 
 
-def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
+def _center_writing_weights(weights: Weights, cfg: _OneBlock, adapter: ArchitectureAdapter) -> None:
     """Call `ProcessWeights.center_writing_weights` for a block, with stand-ins for embeddings."""
     stand_ins = ("embed.weight", "pos_embed.weight")
     for name in stand_ins:
-        weights[name] = torch.zeros(1, cfg.d_model)
+        weights[name] = torch.zeros(1, cfg.d_model)  # because it fails without them
     ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
     for name in stand_ins:
         del weights[name]
 
 
-def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
+def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> None:
     """Fold value biases into b_O, because TransformerLens's method fails for grouped heads.
 
     Args:
@@ -413,16 +422,19 @@ def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
         output: transformers' layer of W_O, an nn.Linear or a Conv1D.
     """
     W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
-    W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T
+    W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T  # [head * d_head, d_model]
     W_O = W_O.reshape(cfg.n_heads, -1, cfg.d_model)  # [head, d_head, d_model]
     b_O = weights.get(f"{_BLOCK}attn.o.bias", W_O.new_zeros(cfg.d_model))
-    attention = {"attn.W_O": W_O, "attn.b_V": b_V.reshape(-1, W_O.shape[1]), "attn.b_O": b_O}
+    b_V_of_head = b_V.reshape(-1, W_O.shape[1])  # [head or key_value_head, d_head]
+    attention = {"attn.W_O": W_O, "attn.b_V": b_V_of_head, "attn.b_O": b_O}
     fold_value_biases_of_block(attention)
     weights[f"{_BLOCK}attn.o.bias"] = attention["attn.b_O"]
     weights[f"{_BLOCK}attn.v.bias"] = torch.zeros_like(b_V)
 
 
-def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
+def _on_attention(
+    step: Callable[..., Weights], weights: Weights, cfg: _OneBlock, adapter: ArchitectureAdapter
+) -> None:
     """Apply a step that returns new weights to a block's attention."""
     attention = {name: weights[name] for name in weights if name.startswith(f"{_BLOCK}attn.")}
     for name, tensor in step(attention, cfg, adapter=adapter).items():
@@ -430,11 +442,11 @@ def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
 
 
 class _OneBlock:
-    """A config with one block. No copy, because a Bridge follows its config's changes."""
+    """A Bridge's config with one block, which is no copy: changes of the config are seen."""
 
     n_layers = 1
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: TransformerBridgeConfig) -> None:
         self._cfg = cfg
 
     def __getattr__(self, name: str) -> Any:
