@@ -25,7 +25,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -36,6 +36,9 @@ from torch import nn
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
 from tl_devicefix.placement.workers import one_load
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -72,9 +75,9 @@ class Twin:
 
     @staticmethod
     def of(
-        hf_config: Any,
+        hf_config: PretrainedConfig,
         n_ctx: int,
-        model_class: Any = None,
+        model_class: type[Any] | None = None,
         *,
         attn_types: Sequence[str] | None = None,
         window: int | None = None,
@@ -93,7 +96,7 @@ class Twin:
         Raises:
             ValueError: if the twin is too large to be made for each load.
         """
-        config = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
+        config: Any = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
         if "long_factor" in _scaling(config):  # longer texts have other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
         found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
@@ -109,8 +112,8 @@ class Twin:
             setattr(config, name, value)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights arrive dequantised
-        model_class = model_class or transformers.AutoModelForCausalLM
-        make: Any = getattr(model_class, "from_config", None) or model_class._from_config
+        of_class: Any = model_class or transformers.AutoModelForCausalLM
+        make = getattr(of_class, "from_config", None) or of_class._from_config
         with init_empty_weights(include_buffers=False):
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MOST_PARAMETERS:
@@ -129,7 +132,8 @@ class Twin:
     @functools.cached_property
     def _expected(self) -> Float[torch.Tensor, "1 pos d_vocab"]:
         """transformers' log probabilities."""
-        return self.hf_model(self.tokens).logits.double().log_softmax(-1)  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.hf_model(self.tokens).logits
+        return logits.double().log_softmax(-1)
 
     def difference(self, logits: Float[torch.Tensor, "1 pos d_vocab"]) -> float:
         """Return how far log probabilities are from transformers', relative to their spread."""
@@ -141,25 +145,26 @@ class Twin:
 _WINDOWS = ("sliding_window", "window_size")
 
 
-def _scaling(config: Any) -> dict[str, Any]:
-    """The rotary settings, which transformers 5 calls `rope_parameters`."""
+def _scaling(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the rotary settings, which transformers 5 calls `rope_parameters`."""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
-def original_context(config: Any) -> int:
+def original_context(config: PretrainedConfig) -> int:
     """Return the number of tokens that a model with scaled rotary frequencies was trained on."""
     name = "original_max_position_embeddings"
-    given = _scaling(config).get(name) or getattr(config, name, None)
+    given: int | None = _scaling(config).get(name) or getattr(config, name, None)
     return given or config.max_position_embeddings
 
 
-def _per_layer(config: Any) -> dict[str, list[Any]]:
+def _per_layer(config: PretrainedConfig) -> dict[str, list[object]]:
+    """Return the settings that have an entry for each layer."""
     n_layers = config.num_hidden_layers
     settings = vars(config).items()
     return {k: v for k, v in settings if isinstance(v, list) and len(v) == n_layers > 1}
 
 
-def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
+def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[int]:
     """Return the first layer of each kind. Equal entries in all lists make layers alike."""
     lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
     kinds = [repr(entries) for entries in zip(*lists)]
@@ -167,7 +172,9 @@ def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
     return sorted({*layers, *([0, 1][: len(kinds)] if len(layers) < 2 else [])})
 
 
-def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
+def _sizes(
+    config: PretrainedConfig, layers: list[int], windows: dict[int, int]
+) -> dict[str, object]:
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -179,7 +186,7 @@ def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str,
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
     active = getattr(config, "num_experts_per_tok", None) or 0
-    per_layer, sizes = _per_layer(config), dict[str, Any]()
+    per_layer, sizes = _per_layer(config), dict[str, object]()
     for name, value in vars(config).items():
         if name in per_layer:
             sizes[name] = [value[layer] for layer in layers]
@@ -227,17 +234,21 @@ def _randomise(model: nn.Module) -> None:
 # --------------------------------------------------------------------------------------------
 # Comparing, and saying so
 
-Run = Callable[[Any], float]
+Measure = Callable[["PretrainedConfig"], float]
 """A transformers config -> the difference of a twin that is made of it."""
 
 
 def check_numbers(
-    run: Run, hf_config: Any, called: str, numbers: Numbers | None, advice: Callable[[], str]
+    measure: Measure,
+    hf_config: PretrainedConfig,
+    called: str,
+    numbers: Numbers | None,
+    advice: Callable[[], str],
 ) -> str | None:
     """Run a twin, and warn or refuse if it differs from transformers.
 
     Args:
-        run: makes and compares the twin of a transformers config.
+        measure: makes and compares the twin of a transformers config.
         hf_config: the config of the model that is loaded; not changed.
         called: the model, as the message calls it.
         numbers: "warn", "refuse" or "ignore"; None is the environment variable
@@ -251,12 +262,12 @@ def check_numbers(
         ValueError: if `numbers` is none of the three, or is "refuse" and the twin differs.
     """
     choice = choice_of_numbers(numbers)
-    difference = None if choice == "ignore" else _measured(run, hf_config, called)
+    difference = None if choice == "ignore" else _measured(measure, hf_config, called)
     if difference is None or difference <= LIMIT:
         return None
     message = (
         f"{called} gives other numbers than transformers: log probabilities of a tiny model with "
-        f"its config differ by {difference:.1e} of their spread{_blame(run, hf_config)}; "
+        f"its config differ by {difference:.1e} of their spread{_blame(measure, hf_config)}; "
         f"{advice()}, or silence this with numbers='ignore'"
     )
     warn_or_refuse(message, choice)
@@ -279,25 +290,24 @@ def choice_of_numbers(numbers: str | None) -> str:
     return chosen
 
 
-def _measured(run: Run, hf_config: Any, called: str | None = None) -> float | None:
-    """The difference; None if the twin cannot be made, so that nothing is known: it is logged."""
+def _measured(measure: Measure, hf_config: PretrainedConfig, called: str) -> float | None:
+    """Return the difference; None, which is logged, if the twin cannot be made."""
     try:
         with undisturbed():
-            return run(hf_config)
-    except Exception as error:  # noqa: BLE001  # transformers refuses some sizes in its own ways
-        if called is not None:
-            _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
+            return measure(hf_config)
+    except Exception as error:  # noqa: BLE001  # because transformers refuses sizes in many ways
+        _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
 
-def is_right(run: Run, hf_config: Any) -> bool:
+def is_right(measure: Measure, hf_config: PretrainedConfig) -> bool:
     """Return True if a twin of this config can be made and agrees with transformers."""
-    difference = _measured(run, hf_config)
+    difference = _measured(measure, hf_config, "a changed config")
     return difference is not None and difference <= LIMIT
 
 
-def _blame(run: Run, hf_config: Any) -> str:
-    """Name the setting that is to blame, if the difference is gone where it has its default."""
+def _blame(measure: Measure, hf_config: PretrainedConfig) -> str:
+    """Name the setting without which, at its default, there is no difference; "" if none."""
     config = getattr(hf_config, "text_config", hf_config)
     defaults = type(config)()
     for name, value in vars(config).items():
@@ -306,7 +316,7 @@ def _blame(run: Run, hf_config: Any) -> str:
             continue
         without = copy.deepcopy(config)
         setattr(without, name, copy.deepcopy(default))
-        if is_right(run, without):
+        if is_right(measure, without):
             return f", because of {name}={value!r} in its config"
     return ""
 
@@ -315,20 +325,17 @@ _NO_CAUSE = (
     *("architectures", "torch_dtype", "dtype", "transformers_version", "vocab_size"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "layer_types"),
 )
-"""Settings that are shrunk, or that say nothing of how the model computes."""
+"""Settings that are shrunk, or that do not change how the model computes."""
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the caller's settings of torch and transformers away from a twin.
-
-    One thread at a time, because torch's and transformers' settings are those of the process.
-    """
-    with one_load:
+    """Keep the caller's settings of torch and transformers away from a twin."""
+    with one_load:  # because torch's and transformers' settings are those of the process
         matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
         bar = hf_logging.is_progress_bar_enabled()
-        matmul.fp32_precision = "ieee"
+        matmul.fp32_precision = "ieee"  # because TF32 or bf16 would differ by more than LIMIT
         hf_logging.set_verbosity_error()
         hf_logging.disable_progress_bar()
         try:
@@ -349,7 +356,7 @@ def undisturbed() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------
-# Parts that no config tells of
+# Parts of a live model that its config does not make
 
 
 def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
@@ -376,13 +383,13 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     try:
         with undisturbed(), init_empty_weights(include_buffers=False):
             config = copy.deepcopy(live.model.config)
-            made = class_in_transformers(live.model)._from_config(config)
+            made: nn.Module = class_in_transformers(live.model)._from_config(config)
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return ""
     found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
     frequencies = dict(_frequencies(made))
-    beyond = {path for path, *_ in found ^ expected}.union(
+    beyond = {str(path) for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
         if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
@@ -394,8 +401,8 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     return f"another class, other parameters or numbers, a hook or a forward: {first}{more}"
 
 
-def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any, ...]]:
-    """Return each module's path without numbers, and all that a converter would not see of it."""
+def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
+    """Yield each module's path without numbers, and all that a converter would not see of it."""
     module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

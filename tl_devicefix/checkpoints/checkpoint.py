@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -28,8 +28,11 @@ from tl_devicefix.checkpoints.files import (
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory
 from tl_devicefix.placement.memory import is_out_of_memory
 
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformerConfig
 
-def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
+
+def load_hf_model(model_name: str, cfg: HookedTransformerConfig, **kwargs: Any) -> torch.nn.Module:
     """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
     is_directory = is_checkpoint_directory(model_name)
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
@@ -62,7 +65,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
                 f"from_pretrained has no argument {unknown[1]!r}, and transformers has none for "
                 f"{model_name!r}; leave it out"
             ) from error
-        stored_tensors(model_name, kwargs)  # of which one may say more
+        stored_tensors(model_name, kwargs)  # which names a damaged file
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
         ) from error
@@ -80,12 +83,18 @@ def _dtypes_as_stored() -> Iterator[None]:
 
     transformers converts each tensor to the dtype of its empty parameter, which is the one in
     config.json. So we set the dtypes of empty parameters from the files just before they are read.
-    Tensors that need no conversion stay mapped.
     """
     installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
 
     @classmethod  # type: ignore[misc]
-    def load(cls: Any, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(
+        cls: type[PreTrainedModel],
+        model: PreTrainedModel,
+        state_dict: object,
+        files: list[str] | None,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         if threading.get_ident() == thread and files:
             _give_dtypes(model, map(Path, files))
         return installed.__get__(None, cls)(model, state_dict, files, *args, **kwargs)
@@ -97,8 +106,8 @@ def _dtypes_as_stored() -> Iterator[None]:
 def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     """Give a model's empty parameters, and buffers, the dtypes of the tensors in `files`.
 
-    transformers renames and joins tensors. So a parameter that has no tensor of its name gets the
-    widest dtype of the tensors that have no parameter of theirs.
+    transformers renames and joins tensors. So a parameter without a tensor of its name gets the
+    widest dtype among the tensors without a parameter of theirs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return  # because the quantiser decides the dtype that it unpacks to
@@ -112,7 +121,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None
-    # Those that have tensors last, because a head may be the embedding, which has one.
+    # Those that have tensors last, because a tied head shares the embedding, which has one.
     for name in sorted(own, key=stored.__contains__):
         dtype = stored.get(name, widest)
         is_read = name in stored or isinstance(own[name], torch.nn.Parameter)
@@ -120,8 +129,8 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
             own[name].data = own[name].data.to(dtype)
 
 
-def _revision(model_name: str, cfg: Any) -> str:
-    """The hub revision of a training checkpoint, as TransformerLens names them."""
+def _revision(model_name: str, cfg: HookedTransformerConfig) -> str:
+    """Return the hub revision of a training checkpoint, as TransformerLens names them."""
     if model_name.startswith("stanford-crfm"):
         return f"checkpoint-{cfg.checkpoint_value}"
     if model_name.startswith("EleutherAI/pythia"):

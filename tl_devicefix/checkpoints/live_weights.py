@@ -34,7 +34,7 @@ def is_from(package: str, thing: object) -> bool:
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     """Return the model within a PeftModel and its tuner; any other model unchanged."""
-    model: Any = hf_model
+    model: Any = hf_model  # peft's attributes, because peft is not imported
     while is_from("peft", model):
         for name in getattr(model, "active_adapters", ()):
             config = model.peft_config[name]
@@ -45,7 +45,7 @@ def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     return model
 
 
-def class_in_transformers(hf_model: nn.Module) -> Any:
+def class_in_transformers(hf_model: nn.Module) -> type[Any]:
     """Return transformers' class of a model, which a user's own may be derived from."""
     classes = type(hf_model).__mro__
     return next((c for c in classes if c.__module__.startswith("transformers.models")), classes[0])
@@ -68,24 +68,25 @@ def refuse_unmergeable(module: nn.Module) -> None:
 
 def _refuse_adapter(kind: str) -> NoReturn:
     raise ValueError(
-        f"hf_model has an adapter ({kind}) that cannot be merged, as it does more than change "
-        "weights; pass the base model, loaded without the adapter"
+        f"hf_model has an adapter ({kind}) that cannot be merged because it does more than "
+        "change weights; pass the base model, loaded without the adapter"
     )
 
 
-def in_use(module: Any) -> Any:
+def in_use(module: nn.Module) -> nn.Module:
     """Return the version of a module that a PEFT wrapper calls; other modules unchanged."""
     if not is_from("peft", module):
         return module
     if "token_adapter" in module._modules:
-        return module.token_adapter
+        return module.get_submodule("token_adapter")
     if not {"original_module", "modules_to_save"} <= module._modules.keys():
         return module
-    active, versions = module.active_adapter, module.modules_to_save
+    wrapper: Any = module
+    active, versions = wrapper.active_adapter, wrapper.modules_to_save
     active = [active] if isinstance(active, str) else active
-    if module.disable_adapters or not active or any(name not in versions for name in active):
-        return module.original_module
-    return versions[active[0]]
+    used = not wrapper.disable_adapters and active and all(name in versions for name in active)
+    chosen: nn.Module = versions[active[0]] if used else wrapper.original_module
+    return chosen
 
 
 def merged(layer: Any) -> nn.Module:
@@ -110,14 +111,13 @@ def merged(layer: Any) -> nn.Module:
     return layer.get_base_layer()
 
 
-def _class_over_floats(kind: Any) -> Any:
+def _class_over_floats(kind: type) -> Any:
     """Return the adapter layer's class for a base layer that is not quantised."""
     package, _, module = kind.__module__.rpartition(".")
     if module != "bnb":
         return kind
-    return getattr(
-        importlib.import_module(f"{package}.layer"), re.sub(r"(4bit|8bitLt)$", "", kind.__name__)
-    )
+    name = re.sub(r"(4bit|8bitLt)$", "", kind.__name__)
+    return getattr(importlib.import_module(f"{package}.layer"), name)
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -214,7 +214,9 @@ class LiveWeights:
         }
         return merged(new) if is_adapter(new) else new
 
-    def _moved(self, module: Any, name: str, tensor: Any, device: torch.device) -> torch.Tensor:
+    def _moved(
+        self, module: Any, name: str, tensor: torch.Tensor, device: torch.device
+    ) -> torch.Tensor:
         """Copy one tensor. Never an alias of the model's own, because a merge works in place."""
         packed = name == "weight" and _is_quantised(module)
         if device.type != "meta":
@@ -259,9 +261,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str]]:
+def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
     """Return accelerate's map of a module's offloaded tensors, and the prefix of their names."""
-    stored: dict[nn.Module, tuple[Mapping[str, Any], str]] = {}
+    stored: dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]] = {}
     for module in model.modules():
         outer: Any = getattr(module, "_hf_hook", None)
         for hook in getattr(outer, "hooks", [outer]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
@@ -21,6 +21,9 @@ from tl_devicefix.checkpoints.live_weights import LiveWeights
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
 from tl_devicefix.weight_processing import Weights
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformerConfig
 
 
 def processing_unit(name: str) -> str:
@@ -77,7 +80,7 @@ _META = torch.device("meta")
 class HuggingFaceSource:
     """A Hugging Face model, whose weights may lie anywhere; it is never changed."""
 
-    def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
+    def __init__(self, hf_model: nn.Module, cfg: HookedTransformerConfig) -> None:
         self._live = LiveWeights(hf_model)
         self.hf_model = self._live.model
         self.computes = self._live.computes
@@ -99,7 +102,7 @@ class HuggingFaceSource:
     def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, which is then called "blocks.0", or the parts outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        # In the wanted dtype, because converters scale the embedding of a Gemma.
+        # In the wanted dtype, because converters scale a Gemma's embedding, which rounds it.
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
@@ -109,7 +112,7 @@ class HuggingFaceSource:
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
         converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
-        cfg.from_checkpoint = False  # or it would be loaded again
+        cfg.from_checkpoint = False  # because the converter would load it again
         try:
             # Any official name will do, because it is not used.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
@@ -170,7 +173,7 @@ class HuggingFaceSource:
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
 
 
-def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
+def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.ModuleList:
     """Find the list of blocks of a Hugging Face model."""
     hf_config: Any = hf_model.config
     hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it

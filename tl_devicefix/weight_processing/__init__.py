@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tl_devicefix.weight_processing.slices import WorkingCopies, working_dtype
 from tl_devicefix.weight_processing.steps import (
@@ -24,6 +24,9 @@ from tl_devicefix.weight_processing.steps import (
     refactor_attention_of_block,
 )
 
+if TYPE_CHECKING:
+    from transformer_lens.config import HookedTransformerConfig, TransformerLensConfig
+
 _log = logging.getLogger(__name__)
 
 __all__ = ["Conventions", "Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
@@ -34,16 +37,16 @@ class Conventions:
     """The conventions of a TransformerLens version, as data, because the steps know no versions."""
 
     folds_moe: bool
-    """Whether norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
+    """True if norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
     recenters_b_O: bool
-    """Whether b_O is centred again after the value biases are folded into it (3.x)."""
+    """True if b_O is centred again after the value biases are folded into it (3.x)."""
     keeps_folded_norms: bool
-    """Whether a processed state dict keeps the folded norms as identities (3.x) or drops them."""
+    """True if a processed state dict keeps the folded norms as identities (3.x)."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Which processing steps to apply; the fields are `from_pretrained`'s arguments."""
+    """The processing steps to apply; the fields are `from_pretrained`'s arguments."""
 
     fold_ln: bool = False
     center_writing_weights: bool = False
@@ -51,9 +54,9 @@ class Steps:
     fold_value_biases: bool = False
     refactor_factored_attn_matrices: bool = False
     recenter_b_O: bool = False
-    """Whether b_O is centred again after the value biases; `applicable` decides it."""
+    """True if b_O is centred again after the value biases; `applicable` decides it."""
 
-    def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
+    def applicable(self, cfg: HookedTransformerConfig, conventions: Conventions) -> Steps:
         """Return these steps without those that do not apply to this config. Call it once."""
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = self
@@ -93,22 +96,22 @@ class Steps:
         return replace(self, fold_value_biases=False)
 
 
-def has_sinks(cfg: Any) -> bool:
-    """Return True if attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
+def has_sinks(cfg: HookedTransformerConfig) -> bool:
+    """Return True if a HookedTransformer's attention has sinks, as TransformerLens 3.9 has them."""
     return bool(getattr(cfg, "use_attention_sinks", False))
 
 
-def uses_layer_norm(cfg: Any) -> bool:
+def uses_layer_norm(cfg: TransformerLensConfig) -> bool:
     """Return True if the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
     return cfg.normalization_type in ("LN", "LNPre")
 
 
-def check_refactorable(cfg: Any, is_grouped: bool, beside: str | None) -> None:
+def check_refactorable(cfg: TransformerLensConfig, is_grouped: bool, beside: str | None) -> None:
     """Check that `refactor_factored_attn_matrices` can be done.
 
     Args:
         cfg: the model's config.
-        is_grouped: whether heads share keys and values.
+        is_grouped: True if heads share keys and values.
         beside: the part of attention because of which value biases cannot be folded.
     """
     if cfg.positional_embedding_type == "rotary":
@@ -131,7 +134,7 @@ def check_refactorable(cfg: Any, is_grouped: bool, beside: str | None) -> None:
 def process_component(
     name: str,
     weights: Weights,
-    cfg: Any,
+    cfg: HookedTransformerConfig,
     steps: Steps,
     conventions: Conventions,
     vocabulary_means: Weights | None = None,

@@ -62,10 +62,11 @@ def _fold_norm(
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
     has_bias = norm == "ln1" or bias in weights  # because attention always has biases
     if fold_biases and f"{norm}.b" in weights and has_bias:
+        # Before the matrix is scaled, because a norm adds its bias after its weight.
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
         )
-    matrix *= weights[f"{norm}.w"][:, None]
+    matrix *= weights[f"{norm}.w"][:, None]  # [d_in, 1]
     if center_weights:
         matrix -= matrix.mean(dim=-2, keepdim=True)
 
@@ -155,7 +156,7 @@ def fold_value_biases_of_block(block: Weights) -> None:
     W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]
     b_V = block[name]
     # With grouped-query attention several heads share one value head.
-    b_V_of_head = b_V.repeat_interleave(W_O.shape[0] // b_V.shape[0], dim=0)
+    b_V_of_head = b_V.repeat_interleave(W_O.shape[0] // b_V.shape[0], dim=0)  # [head, d_head]
     block["attn.b_O"] = block["attn.b_O"] + einops.einsum(
         b_V_of_head, W_O, "heads d_head, heads d_head d_model -> d_model"
     )
@@ -170,17 +171,17 @@ def refactor_attention_of_block(block: Weights) -> None:
     one more input dimension. Not for rotary embeddings (QK then depends on the positions) nor
     grouped-query attention. Matrices are [heads, d_model, d_head], W_O is [heads, d_head, d_model].
     """
-    W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])
+    W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])  # [head, d_model + 1, d_head]
     W_K = _with_bias_as_input(block["attn.W_K"], block["attn.b_K"])
     even_Q, even_K_T = FactoredMatrix(W_Q, W_K.transpose(-1, -2)).make_even().pair
-    even_K = even_K_T.transpose(-1, -2)
+    even_K = even_K_T.transpose(-1, -2)  # [head, d_model + 1, d_head]
     block["attn.W_Q"], block["attn.b_Q"] = even_Q[:, :-1, :], even_Q[:, -1, :]
     block["attn.W_K"], block["attn.b_K"] = even_K[:, :-1, :], even_K[:, -1, :]
 
     fold_value_biases_of_block(block)
     U, S, Vh = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()
-    block["attn.W_V"] = U @ S.diag_embed()
-    block["attn.W_O"] = Vh.transpose(-1, -2)
+    block["attn.W_V"] = U @ S.diag_embed()  # [head, d_model, d_head]
+    block["attn.W_O"] = Vh.transpose(-1, -2)  # [head, d_head, d_model]
 
 
 def _with_bias_as_input(
