@@ -10,8 +10,8 @@ itself on a twin:
    same forward.
 3. If its log probabilities differ from transformers', the large model's would differ too.
 
-We shrink only numbers that no formula depends on: of heads, of layers of a kind, of experts, of
-neurons, of tokens. The size of a head stays, because scales and rotary frequencies depend on it.
+We shrink only numbers that no formula depends on: heads, layers of a kind, experts, neurons and
+tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -33,12 +33,10 @@ import transformers.utils.logging as hf_logging
 from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
+from transformers import PretrainedConfig
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
 from tl_devicefix.placement.workers import one_load
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +137,7 @@ class Twin:
         """Return how far log probabilities are from transformers', relative to their spread."""
         logp, expected = logits.double().log_softmax(-1), self._expected  # [1, pos, d_vocab]
         spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
+        # Infinite for NaN, because a maximum of several differences may drop NaN.
         return ((logp - expected).abs().max() / spread).nan_to_num(float("inf")).item()
 
 
@@ -178,6 +177,7 @@ def _sizes(
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
+    # Not shrunk, because scales and rotary frequencies depend on it.
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     n_groups = min(groups, 2)
     if groups == heads and heads & (heads - 1):
@@ -197,24 +197,20 @@ def _sizes(
         elif name in _WINDOWS:
             sizes[name] = windows[value]
         elif _NEURON_COUNTS.search(name):
+            # Four times d_model stays so, because TransformerLens's configs may hard-code it.
             sizes[name] = 4 * d_model if value == 4 * config.hidden_size else NEURONS
         elif name == "word_embed_proj_dim":
             sizes[name] = d_model if value == config.hidden_size else 48
         elif name in ("num_local_experts", "num_experts"):
-            sizes[name] = min(value, active + 2)
+            sizes[name] = min(value, active + 2)  # more than run, because the router has to choose
         elif name == "clip_qkv":
             sizes[name] = value * _CLIP
         elif name == "num_key_value_heads":
             sizes[name] = n_groups
         elif name == "attention_types":  # GPT-Neo derives attention_layers from it
             sizes[name] = [[[config.attention_layers[layer]], 1] for layer in layers]
-    return {
-        **sizes,
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": n_heads,
-        "hidden_size": d_model,
-        "vocab_size": d_vocab,
-    }
+    sizes |= {"num_hidden_layers": len(layers), "num_attention_heads": n_heads}
+    return {**sizes, "hidden_size": d_model, "vocab_size": d_vocab}
 
 
 def _randomise(model: nn.Module) -> None:
@@ -231,10 +227,7 @@ def _randomise(model: nn.Module) -> None:
             parameter.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
 
 
-# --------------------------------------------------------------------------------------------
-# Comparing, and saying so
-
-Measure = Callable[["PretrainedConfig"], float]
+Measure = Callable[[PretrainedConfig], float]
 """A transformers config -> the difference of a twin that is made of it."""
 
 
@@ -355,10 +348,6 @@ def undisturbed() -> Iterator[None]:
                 hf_logging.enable_progress_bar()
 
 
-# --------------------------------------------------------------------------------------------
-# Parts of a live model that its config does not make
-
-
 def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
     """Refuse a live model for a HookedTransformer if its config does not make all of its parts.
 
@@ -376,10 +365,10 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
 def parts_beyond_config(hf_model: nn.Module) -> str:
     """Return which modules of a live model its config does not make, and why; "" if none.
 
-    A converter drops a bias that it does not expect, and never sees a replaced norm or head. The
-    twin is made of the config, so it cannot show these; we compare modules with it instead.
+    A converter drops a bias that it does not expect, and never sees a replaced norm or head.
     """
     live = LiveWeights(hf_model)
+    # Modules are compared, not numbers, because the twin is made of the config and lacks them too.
     try:
         with undisturbed(), init_empty_weights(include_buffers=False):
             config = copy.deepcopy(live.model.config)
@@ -392,6 +381,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     beyond = {str(path) for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
+        # Loosely, because a model in half precision has rounded frequencies.
         if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
     )
     if not beyond:

@@ -16,6 +16,7 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tl_devicefix.checkpoints.files import (
@@ -87,17 +88,10 @@ def _dtypes_as_stored() -> Iterator[None]:
     installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
 
     @classmethod  # type: ignore[misc]
-    def load(
-        cls: type[PreTrainedModel],
-        model: PreTrainedModel,
-        state_dict: object,
-        files: list[str] | None,
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        if threading.get_ident() == thread and files:
+    def load(cls: type, model: PreTrainedModel, *args: Any, **kwargs: object) -> object:
+        if threading.get_ident() == thread and (files := args[1]):  # after a state dict
             _give_dtypes(model, map(Path, files))
-        return installed.__get__(None, cls)(model, state_dict, files, *args, **kwargs)
+        return installed.__get__(None, cls)(model, *args, **kwargs)
 
     with mock.patch.object(PreTrainedModel, "_load_pretrained_model", load):
         yield
@@ -124,7 +118,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     # Those that have tensors last, because a tied head shares the embedding, which has one.
     for name in sorted(own, key=stored.__contains__):
         dtype = stored.get(name, widest)
-        is_read = name in stored or isinstance(own[name], torch.nn.Parameter)
+        is_read = name in stored or isinstance(own[name], nn.Parameter)
         if dtype is not None and is_read and own[name].is_floating_point():
             own[name].data = own[name].data.to(dtype)
 

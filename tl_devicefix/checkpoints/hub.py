@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
 
-_OF_REPOSITORY = ("revision", "subfolder")
 _OF_ACCESS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-HUB_ARGUMENTS = (*_OF_REPOSITORY, *_OF_ACCESS)
+HUB_ARGUMENTS = ("revision", "subfolder", *_OF_ACCESS)
 """Arguments of `from_pretrained` that say which files to fetch, and how."""
 
 
@@ -126,15 +125,11 @@ def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> It
             own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
             return AutoTokenizer.from_pretrained(name, **own)
 
-    fetching = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("transformer_lens.")
-        and vars(module).get("AutoTokenizer") is AutoTokenizer
-    ]
     with contextlib.ExitStack() as stack:
-        for module in fetching:
-            stack.enter_context(mock.patch.object(module, "AutoTokenizer", Tokenizers))
+        for name, module in list(sys.modules.items()):
+            is_own = name.startswith("transformer_lens.")
+            if is_own and vars(module).get("AutoTokenizer") is AutoTokenizer:
+                stack.enter_context(mock.patch.object(module, "AutoTokenizer", Tokenizers))
         yield
 
 
@@ -151,10 +146,8 @@ _READS_ROPE_PARAMETERS = Version(transformers.__version__) >= Version("5.dev0")
 
 
 def as_saved(config: PretrainedConfig) -> PretrainedConfig:
-    """Put the rotary settings that transformers 5 saved where transformers 4 looks for them.
-
-    Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
-    """
+    """Put the rotary settings that transformers 5 saved where transformers 4 looks for them."""
+    # Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
     text: Any = getattr(config, "text_config", config)
     rope = getattr(text, "rope_parameters", None)
     if _READS_ROPE_PARAMETERS or not rope:

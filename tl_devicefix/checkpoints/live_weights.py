@@ -79,6 +79,7 @@ def in_use(module: nn.Module) -> nn.Module:
         return module
     if "token_adapter" in module._modules:
         return module.get_submodule("token_adapter")
+    # PEFT's `modules_to_save` are whole copies of a module, one for each adapter.
     if not {"original_module", "modules_to_save"} <= module._modules.keys():
         return module
     wrapper: Any = module
@@ -92,7 +93,7 @@ def in_use(module: nn.Module) -> nn.Module:
 def merged(layer: Any) -> nn.Module:
     """Merge the active adapters of a copied layer, and return its base layer."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
-        return layer.get_base_layer().to("meta")
+        return layer.get_base_layer().to("meta")  # because there are no values to merge
     layer.__class__ = _class_over_floats(type(layer))
     layer.__dict__.setdefault("fan_in_fan_out", False)  # missing over bitsandbytes
     layer.quantization_backend = None
@@ -217,16 +218,18 @@ class LiveWeights:
     def _moved(
         self, module: Any, name: str, tensor: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
-        """Copy one tensor. Never an alias of the model's own, because a merge works in place."""
+        """Copy one tensor, in float32 or wider."""
         packed = name == "weight" and _is_quantised(module)
         if device.type != "meta":
             tensor = self.values(module, name, tensor)
         if device.type == "meta" or tensor.is_meta:
+            # Four-bit weights are packed flat.
             shape = (module.out_features, module.in_features) if packed else tensor.shape
             dtype = torch.float32 if packed else _wide(tensor.dtype)
             return torch.empty(shape, dtype=dtype, device="meta")
         if packed:
             tensor = self._dequantised(module, tensor.data)
+        # Never an alias of the model's own, because a merge works in place.
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
 
     def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:
@@ -237,7 +240,7 @@ class LiveWeights:
         if state is None or (is_8bit and packed.is_floating_point()):
             return packed
         if is_8bit:  # the first forward moves the scales from the weight to the layer's state
-            scales = state.SCB if weight.SCB is None else weight.SCB
+            scales = state.SCB if weight.SCB is None else weight.SCB  # [d_out]
             scales = torch.empty(0, device="meta") if scales is None else scales
             scales = self.values(module, "SCB", scales)
         else:

@@ -106,7 +106,8 @@ class HuggingFaceSource:
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
-        view = _View(self._live, self._blocks, layers, device, dtype, unread).of(self.hf_model)
+        views = _View(self._live, self._blocks, layers, device, dtype, unread)
+        view = views.of(self.hf_model, is_read=not layers)
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
@@ -201,10 +202,7 @@ def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.Module
 
 @dataclass
 class _View:
-    """Makes a model that shares a model's weights, but has only the given blocks.
-
-    With blocks, matrices outside them have no values, because only the blocks' are read.
-    """
+    """Makes a model that shares a model's weights, but has only the given blocks."""
 
     live: LiveWeights
     blocks: nn.ModuleList
@@ -218,14 +216,10 @@ class _View:
     """Modules outside the blocks whose matrices have no values either."""
     widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def of(self, model: nn.Module) -> nn.Module:
-        """Make the view of the model."""
-        return self._of(model, is_read=not self.layers)
-
-    def _of(self, module: nn.Module, is_read: bool) -> nn.Module:
+    def of(self, module: nn.Module, is_read: bool) -> nn.Module:
         """Copy a module, sharing the tensors that are read; others have no values."""
         if module is self.blocks:
-            return nn.ModuleList(self._of(self.blocks[i], is_read=True) for i in self.layers)
+            return nn.ModuleList(self.of(self.blocks[i], is_read=True) for i in self.layers)
         is_read = is_read and module not in self.unread
         module = self.live.plain(module, self.device if is_read else _META)
         new = copy.copy(module)
@@ -241,7 +235,7 @@ class _View:
             for name, b in module._buffers.items()
         }
         new._modules = {
-            name: None if child is None else self._of(child, is_read)
+            name: None if child is None else self.of(child, is_read)
             for name, child in module._modules.items()
         }
         return new
@@ -249,7 +243,7 @@ class _View:
     def _shown(
         self, module: nn.Module, name: str, tensor: torch.Tensor, is_read: bool
     ) -> torch.Tensor:
-        if not is_read and tensor.dim() > 1:
+        if not is_read and tensor.dim() > 1:  # because with blocks, only these are read
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:

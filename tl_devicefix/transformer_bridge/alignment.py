@@ -7,11 +7,12 @@ hook points: users would still see a block's input on the device of the block be
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
 from tl_devicefix.dispatch import views
@@ -25,9 +26,6 @@ from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.transformer_bridge.components import bridge_components
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 _Moved = TypeVar("_Moved")
 
@@ -48,11 +46,8 @@ def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> Non
 
 
 def _drop_bound_methods(hf_model: nn.Module) -> None:
-    """Drop accelerate's own `to` and similar methods.
-
-    They are bound to this model, so a deep copy's would move this one. The Bridge's `to` handles
-    several devices itself.
-    """
+    """Drop accelerate's own `to` and similar methods, because the Bridge's `to` does their job."""
+    # They are bound to this model, so those of a deep copy would move this one.
     for name, value in list(vars(hf_model).items()):
         wrapped = getattr(value, "__wrapped__", None)
         if name != "forward" and getattr(wrapped, "__self__", None) is hf_model:
@@ -68,16 +63,13 @@ def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
 
 
 def _forget_tied_weights(hf_model: nn.Module) -> None:
-    """Drop the tied weights that accelerate's hooks keep.
-
-    accelerate needs them for offloading only, and here they would keep the old weights alive.
-    """
+    """Drop the tied weights that accelerate's hooks keep, unless it offloads."""
+    # accelerate needs them for offloading only, and here they would keep old weights alive.
     hooks = [getattr(module, "_hf_hook", None) for module in hf_model.modules()]
     aligning = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
     if not any(hook.offload for hook in aligning):
         for hook in aligning:
-            if hook.tied_params_map:
-                hook.tied_params_map.clear()
+            (hook.tied_params_map or {}).clear()
 
 
 def register_hooks(bridge: TransformerBridge) -> None:
@@ -92,14 +84,14 @@ def register_hooks(bridge: TransformerBridge) -> None:
 def to(
     original: Callable[..., _Moved], self: TransformerBridge, *args: Any, **kwargs: Any
 ) -> _Moved:
-    """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
+    """See `TransformerBridge.to`. A dtype keeps the placement, with the new sizes.
 
-    As in TransformerLens, a Bridge over several devices is not moved to one, with a warning. One
-    that runs on one device, with offloaded blocks, is moved whole, and nothing is offloaded then.
-    A number is an index of a device of home's type.
+    As in TransformerLens, a Bridge over several devices stays there, with a warning. One that runs
+    on one device, with offloaded blocks, is moved whole, and nothing is offloaded then. A number is
+    an index of a device of home's type.
 
     Raises:
-        ValueError: if a number is of no device.
+        ValueError: if there is no device of a number.
     """
     # Resolve numbers here, because TransformerLens would silently move a spread Bridge.
     if args and type(args[0]) is int:
@@ -170,10 +162,8 @@ def view_of(bridge: TransformerBridge) -> TransformerBridge:
 
 
 def _register_attention(bridge: TransformerBridge, builder: ViewBuilder) -> None:
-    """Let TransformerLens 3 find the components of the view's attention layers.
-
-    It calls the hooks after the rotary embedding by a registry of which component wraps a layer.
-    """
+    """Let TransformerLens 3 find the components of the view's attention layers."""
+    # By this registry it calls the hooks after the rotary embedding.
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         return

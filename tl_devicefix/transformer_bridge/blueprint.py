@@ -6,10 +6,11 @@ import copy
 import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
@@ -25,10 +26,6 @@ from tl_devicefix.transformer_bridge.components import (
 )
 from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
 from tl_devicefix.twin import Numbers
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import PreTrainedTokenizerBase
 
 OPTIONS = ("n_ctx", "hf_config_overrides")
 """Options of `boot_transformers` on which the config depends."""
@@ -53,7 +50,9 @@ class BridgeBlueprint:
     ) -> BridgeBlueprint:
         """See `blueprint`."""
         config = copy.deepcopy(_hf_config(config_or_model_name))
-        vars(config).update(_overrides(config, **options))
+        vars(config).update(options.get("hf_config_overrides") or {})
+        if options.get("n_ctx") is not None:
+            vars(config)[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
             end = getattr(config, "eos_token_id", None)
             config.pad_token_id = end[0] if isinstance(end, list) else end
@@ -87,9 +86,7 @@ class BridgeBlueprint:
         hf_model.config.output_attentions = True  # as in `boot_transformers`
         return hf_model, layout_of(hf_model, adapter)
 
-    def make(
-        self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> TransformerBridge:
+    def make(self, placement: Placement, tokenizer: object = None) -> TransformerBridge:
         """Make the Bridge over simulated devices."""
         hf_model, layout = self._empty()
         _give_memory(hf_model, layout, placement)
@@ -134,22 +131,11 @@ def _hf_config(config_or_model_name: object) -> PretrainedConfig:
     return known_config(name) or read_config(name)
 
 
-_N_CTX_FIELDS = (
+_N_CTX = (
     *("n_positions", "max_position_embeddings", "max_context_length", "max_length"),
     *("seq_length", "max_sequence_length"),
 )
-
-
-def _overrides(
-    config: PretrainedConfig,
-    n_ctx: int | None = None,
-    hf_config_overrides: dict[str, object] | None = None,
-) -> dict[str, object]:
-    """Return the config fields to override, as `boot_transformers` does."""
-    overrides = dict(hf_config_overrides or {})
-    if n_ctx is not None:
-        overrides[next(field for field in _N_CTX_FIELDS if hasattr(config, field))] = n_ctx
-    return overrides
+"""Fields of a config that may hold its context length, in the order of `boot_transformers`."""
 
 
 def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement) -> None:
@@ -167,7 +153,7 @@ def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement
     hf_model.tie_weights()
 
 
-def _saved_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+def _saved_tokenizer(name: str) -> object:
     """Return the tokenizer of a local directory; otherwise None, because the hub would be asked."""
     if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(name, add_bos_token=True)

@@ -6,10 +6,11 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformer_lens import ActivationCache
+from transformer_lens.model_bridge import TransformerBridge
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
@@ -25,9 +26,6 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
 from tl_devicefix.transformer_bridge.fused import config_of_sdpa
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
 
 _Result = TypeVar("_Result")
 
@@ -51,6 +49,7 @@ def forward(
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
     with one_forward(ThisForward(is_plain, config, is_cache_read)), together():
+        # As plain values too, because they are sent to the workers of other hosts.
         kept_in_forward()[FACTS] = [is_usual, config is not None, is_cache_read]
         return running.forward(original, self, *args, **kwargs)
 
@@ -94,10 +93,7 @@ def with_own_tokenizer(
     why="cached activations are read at home",
 )
 def run_with_cache(
-    original: Callable[..., tuple[Any, Any]],
-    self: TransformerBridge,
-    *args: object,
-    **kwargs: Any,
+    original: Callable[..., Any], self: TransformerBridge, *args: object, **kwargs: Any
 ) -> tuple[object, ActivationCache | Mapping[str, torch.Tensor]]:
     """See TransformerLens's. Activations stay where they are computed, and are read at home.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import (
     BlockBridge,
     EmbeddingBridge,
@@ -23,6 +24,7 @@ from transformer_lens.model_bridge.generalized_components import (
     UnembeddingBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import PretrainedConfig
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
@@ -39,10 +41,6 @@ from tl_devicefix.transformer_bridge.attention import (
     why_own_mask,
 )
 from tl_devicefix.transformer_bridge.unwrapping import NotPlain, Unwrapped, is_wrapper, replaced_in
-
-if TYPE_CHECKING:
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformers import PretrainedConfig
 
 SINCE = Version("4.dev0")
 _PARTS = (
@@ -84,7 +82,11 @@ class FusedWrapper(Fused):
         """See `Fused`."""
         if hasattr(class_of(module), "is_remote"):
             return None
-        attentions = [m.original_component for m in module.modules() if _attends(m)]
+        attentions: list[Any] = [
+            wrapper.original_component
+            for wrapper in filter(is_wrapper, module.modules())
+            if isinstance(getattr(wrapper, "hook_pattern", None), HookPoint)
+        ]
         return next(filter(None, map(why_no_sdpa, attentions)), None)
 
     @classmethod
@@ -148,13 +150,9 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     """Return the config by which transformers makes a fused Bridge's masks, if for SDPA."""
     blocks = list(getattr(bridge, "blocks", ()))
     # All of them, because an unfused block would attend to all tokens if it gets no mask.
-    if not blocks or not all(map(_takes_masks_for_sdpa, blocks)):
-        return None
-    return bound_of(blocks[0]).config if isinstance(blocks[0], FusedWrapper) else None
-
-
-def _takes_masks_for_sdpa(block: nn.Module) -> bool:
-    return isinstance(block, FusedWrapper) or hasattr(class_of(block), "is_remote")
+    fused = (isinstance(b, FusedWrapper) or hasattr(class_of(b), "is_remote") for b in blocks)
+    is_by_sdpa = all(fused) and bool(blocks) and isinstance(blocks[0], FusedWrapper)
+    return bound_of(blocks[0]).config if is_by_sdpa else None
 
 
 def forget(bridge: TransformerBridge) -> None:
@@ -192,7 +190,10 @@ class Bound:
         named = ((around.get(module, "within"), module) for module in modules)
         self._listeners = Listeners(named, self._only_wires)
         try:
-            (self._make_layer if wrapper.is_list_item else self._make_part)(wrapper)
+            if wrapper.is_list_item:
+                self._make_layer(wrapper)
+            else:
+                self.layer, self._is_all = Unwrapped(wrapper, set()).layer, True
         except NotPlain as reason:
             self.why = str(reason)
 
@@ -242,10 +243,6 @@ class Bound:
             self._harmless |= {handle.id for handle in self._wired}
         return hooks.keys() <= self._harmless
 
-    def _make_part(self, wrapper: nn.Module) -> None:
-        self.layer = Unwrapped(wrapper, set()).layer
-        self._is_all = True
-
     def _make_layer(self, block: Any) -> None:
         self._mask_at = place_of_mask(block.original_component)
         wrapped: list[Any] = [m.original_component for m in block.modules() if is_wrapper(m)]
@@ -294,17 +291,9 @@ def _runs_its_layer(kind: type) -> bool:
     return False
 
 
-def _attends(module: nn.Module) -> TypeGuard[Any]:
-    return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
-
-
-def _nothing(*_: object) -> None:
-    """Stands in for calls that the plain layer does not need."""
-
-
 _NOT_NEEDED = {
-    "_maybe_wire_capture_hooks": _nothing,
-    "_clear_attention_capture": _nothing,
+    "_maybe_wire_capture_hooks": lambda *_: None,
+    "_clear_attention_capture": lambda *_: None,
     "_filter_kwargs_for_forward": lambda kwargs, n_positional=0: kwargs,
 }
 """Methods that a block does not need around the plain layer."""

@@ -9,12 +9,14 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
@@ -52,9 +54,7 @@ from tl_devicefix.transformer_bridge.components import (
 from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
 from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config, warn_or_refuse
 
-if TYPE_CHECKING:
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+_Boot = Callable[..., TransformerBridge]
 
 
 @patches(
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     why="place by the plan: embed, final norm and unembed together; n_devices of any type",
 )
 def boot_transformers(
-    original: Callable[..., TransformerBridge],
+    original: _Boot,
     *args: object,
     fuse_blocks: bool = False,
     numbers: Numbers | None = None,
@@ -169,9 +169,7 @@ def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str |
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
 
 
-def _boot(
-    boot: Callable[..., TransformerBridge], bound: inspect.BoundArguments
-) -> TransformerBridge:
+def _boot(boot: _Boot, bound: inspect.BoundArguments) -> TransformerBridge:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     options = bound.arguments
     if options.get("hf_model") is None and options.get("load_weights", True):
@@ -184,17 +182,8 @@ def _boot(
     return bridge
 
 
-def _spreads(options: Mapping[str, object]) -> bool:
-    """Return True if several devices, or host memory, are asked for."""
-    n_devices = options.get("n_devices")
-    limited = options.get("device_map") is not None or options.get("max_memory") is not None
-    return limited or (n_devices is not None and (n_devices != 1 or n_devices is True))
-
-
 def _boot_checkpoint(
-    boot: Callable[..., TransformerBridge],
-    options: dict[str, Any],
-    elsewhere: contextlib.ExitStack,
+    boot: _Boot, options: dict[str, Any], elsewhere: contextlib.ExitStack
 ) -> TransformerBridge:
     """Boot a model; with other hosts, it is complete when `elsewhere` has ended."""
     name = str(options["model_name"])
@@ -209,7 +198,10 @@ def _boot_checkpoint(
             # With any map, TransformerLens lets transformers place the model. The plan replaces it
             # when the model's class is called, because only then the config is final.
             arguments["device_map"] = {"": "cpu"}
-            if joined() or _is_of_worker(options.get("device_map")):
+            device_map = options.get("device_map")
+            devices = device_map.values() if isinstance(device_map, Mapping) else ()
+            # A worker has no hosts joined; its map names devices of other hosts.
+            if joined() or any(isinstance(d, torch.device) and is_elsewhere(d) for d in devices):
                 stack.enter_context(_without_all_values())
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
@@ -234,7 +226,10 @@ class _PlannedClass:
 
     def __init__(self, options: Mapping[str, Any], elsewhere: contextlib.ExitStack) -> None:
         self._options, self._elsewhere = options, elsewhere
-        self.spreads = _spreads(options)
+        n_devices, *limits = (options.get(n) for n in ("n_devices", "device_map", "max_memory"))
+        # `True` is not one device, although it equals 1: the plan refuses it.
+        is_one = n_devices in (None, 1) and n_devices is not True
+        self.spreads = not is_one or limits != [None, None]
         self._adapter: ArchitectureAdapter
         self._is_stateful = False
         self.placement: Placement | None = None
@@ -323,12 +318,6 @@ class _PlannedClass:
             options.get("max_memory"),
         )
         return layout.device_map(empty, placement), placement
-
-
-def _is_of_worker(device_map: object) -> bool:
-    """Return True on a worker, whose placement has components on other hosts."""
-    devices = device_map.values() if isinstance(device_map, Mapping) else ()
-    return any(isinstance(device, torch.device) and is_elsewhere(device) for device in devices)
 
 
 @contextlib.contextmanager

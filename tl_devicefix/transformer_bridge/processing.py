@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
 from packaging.version import Version
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.utilities.quantization import require_readable_weight
@@ -58,11 +59,6 @@ from tl_devicefix.weight_processing.steps import (
     fold_layer_norm_into_unembed,
     fold_value_biases_of_block,
 )
-
-if TYPE_CHECKING:
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge import TransformerBridge
-    from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 
 _log = logging.getLogger(__name__)
 _REFACTORS = "refactor_factored_attn_matrices"
@@ -157,7 +153,7 @@ def process_weights(
     if fold_value_biases and (beside := _beside_values(self)):
         steps = steps.without_value_biases(beside)
     asked = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}
-    processing = Processing(steps, self.cfg, self.adapter)
+    processing = Processing(steps, self)
     forget(self)
     with changing_weights(self):
         call_everywhere(self, "process_weights", {"verbose": verbose, **asked})
@@ -200,8 +196,6 @@ def _beside_values(bridge: TransformerBridge) -> str | None:
     """Name the part of attention because of which value biases cannot be folded; None if none.
 
     With the known parts alone, a value bias adds a constant (see `fold_value_biases_of_block`).
-    Any other part may break that: a gate or a norm of the values, a parameter of the attention
-    itself (sinks), or queries wider than z, because they hold a gate.
     """
     block: Any
     for name, block in bridge_components(bridge):
@@ -211,14 +205,15 @@ def _beside_values(bridge: TransformerBridge) -> str | None:
         parts = {part: attention._modules[part] for part in attention.submodules}
         if getattr(parts["v"].original_component, "bias", None) is None:
             continue
-        if others := sorted(parts.keys() - _USUAL_PARTS):
+        if others := sorted(parts.keys() - _USUAL_PARTS):  # such as a gate or a norm of values
             return others[0]
         # BERT has its post-attention norm within the attention.
         around = [block._modules[part] for part in block.submodules if part != "attn"]
         of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
         for path, parameter in attention.original_component.named_parameters():
-            if id(parameter) not in of_parts:
+            if id(parameter) not in of_parts:  # such as sinks
                 return path
+        # Queries wider than z hold a gate, because they are as wide as z without one.
         if parts["q"].weight.numel() > parts["o"].weight.numel():
             return "a gate beside its queries"
     return None
@@ -231,7 +226,10 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
         with naming_full_devices(bridge, getattr(bridge, "placement", None), unit.name):
             _process_unit(bridge, unit, processing)
 
-    todo = [unit for unit in units(bridge) if _is_here(unit)]
+    todo = []  # without units of other hosts, whose weights have no values here
+    for unit in units(bridge):
+        if not any(w.is_meta or type(w) is RemoteTensor for w in unit.weights.values()):
+            todo.append(unit)
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
@@ -241,13 +239,6 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     if getattr(bridge, "placement", None) is not None:
         pin(bridge, bridge.placement)  # because the weights are other tensors now
     bridge._weights_processed = True
-
-
-def _is_here(unit: Unit) -> bool:
-    """Return True if a unit's weights are in this process."""
-    return not any(
-        weight.is_meta or type(weight) is RemoteTensor for weight in unit.weights.values()
-    )
 
 
 def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing) -> None:
@@ -318,11 +309,9 @@ _BLOCK = "blocks.0."
 class Processing:
     """The processing of one Bridge's weights."""
 
-    def __init__(
-        self, asked: Steps, cfg: TransformerBridgeConfig, adapter: ArchitectureAdapter
-    ) -> None:
-        self.asked, self.cfg, self.adapter = asked, cfg, adapter
-        self.steps = _applicable(asked, cfg, adapter)
+    def __init__(self, asked: Steps, bridge: TransformerBridge) -> None:
+        self.asked, self.cfg, self.adapter = asked, bridge.cfg, bridge.adapter
+        self.steps = _applicable(asked, bridge)
         """The steps that TransformerLens takes for such a model."""
 
     def of_block(self, weights: Weights, block: Any) -> None:
@@ -330,21 +319,25 @@ class Processing:
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
         if steps.fold_ln:
-            centers, kv_prefix = (
-                uses_layer_norm(self.cfg),
-                "" if cfg.n_key_value_heads is None else "_",
-            )
-            options: dict[str, Any] = {"layer_idx": 0, "adapter": adapter, "gqa": kv_prefix}
-            options |= {"fold_biases": centers, "center_weights": centers}
-            ProcessWeights._fold_layer(weights, cfg, **options)
+            centers = uses_layer_norm(self.cfg)
+            options: dict[str, Any] = {"fold_biases": centers, "center_weights": centers}
+            options |= {"layer_idx": 0, "gqa": "" if cfg.n_key_value_heads is None else "_"}
+            ProcessWeights._fold_layer(weights, cfg, adapter=adapter, **options)
         if steps.center_writing_weights:
-            _center_writing_weights(weights, cfg, adapter)
+            # With stand-ins for embeddings, because ProcessWeights fails without them.
+            for name in ("embed.weight", "pos_embed.weight"):
+                weights[name] = torch.zeros(1, cfg.d_model)
+            ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
+            del weights["embed.weight"], weights["pos_embed.weight"]
         if steps.fold_value_biases and f"{_BLOCK}attn.v.bias" in weights:
             _fold_value_biases(weights, cfg, block.attn.o.original_component)
         if steps.recenter_b_O and f"{_BLOCK}attn.o.bias" in weights:
             weights[f"{_BLOCK}attn.o.bias"] -= weights[f"{_BLOCK}attn.o.bias"].mean()
         if steps.refactor_factored_attn_matrices:
-            _on_attention(ProcessWeights.refactor_factored_attn_matrices, weights, cfg, adapter)
+            attention = {n: weights[n] for n in weights if n.startswith(f"{_BLOCK}attn.")}
+            refactor = ProcessWeights.refactor_factored_attn_matrices
+            for name, tensor in refactor(attention, cfg, adapter=adapter).items():
+                weights[name] = tensor
 
     def of_embedding(self, weights: Weights) -> None:
         """Process "embed.weight" or "pos_embed.weight" [tokens or positions, d_model] in place."""
@@ -376,7 +369,7 @@ class Processing:
             fold_layer_norm_into_unembed(
                 head, fold_biases=folds_bias, center_weights=folds_bias, keep_norms=True
             )
-            weights["ln_final.weight"].fill_(1.0 - offset)
+            weights["ln_final.weight"].fill_(1.0 - offset)  # the identity
             if "ln_final.b" in head and "unembed.b_U" in head and folds_bias:
                 weights["unembed.bias"] = head["unembed.b_U"]
                 weights["ln_final.bias"].zero_()
@@ -391,8 +384,9 @@ class Processing:
                 weights[name] = tensor
 
 
-def _applicable(steps: Steps, cfg: TransformerBridgeConfig, adapter: ArchitectureAdapter) -> Steps:
+def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
     """Return the steps that TransformerLens would take for such a model, with its warnings."""
+    cfg, adapter = bridge.cfg, bridge.adapter
     for name in ("fold_ln", "center_writing_weights"):
         if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
             warnings.warn(
@@ -404,16 +398,6 @@ def _applicable(steps: Steps, cfg: TransformerBridgeConfig, adapter: Architectur
     if not uses_layer_norm(cfg) or getattr(cfg, "final_rms", False):
         steps = replace(steps, center_writing_weights=False)
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
-
-
-def _center_writing_weights(weights: Weights, cfg: _OneBlock, adapter: ArchitectureAdapter) -> None:
-    """Call `ProcessWeights.center_writing_weights` for a block, with stand-ins for embeddings."""
-    stand_ins = ("embed.weight", "pos_embed.weight")
-    for name in stand_ins:
-        weights[name] = torch.zeros(1, cfg.d_model)  # because it fails without them
-    ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
-    for name in stand_ins:
-        del weights[name]
 
 
 def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> None:
@@ -435,21 +419,12 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
     weights[f"{_BLOCK}attn.v.bias"] = torch.zeros_like(b_V)
 
 
-def _on_attention(
-    step: Callable[..., Weights], weights: Weights, cfg: _OneBlock, adapter: ArchitectureAdapter
-) -> None:
-    """Apply a step that returns new weights to a block's attention."""
-    attention = {name: weights[name] for name in weights if name.startswith(f"{_BLOCK}attn.")}
-    for name, tensor in step(attention, cfg, adapter=adapter).items():
-        weights[name] = tensor
-
-
 class _OneBlock:
     """A Bridge's config with one block, which is no copy: changes of the config are seen."""
 
     n_layers = 1
 
-    def __init__(self, cfg: TransformerBridgeConfig) -> None:
+    def __init__(self, cfg: object) -> None:
         self._cfg = cfg
 
     def __getattr__(self, name: str) -> Any:

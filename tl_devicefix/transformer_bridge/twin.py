@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import PretrainedConfig
 
 from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
 from tl_devicefix.twin import Numbers, Twin, check_numbers
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 PARTS_BEYOND = "_tl_devicefix_parts_beyond"
 """The attribute of a Bridge that names parts of its `hf_model` which its config does not make."""

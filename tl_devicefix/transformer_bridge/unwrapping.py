@@ -14,13 +14,14 @@ import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from accelerate.hooks import AlignDevicesHook
 from jaxtyping import Float
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
@@ -34,9 +35,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
-
-if TYPE_CHECKING:
-    from transformer_lens.config import TransformerBridgeConfig
 
 
 class NotPlain(Exception):
@@ -329,11 +327,9 @@ class _Joined(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.register_buffer("_order", order, persistent=False)
 
-    def forward(
-        self, residual: Float[torch.Tensor, "... d_model"]
-    ) -> Float[torch.Tensor, "... n_out"]:
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... n_out"]:
         """Return the projection's output."""
-        together = torch.cat([part(residual) for part in self.parts], dim=-1)  # [..., n_out]
+        together = torch.cat([part(x) for part in self.parts], dim=-1)  # [..., n_out]
         if self._order is None:
             return together
         if self._order.device != together.device:
