@@ -41,7 +41,7 @@ from tl_devicefix.placement.workers import one_load
 _log = logging.getLogger(__name__)
 
 Numbers = Literal["warn", "refuse", "ignore"]
-"""What a load does if its twin differs from transformers."""
+"""The action of a load whose twin differs from transformers."""
 
 LIMIT = 1e-4
 """A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
@@ -123,7 +123,7 @@ class Twin:
     @property
     def tokens(self) -> Int[torch.Tensor, "1 pos"]:
         """Random tokens that fill the twin's context, without those that are special."""
-        d_vocab = self.hf_model.config.vocab_size
+        d_vocab = self.hf_model.config.vocab_size  # the first few are often special
         seeded = torch.Generator().manual_seed(0)
         return torch.randint(min(3, d_vocab - 1), d_vocab, (1, self.n_ctx), generator=seeded)
 
@@ -222,8 +222,10 @@ def _randomise(model: nn.Module) -> None:
         if parameter is embedding:
             parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
         elif parameter.dim() > 1:
+            # So that outputs are about as large as inputs.
             parameter.div_(parameter.shape[-1] ** 0.5)
         else:
+            # Norms near the identity, biases near zero.
             parameter.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
 
 

@@ -26,7 +26,6 @@ UNREADABLE = (
     LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
 )  # fmt: skip
 
-
 # The embedding of masked sound in wav2vec 2.0 and HuBERT. Only training needs it, so many
 # checkpoints lack it.
 _UNREAD = re.compile(r"masked_spec_embed$")

@@ -126,6 +126,7 @@ def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> It
             return AutoTokenizer.from_pretrained(name, **own)
 
     with contextlib.ExitStack() as stack:
+        # In each module, because they import the class by name.
         for name, module in list(sys.modules.items()):
             is_own = name.startswith("transformer_lens.")
             if is_own and vars(module).get("AutoTokenizer") is AutoTokenizer:
@@ -178,6 +179,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
     except errors as error:
         if is_out_of_memory(error):
             raise
+        # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
         is_fetched = (Path(name) / "config.json").is_file()

@@ -13,11 +13,12 @@ optional, so we recognise their classes by name without importing them.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -128,6 +129,17 @@ def is_adapter(module: nn.Module) -> bool:
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
 
 
+_Item = TypeVar("_Item")
+_New = TypeVar("_New")
+
+
+def mapped(
+    items: Mapping[str, _Item | None], make: Callable[[str, _Item], _New]
+) -> dict[str, _New | None]:
+    """Make a new value for each parameter, buffer or child of a module that is not None."""
+    return {name: None if item is None else make(name, item) for name, item in items.items()}
+
+
 class LiveWeights:
     """A model, read as if it had no adapters, no quantisation and no offloading.
 
@@ -201,22 +213,16 @@ class LiveWeights:
                 for name, value in vars(module).items()
                 if name not in ("_hf_hook", "_old_forward", "forward")
             }
-        new._parameters = {
-            name: None if p is None else nn.Parameter(self._moved(module, name, p, device), False)
-            for name, p in module._parameters.items()
-        }
-        new._buffers = {
-            name: None if b is None else self._moved(module, name, b, device)
-            for name, b in module._buffers.items()
-        }
-        new._modules = {
-            name: None if child is None else self._floating(child, device)
-            for name, child in module._modules.items()
-        }
+        moved = functools.partial(self._moved, module, device)
+        new._parameters = mapped(
+            module._parameters, lambda name, p: nn.Parameter(moved(name, p), False)
+        )
+        new._buffers = mapped(module._buffers, moved)
+        new._modules = mapped(module._modules, lambda _, child: self._floating(child, device))
         return merged(new) if is_adapter(new) else new
 
     def _moved(
-        self, module: Any, name: str, tensor: torch.Tensor, device: torch.device
+        self, module: Any, device: torch.device, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
         """Copy one tensor, in float32 or wider."""
         packed = name == "weight" and _is_quantised(module)

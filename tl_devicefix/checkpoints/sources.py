@@ -8,6 +8,7 @@ block, and whose other matrices have no values. The given model is not changed.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,7 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 from transformers import PreTrainedModel
 
-from tl_devicefix.checkpoints.live_weights import LiveWeights
+from tl_devicefix.checkpoints.live_weights import LiveWeights, mapped
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
 from tl_devicefix.weight_processing import Weights
@@ -224,24 +225,16 @@ class _View:
         module = self.live.plain(module, self.device if is_read else _META)
         new = copy.copy(module)
         new.__dict__ = dict(module.__dict__)
-        new._parameters = {
-            name: None
-            if p is None
-            else nn.Parameter(self._shown(module, name, p, is_read), requires_grad=False)
-            for name, p in module._parameters.items()
-        }
-        new._buffers = {
-            name: None if b is None else self._shown(module, name, b, is_read)
-            for name, b in module._buffers.items()
-        }
-        new._modules = {
-            name: None if child is None else self.of(child, is_read)
-            for name, child in module._modules.items()
-        }
+        shown = functools.partial(self._shown, module, is_read)
+        new._parameters = mapped(
+            module._parameters, lambda name, p: nn.Parameter(shown(name, p), requires_grad=False)
+        )
+        new._buffers = mapped(module._buffers, shown)
+        new._modules = mapped(module._modules, lambda _, child: self.of(child, is_read))
         return new
 
     def _shown(
-        self, module: nn.Module, name: str, tensor: torch.Tensor, is_read: bool
+        self, module: nn.Module, is_read: bool, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
         if not is_read and tensor.dim() > 1:  # because with blocks, only these are read
             return torch.empty_like(tensor, device=_META)

@@ -38,7 +38,7 @@ def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> Non
     use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
-    align(bridge, placement, lambda name: False)
+    align(bridge, placement, lambda name: False)  # because outputs come home in `forward`
     if len(placement.memories) > 1:
         _drop_bound_methods(bridge.original_model)
         take_inputs_at(bridge.original_model, placement.home)

@@ -150,7 +150,7 @@ def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement
             if buffer is not None:
                 component = layout.component_of(f"{path}.{name}")
                 module._buffers[name] = buffer.to(placement.device_for(component))
-    hf_model.tie_weights()
+    hf_model.tie_weights()  # because each name of a tied weight has memory of its own so far
 
 
 def _saved_tokenizer(name: str) -> object:

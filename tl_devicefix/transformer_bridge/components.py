@@ -175,7 +175,7 @@ def units(bridge: TransformerBridge) -> list[Unit]:
 
 def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
     """Return a Bridge's components by name: "embed", "blocks.3", "unembed"."""
-    for name, (_, component) in bridge.real_components.items():
+    for name, (_, component) in bridge.real_components.items():  # (path, module or blocks)
         if isinstance(component, list):
             for index, block in enumerate(component):
                 yield f"{name}.{index}", block

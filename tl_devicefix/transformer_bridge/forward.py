@@ -42,6 +42,7 @@ def forward(
     if "past_key_values" in kwargs and _takes_cache(self):
         kwargs["cache"] = kwargs.pop("past_key_values")
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
+    # Any tensor that is given by position may be a mask, except the first, which is the input.
     masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]
     # Masks of pairs are unusual, because a Bridge reads them differently than transformers' layers.
     is_usual = all(map(_is_of_tokens, masks))

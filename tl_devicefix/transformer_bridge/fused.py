@@ -264,6 +264,7 @@ class Bound:
         """Return a copy of the block as it is now, unfused, around the plain layer."""
         copied: nn.Module = object.__new__(class_of(block))
         copied.__dict__.update(block.__dict__, **_NOT_NEEDED)
+        # A dict of its own, because the block keeps its wrappers.
         copied.__dict__["_modules"] = {**block._modules, "_original_component": self.layer}
         return copied
 

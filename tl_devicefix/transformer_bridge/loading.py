@@ -137,13 +137,13 @@ def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
     choice, hf_model = choice_of_numbers(numbers), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
         return ""
-    if not (beyond := parts_beyond_config(hf_model)):
-        return ""
-    warn_or_refuse(
-        f"hf_model has parts that its config does not make ({beyond}), which a TransformerBridge "
-        "may leave out: compare its numbers with hf_model's, or silence this with numbers='ignore'",
-        choice,
-    )
+    if beyond := parts_beyond_config(hf_model):
+        message = (
+            f"hf_model has parts that its config does not make ({beyond}), which a "
+            "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "
+            "with numbers='ignore'"
+        )
+        warn_or_refuse(message, choice)
     return beyond
 
 

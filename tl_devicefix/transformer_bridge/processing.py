@@ -143,13 +143,8 @@ def process_weights(
     if center_unembed and (getattr(self.cfg, "output_logits_soft_cap", None) or 0) > 0:
         _log.warning("center_unembed=True cannot be done with a logit softcap: set to False.")
         center_unembed = False
-    steps = Steps(
-        fold_ln,
-        center_writing_weights,
-        center_unembed,
-        fold_value_biases,
-        refactor_factored_attn_matrices,
-    )
+    flags = fold_ln, center_writing_weights, center_unembed, fold_value_biases
+    steps = Steps(*flags, refactor_factored_attn_matrices)
     if fold_value_biases and (beside := _beside_values(self)):
         steps = steps.without_value_biases(beside)
     asked = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}

@@ -175,6 +175,6 @@ def process_component(
         if steps.fold_value_biases:
             fold_value_biases_of_block(weights)
         if steps.recenter_b_O:
-            center(weights, "attn.b_O")
+            center(weights, "attn.b_O")  # [d_model]
         if steps.refactor_factored_attn_matrices:
             refactor_attention_of_block(weights)

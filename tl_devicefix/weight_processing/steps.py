@@ -135,6 +135,7 @@ def vocabulary_means(
     for name in _OVER_VOCABULARY:
         if name in head:
             parts = head[name].detach().split(tokens_at_once, dim=-1)
+            # Each [d_model, 1] or [1].
             sums = [part.to(device).to(dtype).sum(dim=-1, keepdim=True) for part in parts]
             means[name] = sum(sums[1:], sums[0]) / head[name].shape[-1]
     return means
