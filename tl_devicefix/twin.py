@@ -33,7 +33,7 @@ import transformers.utils.logging as hf_logging
 from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
 from tl_devicefix.placement.workers import one_load
@@ -66,7 +66,7 @@ class Twin:
         n_ctx: how many tokens the twin is run on.
     """
 
-    hf_model: Any
+    hf_model: PreTrainedModel
     layers: Sequence[int]
     windows: dict[int, int]
     n_ctx: int
@@ -171,9 +171,7 @@ def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[
     return sorted({*layers, *([0, 1][: len(kinds)] if len(layers) < 2 else [])})
 
 
-def _sizes(
-    config: PretrainedConfig, layers: list[int], windows: dict[int, int]
-) -> dict[str, object]:
+def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -229,12 +227,12 @@ def _randomise(model: nn.Module) -> None:
             parameter.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
 
 
-Measure = Callable[[PretrainedConfig], float]
+MeasureTwin = Callable[[PretrainedConfig], float]
 """A transformers config -> the difference of a twin that is made of it."""
 
 
 def check_numbers(
-    measure: Measure,
+    measure: MeasureTwin,
     hf_config: PretrainedConfig,
     called: str,
     numbers: Numbers | None,
@@ -285,7 +283,7 @@ def choice_of_numbers(numbers: str | None) -> str:
     return chosen
 
 
-def _measured(measure: Measure, hf_config: PretrainedConfig, called: str) -> float | None:
+def _measured(measure: MeasureTwin, hf_config: PretrainedConfig, called: str) -> float | None:
     """Return the difference; None, which is logged, if the twin cannot be made."""
     try:
         with undisturbed():
@@ -295,13 +293,13 @@ def _measured(measure: Measure, hf_config: PretrainedConfig, called: str) -> flo
         return None
 
 
-def is_right(measure: Measure, hf_config: PretrainedConfig) -> bool:
+def is_right(measure: MeasureTwin, hf_config: PretrainedConfig) -> bool:
     """Return True if a twin of this config can be made and agrees with transformers."""
     difference = _measured(measure, hf_config, "a changed config")
     return difference is not None and difference <= LIMIT
 
 
-def _blame(measure: Measure, hf_config: PretrainedConfig) -> str:
+def _blame(measure: MeasureTwin, hf_config: PretrainedConfig) -> str:
     """Name the setting without which, at its default, there is no difference; "" if none."""
     config = getattr(hf_config, "text_config", hf_config)
     defaults = type(config)()

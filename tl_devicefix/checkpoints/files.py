@@ -127,7 +127,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        # Our own reason, because torch's says how to unpickle the file all the same.
+        # Not torch's own reason, because it says how to unpickle an unsafe file nevertheless.
         reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(

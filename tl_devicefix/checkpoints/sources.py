@@ -116,7 +116,7 @@ class HuggingFaceSource:
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
         cfg.from_checkpoint = False  # because the converter would load it again
         try:
-            # Any official name will do, because it is not used.
+            # Any official name will do, because the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
             if missing := [name for name, weight in weights.items() if weight is None]:
                 raise AttributeError(f"it has no {missing[0]}")
@@ -125,7 +125,7 @@ class HuggingFaceSource:
             if is_out_of_memory(error):
                 raise
             named, own = self._cfg.original_architecture, type(self.hf_model).__name__
-            # einops gets None for a missing weight.
+            # Converters pass None to einops for a missing weight, which says nothing about it.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             if named == own:
                 raise ValueError(
