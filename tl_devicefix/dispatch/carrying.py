@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -23,9 +23,7 @@ from tl_devicefix.fusing.one_forward import made_once
 from tl_devicefix.placement.devices import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import plain
-
-if TYPE_CHECKING:
-    from tl_devicefix.types import Model
+from tl_devicefix.types import Model
 
 Value = TypeVar("Value")
 BlockOutput: TypeAlias = torch.Tensor | tuple[Any, ...]

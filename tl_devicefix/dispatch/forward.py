@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
@@ -18,9 +18,7 @@ from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
-
-if TYPE_CHECKING:
-    from tl_devicefix.types import Model
+from tl_devicefix.types import Model
 
 Output = TypeVar("Output")
 

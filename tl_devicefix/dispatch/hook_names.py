@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from transformer_lens.hook_points import NamesFilter
 
 from tl_devicefix.misspelt import UnknownName, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
-
-if TYPE_CHECKING:
-    from transformer_lens.hook_points import NamesFilter
-
-    from tl_devicefix.types import Model
+from tl_devicefix.types import Model
 
 Result = TypeVar("Result")
 

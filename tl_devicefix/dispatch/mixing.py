@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformer_lens.hook_points import HookPoint, LensHandle
+from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.scheduler import refuse_in_run
@@ -22,11 +22,7 @@ from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import HOST, printed, version_of
 from tl_devicefix.placement.in_use import chosen_device, device_of_result, devices_in_use
 from tl_devicefix.placement.placement import Placement
-
-if TYPE_CHECKING:
-    from transformer_lens.hook_points import HookFunction
-
-    from tl_devicefix.types import Model
+from tl_devicefix.types import Model
 
 Value = TypeVar("Value")
 

@@ -13,7 +13,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,12 +28,13 @@ from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
+from tl_devicefix.types import Model
 
 _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
 
-IsOwn = Callable[[Any, str, nn.Module], bool]
-"""Returns True if the model's own class has such a module: takes the model, path and module."""
+IsOwn = Callable[[Model, str, nn.Module], bool]
+"""Takes a model, a path and the module there; True if the model's own class puts such there."""
 
 
 # --------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class RunWhereItIs(Around):
     devices: frozenset[torch.device]
     """The devices of the model."""
 
-    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the module's output on the device of its input."""
         back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
         device = device_of_weights(module) or back
@@ -59,7 +59,8 @@ class RunWhereItIs(Around):
 
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
-    """Return the device of a module's weights, also of SAELens's wrapper, which hides its SAE."""
+    """Return the device of a module's weights; None if it has none."""
+    # In attributes too, because SAELens's wrapper keeps its SAE in `vars`, not among its modules.
     modules = [value for value in vars(module).values() if isinstance(value, nn.Module)]
     tensors = (t for m in (module, *modules) for t in (*m.parameters(), *m.buffers()))
     return next((tensor.device for tensor in tensors), None)
@@ -71,12 +72,11 @@ def runs_where_it_is(module: nn.Module) -> bool:
 
 
 def attached_modules(
-    model: Any, placement: Placement, is_own: IsOwn | None = None
+    model: Model, placement: Placement, is_own: IsOwn | None = None
 ) -> Iterator[nn.Module]:
-    """Return the outermost modules in the components that are not TransformerLens's.
-
-    Modules of torch that TransformerLens itself uses are left out, by their device and by `is_own`.
-    """
+    """Return the outermost modules in the components that are not TransformerLens's."""
+    # A module of torch's class counts only if it is elsewhere and `is_own` does not know it,
+    # because TransformerLens has some, too.
     inside: set[nn.Module] = set()
     for name, device in placement.device_map.items():
         own = (None, device, placement.stored_on(name))
@@ -90,13 +90,14 @@ def attached_modules(
                 yield module
 
 
-def detach(model: Any) -> None:
+def detach(model: Model) -> None:
     """Let all modules run without `RunWhereItIs`."""
+    # By a list, because a module that was taken out of the model has to be free of it, too.
     for module in model.__dict__.pop(_ATTACHED, ()):
         RunWhereItIs.detach(module)
 
 
-def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
+def _run_where_it_is(model: Model, placement: Placement, module: nn.Module) -> None:
     if not runs_where_it_is(module):
         RunWhereItIs(frozenset(placement.memories)).attach(module)
         model.__dict__.setdefault(_ATTACHED, []).append(module)
@@ -106,13 +107,13 @@ def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> Non
 # Tensors that are brought to their component
 
 
-def watch(model: Any, placement: Placement, is_own: IsOwn | None = None) -> None:
+def watch(model: Model, placement: Placement, is_own: IsOwn | None = None) -> None:
     """Move misplaced parts to their component, now and before each forward."""
     watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
     watching.bring_in(model, placement)
 
 
-def look_through(model: Any, placement: Placement) -> None:
+def look_through(model: Model, placement: Placement) -> None:
     """Move in parts that were assigned since the last forward."""
     watching: Watch | None = model.__dict__.get(_WATCH)
     if watching is not None and not watching.is_as_seen():
@@ -120,24 +121,23 @@ def look_through(model: Any, placement: Placement) -> None:
 
 
 class Watch:
-    """Snapshot of the modules and tensors of each component after the last check.
-
-    It moves misplaced ones back. It holds no module, because a replaced module has to be freed at
-    once. A copied or unpickled model is checked anew.
-    """
+    """Snapshot of the modules and tensors of each component; moves in what was put in since."""
 
     def __init__(self, is_own: IsOwn | None) -> None:
         self._is_own = is_own
         self._warned_of: set[str] = set()
+        # Weak, because a module that is replaced has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
-        self._seen: Any = None
+        self._seen: tuple[list[int], list[torch.device]] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+    # Copies have no snapshot, because a copied or unpickled model has other modules.
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         copied = Watch(self._is_own)
-        copied._warned_of |= self._warned_of
+        copied._warned_of |= self._warned_of  # because each view of a model has such a copy
         return copied
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Watch], tuple[IsOwn | None]]:
         return Watch, (self._is_own,)
 
     def is_as_seen(self) -> bool:
@@ -150,7 +150,7 @@ class Watch:
         devices = [value.device for module in modules for _, value, _ in held_tensors(module)]
         return children, devices
 
-    def bring_in(self, model: Any, placement: Placement) -> None:
+    def bring_in(self, model: Model, placement: Placement) -> None:
         """Move misplaced parts to their component, and warn once."""
         with torch.inference_mode(False), torch.no_grad():
             self._attach(model, placement)
@@ -167,7 +167,9 @@ class Watch:
                 moved.append(tensor)
                 if tensor.is_weight:
                     move_parameter(tensor.value, tensor.planned)
-                else:  # because another block may share it
+                else:
+                    # A buffer is copied, because another block may share it, and once for each
+                    # device, because two blocks there may.
                     key = id(tensor.value), tensor.planned
                     if key not in copies:
                         copies[key] = tensor.value.to(tensor.planned)
@@ -180,7 +182,7 @@ class Watch:
         _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])
         self._warned_of |= {tensor.full_name for tensor in left}
 
-    def _attach(self, model: Any, placement: Placement) -> None:
+    def _attach(self, model: Model, placement: Placement) -> None:
         """Attach `RunWhereItIs` to users' modules, and detach it from TransformerLens's."""
         attached = set(model.__dict__.get(_ATTACHED, ()))
         for module in model.modules():
@@ -229,7 +231,7 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield name, value, is_weight
 
 
-def _elsewhere(model: Any, placement: Placement) -> Iterator[PlacedTensor]:
+def _elsewhere(model: Model, placement: Placement) -> Iterator[PlacedTensor]:
     """Yield misplaced tensors, without those in modules that run on their own device."""
     for component, root in placement.modules_of(model):
         names = {id(module): path for path, module in root.named_modules(prefix=component.name)}
@@ -252,8 +254,8 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
-    """Return a function that tells whether components on several devices share a module."""
+def _shared(model: Model, placement: Placement) -> Callable[[nn.Module | torch.Tensor], bool]:
+    """Return a function that tells if components on several devices share a module or weight."""
     places: dict[int, set[torch.device]] = defaultdict(set)
     for component, root in placement.modules_of(model):
         for module in root.modules():
@@ -263,7 +265,6 @@ def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
 
 
 def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
-    """Warn once for all of them."""
     sentences = []
     if moved:
         first = moved[0]
