@@ -136,7 +136,9 @@ def not_carried_to(model: Model, placement: Placement) -> list[str]:
 
 
 @contextlib.contextmanager
-def skipping(blocks: Sequence[nn.Module], first: int, output: BlockOutput | None) -> Iterator[None]:
+def skipping(
+    blocks: nn.ModuleList | Sequence[nn.Module], first: int, output: BlockOutput | None
+) -> Iterator[None]:
     """Within it, a forward begins at block `first`, whose input is `output`.
 
     Args:
