@@ -141,25 +141,17 @@ def mapped(value: Value, change: Callable[[Any], object]) -> Value:
 
 def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
     """Return True for arguments on several devices."""
-    # Not by `tensors_in` alone, because each torch function in a mode comes here: a generator
-    # costs more than these loops.
     first = None
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            if first is None:
-                first = value.device
-            elif value.device != first:
+    for value in (*args, *kwargs.values()):
+        # A generator for nested arguments only, because each torch function in a mode comes here.
+        for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+            first = first or tensor.device
+            if tensor.device != first:
                 return True
-        elif isinstance(value, (tuple, list, dict)):
-            for tensor in tensors_in(value):
-                if first is None:
-                    first = tensor.device
-                elif tensor.device != first:
-                    return True
     return False
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor; for a sparse one those of the dense tensor."""
     return tensor.numel() * tensor.element_size()
 
@@ -192,7 +184,8 @@ def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[tor
     return tensors_in(first if in_place else [])
 
 
-# Function -> its argument that says whether it updates the statistics, the sixth of both.
+# Function -> its sixth argument, which says whether it updates the running statistics. They are
+# named here because torch counts no change of those of `batch_norm`.
 _WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 _STATISTICS = ((1, "mean"), (2, "var"))
 
@@ -243,12 +236,7 @@ class mix_devices(JoinedAt):
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
     """
 
-    def __init__(self, *given: object) -> None:
-        if given:
-            raise TypeError(
-                "mix_devices() takes no device, because it brings tensors home: to bring them to "
-                "another one, write `with gather_on(device), mix_devices():`"
-            )
+    def __init__(self) -> None:
         # Neither is used, because models may be loaded, and dropped, within the block.
         super().__init__(HOST, frozenset())
 
@@ -267,7 +255,7 @@ class mix_devices(JoinedAt):
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Return home, or the device of an operand that is larger than all others together."""
         home = device_of_result(devices)
-        sizes = {id(tensor): bytes_of(tensor) for tensor in tensors if tensor.device in devices}
+        sizes = {id(tensor): tensor_bytes(tensor) for tensor in tensors if tensor.device in devices}
         largest = max(tensors, key=lambda tensor: sizes.get(id(tensor), -1))
         if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device

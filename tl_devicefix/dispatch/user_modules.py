@@ -20,7 +20,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
+from tl_devicefix.dispatch.mixing import JoinedAt, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.prefetch import pin
@@ -285,5 +285,5 @@ def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
 
 
 def _named(tensors: list[PlacedTensor]) -> str:
-    size = sum({id(tensor.value): bytes_of(tensor.value) for tensor in tensors}.values())
+    size = sum({id(tensor.value): tensor_bytes(tensor.value) for tensor in tensors}.values())
     return f"{listed([tensor.full_name for tensor in tensors])} ({gib(size)})"

@@ -128,7 +128,7 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     n_devices = len(_devices_of(model))
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1
-    if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
+    if not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
     return max_in_flight
 

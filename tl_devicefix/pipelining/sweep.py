@@ -95,8 +95,6 @@ def sweep(
             )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
-    if isinstance(runs, torch.Tensor):
-        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
 
@@ -125,14 +123,9 @@ def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Ho
     for run in hf_logging.tqdm(runs, desc="Sweep", disable=not progress):
         hooks = list(run)
         for item in hooks:
-            if isinstance(item, str) or len(item) != 2:
+            if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
                 raise ValueError(
-                    f"a run must be a list of (name, hook), but has {shown(item)} in it"
-                )
-            if not callable(item[1]):
-                raise ValueError(
-                    f"a run must be a list of (name, hook), but that of {shown(item[0])} has "
-                    f"{shown(item[1])} for the hook: give the name first, and then a function"
+                    f"a run must be a list of (name, function), but has {shown(item)} in it"
                 )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(
