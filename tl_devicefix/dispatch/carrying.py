@@ -25,12 +25,12 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import plain
 from tl_devicefix.types import Model
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 BlockOutput: TypeAlias = torch.Tensor | tuple[Any, ...]
 """The residual stream, alone or first in a tuple."""
 
 
-def move(value: Value, device: torch.device) -> Value:
+def move(value: T, device: torch.device) -> T:
     """Bring a tensor to a device, one of another host too; leave anything else alone."""
     moved: Any = plain(value)
     if isinstance(moved, torch.Tensor) and moved.device != device:
@@ -39,7 +39,7 @@ def move(value: Value, device: torch.device) -> Value:
     return moved
 
 
-def bring_home(output: Value, home: torch.device) -> Value:
+def bring_home(output: T, home: torch.device) -> T:
     """Bring a tensor, or the tensors in a tuple, list or dict, to the home device."""
     if isinstance(output, torch.Tensor):
         return move(output, home)

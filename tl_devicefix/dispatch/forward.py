@@ -20,7 +20,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
-Output = TypeVar("Output")
+T = TypeVar("T")
 
 _ALIGNED = "_tl_devicefix_aligned"
 _UNFINISHED = "_tl_devicefix_unfinished"
@@ -68,7 +68,7 @@ def is_aligned(model: Model) -> bool:
     return _ALIGNED in model.__dict__
 
 
-def forward(original: Callable[..., Output], self: Model, *args: object, **kwargs: Any) -> Output:
+def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
     """Run the forward of either class, and bring its results home, also with `stop_at_layer`.
 
     It runs within `one_forward`.

@@ -13,7 +13,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.types import Model
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 _WHY = "an error that suggests a hook point's name"
 
@@ -21,8 +21,8 @@ _WHY = "an error that suggests a hook point's name"
 @patches("HookedTransformer", takes="self name hook", why=_WHY)
 @patches("TransformerBridge", takes="self name hook_fn", why=_WHY)
 def add_hook(
-    original: Callable[..., Result], self: Model, name: object, *args: object, **kwargs: object
-) -> Result:
+    original: Callable[..., T], self: Model, name: object, *args: object, **kwargs: object
+) -> T:
     """See TransformerLens's `add_hook`.
 
     Raises:
@@ -40,7 +40,7 @@ def add_hook(
 
 @patches("HookedTransformer", takes="self fwd_hooks bwd_hooks", why=_WHY)
 @patches("TransformerBridge", takes="self fwd_hooks bwd_hooks", why=_WHY)
-def hooks(original: Callable[..., Result], self: Model, *args: object, **kwargs: object) -> Result:
+def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """See TransformerLens's `hooks`.
 
     Raises:
@@ -58,9 +58,7 @@ def hooks(original: Callable[..., Result], self: Model, *args: object, **kwargs:
 
 
 @patches("TransformerBridge", takes="self input fwd_hooks bwd_hooks", why=_WHY)
-def run_with_hooks(
-    original: Callable[..., Result], self: Model, *args: object, **kwargs: object
-) -> Result:
+def run_with_hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """See TransformerLens's `run_with_hooks`; names are checked as in `hooks`."""
     return hooks(lambda *_, **__: original(self, *args, **kwargs), self, *args[1:], **kwargs)
 

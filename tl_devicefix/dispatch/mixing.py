@@ -24,7 +24,7 @@ from tl_devicefix.placement.in_use import chosen_device, device_of_result, devic
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
 class OutsideBlocks:
@@ -126,7 +126,7 @@ _thread = _Thread()
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-def mapped(value: Value, change: Callable[[Any], object]) -> Value:
+def mapped(value: T, change: Callable[[Any], object]) -> T:
     """Return a tuple, list, dict or named tuple with each entry changed, and others as they are."""
     whole: Any = value
     # Not for subclasses, because their constructors may take something else.

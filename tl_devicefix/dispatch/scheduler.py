@@ -276,13 +276,10 @@ def refuse_in_run(module: nn.Module) -> None:
         )
 
 
-_STAYS = contextlib.nullcontext()
-
-
 def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Within it, a run in flight sends tensors to a device; after it, the run holds the device."""
     run = current_run()
-    return _STAYS if run is None else run.moving_to(device)
+    return contextlib.nullcontext() if run is None else run.moving_to(device)
 
 
 # Reentrant, because `to_str_tokens` calls `to_tokens`.

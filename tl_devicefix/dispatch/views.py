@@ -143,7 +143,9 @@ class ViewBuilder:
             self._fill(*self._to_fill.pop())
         # Last, because a handle refers to its dict of hooks, whose counterpart has to be there.
         for handle, its_counterpart in self._handles:
-            its_counterpart.__setstate__(self._state(handle))
+            hooks, number, *others = handle.__getstate__()
+            extra = tuple(map(self.counterpart_of, others[0])) if others else ()
+            its_counterpart.__setstate__((self.counterpart_of(hooks), number, extra))
         return counterpart
 
     def counterpart_of(self, value: object) -> Any:
@@ -274,12 +276,6 @@ class ViewBuilder:
         counterpart = self._counterparts[id(value)] = object.__new__(type(value))
         self._handles.append((value, counterpart))
         return counterpart
-
-    def _state(self, handle: RemovableHandle) -> tuple[object, ...]:
-        """Return a handle's state, as torch pickles it, with the counterpart's hooks."""
-        hooks, number, *others = handle.__getstate__()
-        extra = tuple(map(self.counterpart_of, others[0])) if others else ()
-        return self.counterpart_of(hooks), number, extra
 
     def _proxy(self, value: Any) -> object:
         # A Bridge's block puts proxies of itself and its attention into closures. A proxy hands

@@ -26,7 +26,7 @@ from tl_devicefix.placement.in_use import chosen_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class CacheAtHome(dict[str, torch.Tensor]):
@@ -50,7 +50,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
         raise KeyError(f"{name} is not in this cache: see cache.keys()")
 
-    def _at_home(self, value: Result) -> Result:
+    def _at_home(self, value: T) -> T:
         return move(_read(value), self.home)
 
     def stored(self) -> dict[str, torch.Tensor]:
@@ -121,8 +121,8 @@ _STAY = "activations stay where they are"
 @patches("HookedTransformer", *_CACHING, takes=_CACHES, why=_AT_HOME)
 @patches("TransformerBridge", *_CACHING, takes=_CACHES, why=_AT_HOME, since="4.0")
 def with_cache_at_home(
-    original: Callable[..., Result], self: Model, *args: object, **kwargs: object
-) -> Result:
+    original: Callable[..., T], self: Model, *args: object, **kwargs: object
+) -> T:
     """Wrap `get_caching_hooks` and `add_caching_hooks`: the cache is read at home.
 
     With a `device` that the caller names, activations stay there and are read there. A model on one
@@ -140,7 +140,7 @@ def with_cache_at_home(
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)
-def read_one(original: Callable[..., Result], self: ActivationCache, *args: object) -> Result:
+def read_one(original: Callable[..., T], self: ActivationCache, *args: object) -> T:
     """Wrap `ActivationCache.__getitem__`: read at home, even from a plain dict."""
     device = _read_on(self)
     activation = original(self, *args)
@@ -164,8 +164,8 @@ def read_all(original: Callable[..., Any], self: ActivationCache) -> Any:
     why="cached activations meet weights on one device",
 )
 def reading_together(
-    original: Callable[..., Result], self: ActivationCache, *args: object, **kwargs: object
-) -> Result:
+    original: Callable[..., T], self: ActivationCache, *args: object, **kwargs: object
+) -> T:
     """Wrap a method of ActivationCache that combines activations and weights of several blocks.
 
     They meet on the device on which the cache is read: home, the device of `gather_on`, or the one

@@ -24,7 +24,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def gathering_device(model: object) -> torch.device | None:
@@ -124,9 +124,9 @@ def read_together(
     device: torch.device | None,
     model: object,
     what: str,
-    read: Callable[[], Result],
+    read: Callable[[], T],
     in_place: bool = True,
-) -> Result:
+) -> T:
     """Call `read` within `ReadAt`, and bring its result to the device; without one, only call."""
     if device is None:
         return read()
@@ -147,9 +147,7 @@ _GATHERS = "weights of several devices are read at home, or on the device of `ga
 @patches("HookedTransformer", *_SINGLE, "W_pos", *_OF_BLOCKS, *_OF_SEVERAL, why=_GATHERS)
 @patches("TransformerBridge", *_SINGLE, *STACKED, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
-def gathered(
-    original: Callable[..., Result], self: Model, *args: object, **kwargs: object
-) -> Result:
+def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a property that returns a weight, a stack of all blocks' weights, or their product."""
     what = f"model.{original.__name__}"
     read = functools.partial(original, self, *args, **kwargs)

@@ -23,24 +23,28 @@ from tl_devicefix.dispatch.scheduler import Run, current_run
 # Functions of torch that run in order, by name, because torch, torch.Tensor and torch.nn.functional
 # have each another object for one name.
 _ALWAYS = {
-    *("backward", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "rrelu", "rrelu_"),
-    *("feature_alpha_dropout_", "feature_dropout", "feature_dropout_"),
-    *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_"),
-    *("gumbel_softmax", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand"),
-    *("rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm"),
-    *("uniform_", "_sample_dirichlet", "_standard_gamma", "native_dropout"),
-    *("rrelu_with_noise", "rrelu_with_noise_"),
+    *("backward", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout"),
+    *(
+        "bernoulli",
+        "binomial",
+        "cauchy",
+        "exponential",
+        "geometric",
+        "gumbel_softmax",
+        "log_normal",
+    ),
+    *("multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
+    *("randn_like", "random", "randperm", "rrelu", "rrelu_with_noise", "uniform"),
+    *("_sample_dirichlet", "_standard_gamma", "gru", "lstm", "rnn_relu", "rnn_tanh"),
     *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-    *("gru", "lstm", "rnn_relu", "rnn_tanh", "lobpcg", "pca_lowrank", "svd_lowrank"),
-    *("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "trunc_normal_"),
-    *("xavier_normal_", "xavier_uniform_"),
+    *("lobpcg", "pca_lowrank", "svd_lowrank", "kaiming_normal", "kaiming_uniform", "orthogonal"),
+    *("sparse", "trunc_normal", "xavier_normal", "xavier_uniform"),
 }
 # Functions that run in order unless an argument is zero: its position, names and default.
 _UNLESS: dict[str, tuple[int, tuple[str, ...], float]] = {
     **dict.fromkeys(
-        ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d"),
-        (2, ("training", "train"), True),
+        ("dropout", "dropout1d", "dropout2d", "dropout3d"), (2, ("training", "train"), True)
     ),
     "scaled_dot_product_attention": (4, ("dropout_p",), 0.0),
 }
@@ -53,7 +57,8 @@ def _is_in_order(func: Forward, args: Args, kwargs: Kwargs) -> bool:
     # Only of leaves that need it, because autograd adds up no others that runs share.
     if name.startswith("__"):
         return func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
-    name = name.partition(".")[0]  # "rand.default" is one of torch.ops.aten
+    # "rand.default" is one of torch.ops.aten, and "normal_" works in place.
+    name = name.partition(".")[0].rstrip("_")
     if name in _ALWAYS:
         return True
     if name not in _UNLESS:

@@ -9,7 +9,6 @@ Two devices, four runs; a run waits at a device until the run before it has left
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -101,12 +100,12 @@ def pipeline_map(
             "pipeline_map(model, run, items)"
         )
     check_iterable("items", items)
-    make_view = functools.partial(adapter_of(model).view_of, model)
+    adapter_of(model)  # which refuses anything but a model
     run = with_view_of(model, run)
     max_in_flight = n_in_flight(model, max_in_flight)
     if max_in_flight == 1:
-        return _in_a_loop(model, make_view, run, items, progress)
-    return _pipelined(model, make_view, run, items, progress, max_in_flight)
+        return _in_a_loop(model, run, items, progress)
+    return _pipelined(model, run, items, progress, max_in_flight)
 
 
 def refuse_arguments(
@@ -135,13 +134,13 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
 
 def _in_a_loop(
     model: Model,
-    make_view: Callable[[], Model],
     run: Callable[[Model, Item], Result],
     items: Iterable[Item],
     progress: bool,
 ) -> Generator[Result, None, None]:
     """Run each item when its result is fetched, in the caller's thread."""
-    view, weights, hooks = make_view(), WeightsSnapshot(model), _HooksSnapshot(model)
+    view = adapter_of(model).view_of(model)
+    weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
     with _bar(items, progress) as bar:
         for number, item in enumerate(items):
             hooks.check()
@@ -156,7 +155,6 @@ def _in_a_loop(
 
 def _pipelined(
     model: Model,
-    make_view: Callable[[], Model],
     run: Callable[[Model, Item], Result],
     items: Iterable[Item],
     progress: bool,
@@ -168,7 +166,7 @@ def _pipelined(
 
     def start(number: int, item: Item) -> Future[Result]:
         # With the state of this moment, because the caller may enter a mode between two results.
-        viewed = views.pop() if views else (make_view(), Streams())
+        viewed = views.pop() if views else (adapter_of(model).view_of(model), Streams())
         return pool.submit(CallersState(devices).run, work, number, item, viewed)
 
     def work(number: int, item: Item, viewed: tuple[Model, Streams]) -> Result:

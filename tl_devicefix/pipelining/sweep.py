@@ -42,12 +42,7 @@ Tokens = torch.Tensor | str | list[str]
 
 
 def sweep(
-    model: Model,
-    tokens: Tokens,
-    runs: Iterable[Hooks],
-    *,
-    progress: bool = False,
-    **arguments: Any,
+    model: Model, tokens: Tokens, runs: Iterable[Hooks], *, progress: bool = False, **arguments: Any
 ) -> Generator[Any, None, None]:
     """Yield `model.run_with_hooks(tokens, fwd_hooks=run, **arguments)` for each run, in order.
 
