@@ -190,10 +190,16 @@ class SkipBlock(Around):
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the output; the last skipped block's is a copy."""
-        output = self._output
-        if output is None or not self._is_last:
-            return output
-        # A copy, because a hook of the next block may change it in place, and other runs read it.
-        if isinstance(output, torch.Tensor):
-            return output.clone()
-        return type(output)((output[0].clone(), *output[1:]))
+        if self._output is None or not self._is_last:
+            return self._output
+        # Because a hook of the next block may change it in place, and other runs start from it.
+        return change_stream(self._output, torch.Tensor.clone)
+
+
+def change_stream(
+    output: BlockOutput, change: Callable[[torch.Tensor], torch.Tensor]
+) -> BlockOutput:
+    """Return a block's output with the residual stream in it changed."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))

@@ -24,22 +24,14 @@ from tl_devicefix.dispatch.scheduler import Run, current_run
 # have each another object for one name.
 _ALWAYS = {
     *("backward", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout"),
-    *(
-        "bernoulli",
-        "binomial",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "gumbel_softmax",
-        "log_normal",
-    ),
+    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax"),
     *("multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
     *("randn_like", "random", "randperm", "rrelu", "rrelu_with_noise", "uniform"),
     *("_sample_dirichlet", "_standard_gamma", "gru", "lstm", "rnn_relu", "rnn_tanh"),
     *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
     *("lobpcg", "pca_lowrank", "svd_lowrank", "kaiming_normal", "kaiming_uniform", "orthogonal"),
-    *("sparse", "trunc_normal", "xavier_normal", "xavier_uniform"),
+    *("sparse", "trunc_normal", "log_normal", "xavier_normal", "xavier_uniform"),
 }
 # Functions that run in order unless an argument is zero: its position, names and default.
 _UNLESS: dict[str, tuple[int, tuple[str, ...], float]] = {

@@ -22,7 +22,7 @@ import transformers.utils.logging as hf_logging
 from tqdm import tqdm
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.naming import WRAPPED
+from tl_devicefix.dispatch.naming import WRAPPED, joined
 from tl_devicefix.dispatch.scheduler import DeviceQueue, Run, Streams, running, with_view_of
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
@@ -243,18 +243,13 @@ class WeightsSnapshot:
     """A model's parameters, and their state when this was made."""
 
     def __init__(self, model: Model) -> None:
-        self._states = [
-            (
-                f"{path}.{name}".replace(f"{WRAPPED}.", ""),
-                module._parameters,
-                name,
-                weight,
-                _state(weight),
-            )
-            for path, module in model.named_modules()
-            for name, weight in module._parameters.items()
-            if weight is not None and type(weight) is not RemoteTensor
-        ]
+        self._states = []
+        for path, module in model.named_modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and type(weight) is not RemoteTensor:
+                    full_name = joined(path, name).replace(f"{WRAPPED}.", "")
+                    state = full_name, module._parameters, name, weight, _state(weight)
+                    self._states.append(state)
 
     def replaced(self) -> str | None:
         """Return the first parameter that was replaced, if any."""

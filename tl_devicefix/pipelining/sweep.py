@@ -22,7 +22,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import Adapter, adapter_of, is_model
-from tl_devicefix.dispatch.carrying import BlockOutput, move, output_of, skipping
+from tl_devicefix.dispatch.carrying import BlockOutput, change_stream, move, output_of, skipping
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of, patches
@@ -134,8 +134,7 @@ def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Ho
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 # A run may start at any block with these, because no run changes them, as it would a KV cache.
 _KNOWN = {
-    *_INPUTS,
-    *("labels", "loss_per_token", "return_type", "stop_at_layer"),
+    *(*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"),
     *("clear_contexts", "remove_batch_dim"),
 }
 
@@ -194,12 +193,12 @@ class _FirstBlock:
             return False
         if package_of(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
             return True
-        forward = attributes.get("forward")  # its own: by us, accelerate, or the user
-        by_library = package_of(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
-        if forward is not None and not by_library:
+        # An instance's own forward is by an `Around`, by accelerate, or by the user.
+        by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
+        if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
             return True
-        minds = self._adapter.MINDS_TRAINING or isinstance(module, _UNSTEADY)
-        return module.training and minds
+        has_dropout = self._adapter.MINDS_TRAINING or isinstance(module, _UNSTEADY)
+        return module.training and has_dropout
 
 
 def _needs_gradient(value: object) -> bool:
@@ -261,9 +260,8 @@ def _is_of_user(module: nn.Module, hook: object) -> bool:
 class _ResidualStreams:
     """The outputs of a model's blocks in the unpatched run, computed when they are asked for.
 
-    It goes on from the last one: runs in the order of their layers compute each block once. Each
-    lies on the device of the block that takes it. Nobody may have a hook on the blocks that are
-    asked for, or before them.
+    It goes on from the last one, so runs in the order of their layers compute each block once. Each
+    output is on the device of the block that takes it.
     """
 
     def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
@@ -299,9 +297,7 @@ class _ResidualStreams:
             return output
         # Moved here, and not in each run, because all runs that start at this block read it.
         device = placement.read_at(f"blocks.{stop}")
-        if isinstance(output, tuple):
-            return type(output)((move(output[0], device), *output[1:]))
-        return move(output, device)
+        return change_stream(output, lambda stream: move(stream, device))
 
 
 # --------------------------------------------------------------------------------------------
