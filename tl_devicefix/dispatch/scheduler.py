@@ -33,7 +33,7 @@ from tl_devicefix.placement.in_use import setting
 from tl_devicefix.types import Model
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Abandoned(BaseException):
@@ -251,15 +251,13 @@ def running(run: Run) -> Iterator[None]:
             run.release()
 
 
-def with_view_of(
-    model: nn.Module, run: Callable[[Model, Item], Result]
-) -> Callable[[Model, Item], Result]:
+def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[[Model, Item], T]:
     """Return a run that is called with a view of a model, and within which the model is refused."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
     refused = _current.get().refused.union((model,), points)
 
-    def refusing(view: Model, item: Item) -> Result:
+    def refusing(view: Model, item: Item) -> T:
         with setting(_current, _current.get()._replace(refused=refused)):
             return run(view, item)
 
@@ -290,9 +288,7 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 @patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 @patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
-def reading(
-    original: Callable[..., Result], self: Model, *args: object, **kwargs: object
-) -> Result:
+def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a method that calls the tokenizer."""
     # One at a time, because a call sets the padding side on the tokenizer, and reads it again.
     with contextlib.nullcontext() if current_run() is None else _reads_text:

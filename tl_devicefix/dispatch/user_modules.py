@@ -71,9 +71,7 @@ def runs_where_it_is(module: nn.Module) -> bool:
     return RunWhereItIs.of(module) is not None
 
 
-def attached_modules(
-    model: Model, placement: Placement, is_own: IsOwn | None = None
-) -> Iterator[nn.Module]:
+def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
     """Return the outermost modules in the components that are not TransformerLens's."""
     # A module of torch's class counts only if it is elsewhere and `is_own` does not know it,
     # because TransformerLens has some, too.
@@ -85,7 +83,7 @@ def attached_modules(
             if module in inside or package == "transformer_lens":
                 continue
             elsewhere = device_of_weights(module) not in own
-            if package != "torch" or (elsewhere and not (is_own and is_own(model, path, module))):
+            if package != "torch" or (elsewhere and not is_own(model, path, module)):
                 inside.update(module.modules())
                 yield module
 
@@ -115,8 +113,8 @@ def watch(model: Model, placement: Placement, is_own: IsOwn | None = None) -> No
 
 def look_through(model: Model, placement: Placement) -> None:
     """Move in parts that were assigned since the last forward."""
-    watching: Watch | None = model.__dict__.get(_WATCH)
-    if watching is not None and not watching.is_as_seen():
+    watching: Watch = model.__dict__[_WATCH]
+    if not watching.is_as_seen():
         watching.bring_in(model, placement)
 
 
@@ -190,7 +188,7 @@ class Watch:
                 RunWhereItIs.detach(module)
         if self._is_own is not None:
             detach(model)
-            for module in list(attached_modules(model, placement, self._is_own)):
+            for module in list(_attached(model, placement, self._is_own)):
                 _run_where_it_is(model, placement, module)
 
 

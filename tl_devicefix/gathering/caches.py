@@ -120,9 +120,7 @@ _STAY = "activations stay where they are"
 
 @patches("HookedTransformer", *_CACHING, takes=_CACHES, why=_AT_HOME)
 @patches("TransformerBridge", *_CACHING, takes=_CACHES, why=_AT_HOME, since="4.0")
-def with_cache_at_home(
-    original: Callable[..., T], self: Model, *args: object, **kwargs: object
-) -> T:
+def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap `get_caching_hooks` and `add_caching_hooks`: the cache is read at home.
 
     With a `device` that the caller names, activations stay there and are read there. A model on one

@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
     module: nn.Module
     name: str
-    host: torch.Tensor
+    host: nn.Parameter
 
 
 @functools.cache
@@ -138,6 +138,7 @@ class PrefetchedWeight:
 
     def swap_in(self) -> None:
         """Put the weight in the parameter's place."""
+        # No parameter, because it has a graph, by which its gradient becomes the parameter's.
         self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
     def swap_out(self) -> None:
@@ -147,7 +148,7 @@ class PrefetchedWeight:
         """
         if self._module._parameters.get(self._name) is not self.weight:
             return
-        self._module._parameters[self._name] = self.host  # type: ignore[assignment]
+        self._module._parameters[self._name] = self.host
         if fingerprint(self.weight) != self._fingerprint:
             with torch.no_grad():
                 self.host.copy_(self.weight)
@@ -188,43 +189,39 @@ def keeping_on_host(
         if host is None or tensor.dtype != dtype:
             return SavedTensor(tensor.detach(), tensor._version)
         view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return SavedWeight(host, host._version, tensor.device, view)
+        return SavedTensor(host, host._version, tensor.device, view)
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.restore())
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that autograd keeps: an activation, or the parameter of a `SavedWeight`."""
+    """A tensor that autograd keeps; for a weight, or a view of one, its parameter in host memory.
+
+    Attributes:
+        tensor: the tensor, or the parameter.
+        version: its version when it was kept.
+        device: where a weight has to be in backward; None for other tensors.
+        view: shape, strides and offset of a weight within its copy there.
+    """
 
     tensor: torch.Tensor
     version: int
+    device: torch.device | None = None
+    view: tuple[tuple[int, ...], tuple[int, ...], int] = ((), (), 0)
 
+    @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """Return the tensor, if it is unchanged; torch leaves that check to the hooks."""
+        """Return the tensor, or a copy of the parameter, if it is unchanged."""
+        # torch leaves this check to the hooks of saved tensors.
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tuple(self.tensor.shape)} on {self.tensor.device} is at "
                 f"version {self.tensor._version}; expected version {self.version} instead"
             )
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class SavedWeight(SavedTensor):
-    """A weight, or a view of one, of which autograd keeps the parameter in host memory.
-
-    `view` is the shape, strides and offset within a copy.
-    """
-
-    device: torch.device
-    view: tuple[tuple[int, ...], tuple[int, ...], int]
-
-    @torch.no_grad()
-    def restore(self) -> torch.Tensor:
-        """Return a copy on the device, if the parameter is unchanged."""
-        host = super().restore()
-        copy = torch.empty_like(host, device=self.device, requires_grad=False)
+        if self.device is None:
+            return self.tensor
+        copy = torch.empty_like(self.tensor, device=self.device, requires_grad=False)
         # Not non_blocking, because the parameter may be changed once backward has returned.
-        return copy.copy_(host).as_strided(*self.view)
+        return copy.copy_(self.tensor).as_strided(*self.view)

@@ -35,7 +35,7 @@ from tl_devicefix.pipelining.pipeline_map import (
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 Hooks = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
 """Pairs of a hook point's name, or a function of names, and the hook, as `run_with_hooks` takes."""
 Tokens = torch.Tensor | str | list[str]
@@ -311,9 +311,7 @@ class _ResidualStreams:
     "index_axis_names index_df",
     why="each run starts at the block that it patches; several are under way on several devices",
 )
-def generic_activation_patch(
-    original: Callable[..., Result], *args: object, **kwargs: object
-) -> Result:
+def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs: object) -> T:
     """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
@@ -358,10 +356,10 @@ def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[int]]:
 def _patch(
     activation: torch.Tensor,
     hook: HookPoint,
-    patch_setter: Callable[..., Result],
+    patch_setter: Callable[..., T],
     index: list[int],
     clean: torch.Tensor,
-) -> Result:
+) -> T:
     """Patch an activation at an index, like TransformerLens's hook."""
     if activation.requires_grad:  # because TransformerLens 2 changes it in place
         activation = activation.clone()
