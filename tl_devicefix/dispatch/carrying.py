@@ -1,9 +1,8 @@
 """Bring what a component takes or returns to a device; skip blocks whose output is known.
 
 When a forward skips blocks, everything else runs as usual: tokens are embedded, masks and positions
-are made, and the first block that runs gets the residual stream as if those before it had run.
-TransformerLens's `start_at_layer` is no replacement, because a Bridge's runs the blocks before it
-all the same, and a HookedTransformer's needs masks made by hand.
+are made. TransformerLens's `start_at_layer` would not do, because a Bridge runs the blocks before
+it all the same, and a HookedTransformer needs masks made by hand.
 """
 
 from __future__ import annotations
@@ -131,21 +130,11 @@ def not_carried_to(model: Model, placement: Placement) -> list[str]:
     ]
 
 
-# --------------------------------------------------------------------------------------------
-# Blocks that a forward skips
-
-
 @contextlib.contextmanager
 def skipping(
     blocks: nn.ModuleList | Sequence[nn.Module], first: int, output: BlockOutput | None
 ) -> Iterator[None]:
-    """Within it, a forward begins at block `first`, whose input is `output`.
-
-    Args:
-        blocks: all blocks of the model.
-        first: a block's index; their number skips all, and 0 none.
-        output: the output of the block before it, which stays unchanged.
-    """
+    """Within it, a forward begins at block `first`, which may be after the last, from `output`."""
     with contextlib.ExitStack() as stack:
         for block in blocks[:first]:
             # Earlier blocks return it too, because each hands something on to the next.

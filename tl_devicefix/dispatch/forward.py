@@ -39,11 +39,8 @@ def align(
 ) -> None:
     """Make a model run over the devices of `placement`, replacing any earlier alignment.
 
-    Args:
-        model: the model, whose weights are on these devices already.
-        placement: if it has one memory, the model gets no hooks.
-        brings_home: takes a component's name; True if its output comes home.
-        is_own: see `IsOwn`; without it, users' modules have no `RunWhereItIs`.
+    A model in one memory gets no hooks. The outputs of components for whose names `brings_home` is
+    True come home. Without `is_own`, users' modules get no `RunWhereItIs`.
     """
     unalign(model)
     if len(placement.memories) > 1:

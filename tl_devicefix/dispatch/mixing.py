@@ -211,10 +211,6 @@ def _argument(args: Args, kwargs: Kwargs, position: int, name: str) -> object:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-# --------------------------------------------------------------------------------------------
-# For a whole script
-
-
 class mix_devices(JoinedAt):
     """Let your code mix tensors of a model's devices, within a `with` block.
 

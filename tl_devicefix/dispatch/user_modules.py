@@ -37,10 +37,6 @@ IsOwn = Callable[[Model, str, nn.Module], bool]
 """Takes a model, a path and the module there; True if the model's own class puts such there."""
 
 
-# --------------------------------------------------------------------------------------------
-# Modules that run where they are
-
-
 @dataclass(frozen=True)
 class RunWhereItIs(Around):
     """Runs a user's module where its weights are when it is called."""
@@ -90,7 +86,7 @@ def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.
 
 def detach(model: Model) -> None:
     """Let all modules run without `RunWhereItIs`."""
-    # By a list, because a module that was taken out of the model has to be free of it, too.
+    # From a list, because a module that was taken out of the model has to be free of it, too.
     for module in model.__dict__.pop(_ATTACHED, ()):
         RunWhereItIs.detach(module)
 
@@ -99,10 +95,6 @@ def _run_where_it_is(model: Model, placement: Placement, module: nn.Module) -> N
     if not runs_where_it_is(module):
         RunWhereItIs(frozenset(placement.memories)).attach(module)
         model.__dict__.setdefault(_ATTACHED, []).append(module)
-
-
-# --------------------------------------------------------------------------------------------
-# Tensors that are brought to their component
 
 
 def watch(model: Model, placement: Placement, is_own: IsOwn | None = None) -> None:
@@ -166,8 +158,7 @@ class Watch:
                 if tensor.is_weight:
                     move_parameter(tensor.value, tensor.planned)
                 else:
-                    # A buffer is copied, because another block may share it, and once for each
-                    # device, because two blocks there may.
+                    # Copied once for each device, because blocks may share a buffer.
                     key = id(tensor.value), tensor.planned
                     if key not in copies:
                         copies[key] = tensor.value.to(tensor.planned)
@@ -194,12 +185,10 @@ class Watch:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A parameter or buffer of a model, and its planned device."""
+    """A parameter or buffer of a model: the module that holds it, and its planned device."""
 
-    path: str
-    """The name of the module that holds it."""
-    name: str
-    """Its name in that module."""
+    path: str  # the module's name
+    name: str  # in the module
     module: nn.Module
     value: torch.Tensor
     is_weight: bool

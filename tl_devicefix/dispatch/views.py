@@ -41,10 +41,7 @@ def view_of(model: Module, builder: ViewBuilder | None = None) -> Module:
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
     same objects. The model's hooks are there, in their order, and get the view's hook points;
     a hook that was added with a closure over the model has the view there. No `__init__` is called.
-
-    Args:
-        model: the model, or a block.
-        builder: a new one, which afterwards knows the counterparts in the view.
+    A new `builder` knows the counterparts in the view afterwards.
     """
     builder = ViewBuilder() if builder is None else builder
     view: Module = builder.of(model)

@@ -55,8 +55,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the tensors where they were computed, as a plain dict."""
-        get = super().__getitem__
-        return {name: _read(get(name)) for name in self}
+        return {name: _read(value) for name, value in super().items()}
 
     def __iter__(self) -> Iterator[str]:
         # Defined because dict(cache) and {**cache} would otherwise bypass __getitem__.
@@ -81,8 +80,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def copy(self) -> CacheAtHome:
         """Return a shallow copy that reads at home too."""
-        get = super().__getitem__
-        return self.of({name: get(name) for name in self})
+        return self.of(dict(super().items()))
 
     __copy__ = copy
 

@@ -81,7 +81,7 @@ def pipeline_map(
         The results of `run`, in the order of the items. Fetching one begins the next run.
 
     Raises:
-        TypeError: if `model` is of neither class, `run` is no function, or `items` is no iterable.
+        TypeError: if `model` is of neither class, or `items` is no iterable.
         ValueError: if `max_in_flight` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes; if a run runs
             or hooks `model` itself; if the model's hooks changed between two results; if a run
@@ -94,11 +94,6 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    if not callable(run):
-        raise TypeError(
-            f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
-            "pipeline_map(model, run, items)"
-        )
     check_iterable("items", items)
     adapter_of(model)  # which refuses anything but a model
     run = with_view_of(model, run)
@@ -133,10 +128,7 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
 
 
 def _in_a_loop(
-    model: Model,
-    run: Callable[[Model, Item], Result],
-    items: Iterable[Item],
-    progress: bool,
+    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], progress: bool
 ) -> Generator[Result, None, None]:
     """Run each item when its result is fetched, in the caller's thread."""
     view = adapter_of(model).view_of(model)

@@ -82,12 +82,11 @@ def sweep(
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model.
     """
-    for name in ("fwd_hooks", "bwd_hooks", "reset_hooks_end"):
-        if name in arguments:
-            raise TypeError(
-                f"sweep() takes no {name}, because a run's hooks are on the model only while it "
-                "runs: pass forward hooks in `runs`, and call run_with_hooks for others"
-            )
+    if refused := arguments.keys() & {"fwd_hooks", "bwd_hooks", "reset_hooks_end"}:
+        raise TypeError(
+            f"sweep() takes no {min(refused)}, because a run's hooks are on the model only while "
+            "it runs: pass forward hooks in `runs`, and call run_with_hooks for others"
+        )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
