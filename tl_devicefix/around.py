@@ -66,7 +66,7 @@ class Around:
             # Not by setattr, because a Bridge's component hands that on to the module it wraps.
             vars(module)["forward"] = _Forward(self, module)
         if cls.post_forward is not Around.post_forward:
-            module.register_forward_hook(self.post_forward, prepend=True)
+            module.register_forward_hook(self.post_forward, prepend=True)  # before users' hooks
 
     @classmethod
     def detach(cls, module: nn.Module) -> None:

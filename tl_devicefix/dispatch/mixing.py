@@ -25,6 +25,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
+Tensors = list[torch.Tensor]
 
 
 class OutsideBlocks:
@@ -47,7 +48,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         """Return the devices that may be mixed; torch refuses tensors on any other."""
         return self._devices
 
-    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+    def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
         """Return the device to copy to, if no tensor is changed in place or indexed."""
         return self._device
 
@@ -81,12 +82,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         return self._join(func, args, kwargs, target, changed)
 
     def _join(
-        self,
-        func: Forward,
-        args: Args,
-        kwargs: Kwargs,
-        target: torch.device,
-        changed: list[torch.Tensor],
+        self, func: Forward, args: Args, kwargs: Kwargs, target: torch.device, changed: Tensors
     ) -> object:
         """Call a function with its arguments on a device, and write back the changed copies."""
         others = self.devices() - {target}
@@ -248,7 +244,7 @@ class mix_devices(JoinedAt):
         """Return the devices in use; none in code that torch compiles."""
         return frozenset() if torch.compiler.is_compiling() else devices_in_use()
 
-    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+    def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
         """Return home, or the device of an operand that is larger than all others together."""
         home = device_of_result(devices)
         sizes = {id(tensor): tensor_bytes(tensor) for tensor in tensors if tensor.device in devices}
@@ -277,7 +273,6 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     return mixing
 
 
-# --------------------------------------------------------------------------------------------
 # In hooks. A hook gets the activation on its block's device, but steering vectors and cached
 # activations are at home. While the hook runs, these are copied to the activation's device, and so
 # is the hook's result.

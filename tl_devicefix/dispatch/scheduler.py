@@ -44,10 +44,10 @@ class DeviceQueue:
     """Gives each device to one run of a `pipeline_map` at a time: the oldest that asks for it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock guards the others
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[Run]] = defaultdict(list)
-        self._requested = -1
+        self._requested = -1  # the number of the run whose result the caller waits for
         self._is_over = False
 
     def request(self, number: int) -> None:
@@ -128,7 +128,7 @@ class Run:
         self.queue = queue
         self._streams = streams
         self.device: torch.device | None = None
-        self._thread = threading.get_ident()
+        self._thread = threading.get_ident()  # because autograd may call hooks in another
         # Tensors on the way to the next device, each with its source, which is read until then.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # The versions of tensors whose copies the host has waited for.

@@ -82,7 +82,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         """Return a shallow copy that reads at home too."""
         return self.of(dict(super().items()))
 
-    __copy__ = copy
+    __copy__ = copy  # because `copy.copy` would otherwise go by __reduce_ex__
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheAtHome:
         return self.of(copy.deepcopy(self.stored(), memo))
@@ -169,7 +169,7 @@ def reading_together(
     """
     device = _read_on(self)
     if device is not None:
-        args, kwargs = bring_home((args, kwargs), device)
+        args, kwargs = bring_home((args, kwargs), device)  # such as a direction from a block
     read = functools.partial(original, self, *args, **kwargs)
     name = original.__name__
     # On each block's device, because head results, [batch, pos, head, d_model], are larger than

@@ -95,15 +95,16 @@ class _StackOn(torch.autograd.Function):
         # Not `torch.stack` of copies, because a stack of a large model leaves no room for both.
         stack = torch.empty((len(tensors), *first.shape), dtype=first.dtype, device=device)
         for part, tensor in zip(stack, tensors):
-            part.copy_(tensor)
+            part.copy_(tensor)  # [*part]
         return stack
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Args, output: torch.Tensor) -> None:
-        ctx.devices = [tensor.device for tensor in inputs[1:]]
+        ctx.devices = [tensor.device for tensor in inputs[1:]]  # where the gradients have to be
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # [block, *part] -> [*part] of each block
         parts = zip(gradients[0].unbind(), ctx.devices, ctx.needs_input_grad[1:])
         return (None, *(part.to(device) if needed else None for part, device, needed in parts))
 

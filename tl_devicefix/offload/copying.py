@@ -75,7 +75,7 @@ class BlockCopy:
 
     def _record(self) -> None:
         if self._streams is not None:
-            self._done = _copy_stream(self.device).record_event()
+            self._done = _copy_stream(self.device).record_event()  # behind all copies so far
 
     @staticmethod
     def _state_of(places: Iterable[Place]) -> list[tuple[object, ...]]:
@@ -167,7 +167,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0].to(HOST), None
+        return gradients[0].to(HOST), None  # because the parameter is there
 
 
 def keeping_on_host(

@@ -10,10 +10,9 @@ While one block computes, the next one's weights are copied, so two blocks at a 
 after an error. `Prefetch` knows the order in which one forward runs its blocks. Blocks that a hook
 runs, or a forward that it starts, add their own copies.
 
-The runs of a `pipeline_map` share no copies. A run prefetches only to the device that it holds, and
-drops what it has prefetched when it releases the device, so the runs together have two blocks
-there. Only a run that waits inside of a block, as where a hook draws random numbers, keeps that
-block's weights meanwhile.
+Runs of a `pipeline_map` share no copies. Each prefetches to the device that it holds, and drops
+that when it releases the device, so all runs together have two blocks there. A run that waits in a
+block, such as for random numbers of a hook, keeps that block's weights meanwhile.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class Prefetch:
         for block in blocks:
             self._to_run.setdefault(block.device, deque()).append(block)
         self._next: dict[torch.device, BlockCopy] = {}
-        self._last: dict[torch.device, BlockCopy] = {}
+        self._last: dict[torch.device, BlockCopy] = {}  # begun last, so they arrive last
 
     def __enter__(self) -> Prefetch:
         return self

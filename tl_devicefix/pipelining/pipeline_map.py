@@ -104,24 +104,21 @@ def pipeline_map(
 
 
 def refuse_arguments(
-    function: Callable[..., object],
-    calls: Callable[..., object],
-    model: Model,
-    arguments: Iterable[str],
+    function: Callable[..., object], call: Callable[..., object], model: Model, given: Iterable[str]
 ) -> None:
-    """Refuse arguments that neither this function, the one that it calls, nor the forward has."""
+    """Refuse arguments of `function` that neither it, the `call` in it, nor the forward has."""
     # Only near misses for a Bridge, because its forward passes any others on to transformers.
-    parameters = [signature(one).parameters for one in (function, calls, model.forward)]
+    parameters = [signature(one).parameters for one in (function, call, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
     names = itertools.chain(*parameters)
-    refuse_unknown(f"{function.__name__}()", arguments, names, passes_on=passes_on)
+    refuse_unknown(f"{function.__name__}()", given, names, passes_on=passes_on)
 
 
 def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     """Return the largest number of runs in flight; see `pipeline_map`."""
     n_devices = len(_devices_of(model))
     if max_in_flight is None:
-        return n_devices + 1 if n_devices > 1 else 1
+        return n_devices + 1 if n_devices > 1 else 1  # so one is ready when a device is free
     if not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
     return max_in_flight

@@ -267,7 +267,7 @@ class _ResidualStreams:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._layer = 0
-        self._last: BlockOutput | None = None  # the output of the block before it
+        self._last: BlockOutput | None = None  # the block before's: [batch, pos, d_model]
         self._weights: WeightsSnapshot | None = None
 
     def before(self, layer: int) -> BlockOutput | None:
@@ -315,7 +315,7 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     asked = SimpleNamespace(**call.arguments)
-    if not is_model(asked.model):
+    if not is_model(asked.model):  # such as a stand-in in a test
         return original(*args, **kwargs)
     # TransformerLens 2.16 counts as many heads of keys and values as of queries.
     knows_groups = "n_key_value_heads" in original.__code__.co_names
