@@ -34,8 +34,8 @@ ON_MIXED_DEVICES = (
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error; Python 3.10 has none, so there it ends a message."""
-    if hasattr(error, "add_note"):
+    """Add a note to an error, or to the end of its message."""
+    if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(text)
     elif error.args == (str(error),):
         error.args = (f"{error}\n{text}",)

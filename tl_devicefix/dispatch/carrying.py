@@ -47,10 +47,7 @@ def bring_home(output: T, home: torch.device) -> T:
 
 @dataclass(frozen=True)
 class CarryTo(Around):
-    """Brings a component's arguments to its device. Nothing else moves the residual stream there.
-
-    Other arguments are a block's own KV cache, and masks and rotary tables.
-    """
+    """Brings a component's arguments to its device; only this moves the residual stream there."""
 
     device: torch.device
 
@@ -85,6 +82,7 @@ class CarryTo(Around):
             # gradients, because a copy that was made without them is in no graph.
             what = type(self), torch.is_grad_enabled()
             return made_once((value,), what, self.device, lambda: move(value, self.device))
+        # A block's own entry of a HookedTransformer's KV cache.
         if hasattr(value, "past_keys") and hasattr(value, "past_values"):
             value.past_keys = move(value.past_keys, self.device)
             value.past_values = move(value.past_values, self.device)

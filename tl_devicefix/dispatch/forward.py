@@ -94,7 +94,7 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
 def changing_weights(model: Model) -> Iterator[None]:
     """Mark the model's weights as mixed within a `with` block, and for good after an error."""
     model.__dict__[_UNFINISHED] = True
-    yield
+    yield  # without `finally`, because after an error the weights stay mixed
     del model.__dict__[_UNFINISHED]
 
 

@@ -183,7 +183,7 @@ def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[tor
 # Function -> its sixth argument, which says whether it updates the running statistics. They are
 # named here because torch counts no change of those of `batch_norm`.
 _WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-_STATISTICS = ((1, "mean"), (2, "var"))
+_STATISTICS = ((1, "mean"), (2, "var"))  # the arguments' positions
 
 
 def _indexed(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:

@@ -6,9 +6,6 @@ and 3 over two devices:
 
     cuda:0   blocks 0-3   | 0 | 1 | 2 | 3 |
     cuda:1   blocks 4-7       | 0 | 1 | 2 | 3 |
-
-So a device gets the blocks of one run after those of another, and the first is done in half the
-time that both together would take.
 """
 
 from __future__ import annotations

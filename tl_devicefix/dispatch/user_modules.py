@@ -73,7 +73,7 @@ def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.
     # because TransformerLens has some, too.
     inside: set[nn.Module] = set()
     for name, device in placement.device_map.items():
-        own = (None, device, placement.stored_on(name))
+        own = (None, device, placement.stored_on(name))  # None without weights
         for path, module in model.get_submodule(name).named_modules(prefix=name):
             package = package_of(type(module))
             if module in inside or package == "transformer_lens":
@@ -163,7 +163,7 @@ class Watch:
                     if key not in copies:
                         copies[key] = tensor.value.to(tensor.planned)
                     tensor.module._buffers[tensor.name] = copies[key]
-            if moved:
+            if moved:  # some perhaps to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]

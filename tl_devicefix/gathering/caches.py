@@ -185,7 +185,7 @@ def remove_batch_dim(
     """Wrap `ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
     in_place = _in_place(self)
     original(in_place, *args, **kwargs)
-    self.cache_dict.update(in_place.cache_dict)
+    self.cache_dict.update(in_place.cache_dict)  # because TransformerLens keeps the dict, too
     self.has_batch_dim = in_place.has_batch_dim
     return self
 

@@ -80,7 +80,7 @@ class ReadAt(JoinedAt):
             are_tensors = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
             if are_tensors and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
                 check_room(sum(tensor.nbytes for tensor in tensors), self._device, self._what)
-                return _StackOn.apply(self._device, *tensors)
+                return _StackOn.apply(self._device, *tensors)  # [block, *part]
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -111,7 +111,7 @@ class _StackOn(torch.autograd.Function):
 
 def check_room(needed: int, device: torch.device, what: str) -> None:
     """Check that a device has room for a tensor before it is copied."""
-    on_cpu = device.type == "cpu"
+    on_cpu = device.type == "cpu"  # of which `free_memory` knows nothing
     room = psutil.virtual_memory().available if on_cpu else free_memory(device)
     if room is not None and needed > room:
         other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '

@@ -179,7 +179,7 @@ def _pipelined(
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
         while runs:
-            queue.request(number)
+            queue.request(number)  # from here on, this run may draw random numbers
             if runs[0].exception() is None:  # waits for the run
                 # Before its result is used, because the run may have read changed weights.
                 if (name := weights.changed()) is not None:
@@ -196,8 +196,7 @@ def _pipelined(
 
 
 def _bar(items: Iterable[object], progress: bool) -> tqdm[object]:
-    hint = length_hint(items, -1)
-    total = None if hint < 0 else hint
+    total = length_hint(items) or None  # None shows no end
     return hf_logging.tqdm(total=total, desc="Pipelined runs", disable=not progress)
 
 

@@ -132,10 +132,8 @@ def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Ho
 # Arguments of a forward on which the residual stream depends.
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 # A run may start at any block with these, because no run changes them, as it would a KV cache.
-_KNOWN = {
-    *(*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"),
-    *("clear_contexts", "remove_batch_dim"),
-}
+_KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
+_KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
 # Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
 _LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
@@ -156,7 +154,7 @@ class _FirstBlock:
         self._model = model
         self._inputs = (tokens, *arguments.values())
         self._adapter = adapter_of(model)
-        self._n_steady: dict[bool, int] = {}
+        self._n_steady: dict[bool, int] = {}  # by grad mode, which may change between runs
         self._last = 0
         if set(arguments) <= _KNOWN and _is_known(model, self._adapter):
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
@@ -375,7 +373,7 @@ class _Swept:
 
     def __init__(self, model: Model, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
         self._model = model
-        self._started: deque[Hooks] = deque()
+        self._started: deque[Hooks] = deque()  # of runs whose results are to be fetched
         self._results = sweep(model, tokens, self._noted(runs))
 
     def _noted(self, runs: Iterator[Hooks]) -> Iterator[Hooks]:
