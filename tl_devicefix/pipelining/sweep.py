@@ -194,7 +194,7 @@ class _FirstBlock:
         by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
         if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
             return True
-        has_dropout = self._adapter.MINDS_TRAINING or isinstance(module, _UNSTEADY)
+        has_dropout = self._adapter.HAS_DROPOUT or isinstance(module, _UNSTEADY)
         return module.training and has_dropout
 
 
@@ -210,7 +210,7 @@ def _is_known(model: Model, adapter: Adapter) -> bool:
     base = next(cls for cls in type(model).__mro__ if package_of(cls) == "transformer_lens")
     return not any(
         name in vars(model) or getattr(type(model), name) is not getattr(base, name)
-        for name in adapter.RUNS
+        for name in adapter.RUN_METHODS
     )
 
 
