@@ -21,7 +21,6 @@ from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
-
 _ALIGNED = "_tl_devicefix_aligned"
 _UNFINISHED = "_tl_devicefix_unfinished"
 

@@ -194,8 +194,7 @@ class _FirstBlock:
         by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
         if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
             return True
-        has_dropout = self._adapter.HAS_DROPOUT or isinstance(module, _UNSTEADY)
-        return module.training and has_dropout
+        return module.training and (self._adapter.HAS_DROPOUT or isinstance(module, _UNSTEADY))
 
 
 def _needs_gradient(value: object) -> bool:
