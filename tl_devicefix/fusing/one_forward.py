@@ -13,19 +13,20 @@ from tl_devicefix.placement.devices import module_with_streams, version_of
 from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")
-_this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forward", default=None)
-
-
+_this_forward: ContextVar[dict[object, Any] | None] = ContextVar(
+    "tl_devicefix_forward", default=None
+)
 FACTS = "facts"
 """The key of facts that other hosts need to run blocks of this forward."""
 
 
-def one_forward(*facts: Any) -> contextlib.AbstractContextManager[None]:
+def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
     """Within it, `kept_in_forward` is one dict, which begins with `facts` by their classes."""
-    return setting(_this_forward, {type(fact): fact for fact in facts})
+    kept: dict[object, Any] = {type(fact): fact for fact in facts}
+    return setting(_this_forward, kept)
 
 
-def kept_in_forward() -> dict[Any, Any]:
+def kept_in_forward() -> dict[object, Any]:
     """Return the dict of this thread's forward; a new one outside of a forward."""
     kept = _this_forward.get()
     return {} if kept is None else kept
@@ -44,8 +45,8 @@ def made_once(
 ) -> Made:
     """Compute a value of some tensors on a device, once in a forward.
 
-    Recomputed if an input was modified in place, or on another stream of the device, because that
-    stream would not wait for this one.
+    It is computed again if one of the tensors was modified in place. It is also computed again on
+    another stream of the device, because that stream would not wait for this one.
 
     Args:
         of: the tensors. They are kept, because a freed tensor's id may be reused.
@@ -60,7 +61,7 @@ def made_once(
     return made
 
 
-def _stream_of(device: torch.device) -> Any:
+def _stream_of(device: torch.device) -> Hashable:
     """Return this thread's stream; None for a device without streams."""
     if device.type == "cpu":
         return None
@@ -69,7 +70,7 @@ def _stream_of(device: torch.device) -> Any:
 
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
-    """Return a tensor's id and version; torch counts no versions in inference mode."""
+    """Return a tensor's id and version, which is None for an inference tensor."""
     if tensor is None:
         return None
     return id(tensor), version_of(tensor)

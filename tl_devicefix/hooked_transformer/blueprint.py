@@ -15,7 +15,7 @@ from transformer_lens import HookedTransformer
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, known_config, read_config, torch_dtype
-from tl_devicefix.fusing.kv_cache import let_go
+from tl_devicefix.fusing.kv_cache import drop_room
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
@@ -52,7 +52,7 @@ class HookedGeneration:
                 cached = getattr(entry, name)
                 batch, _, *heads = cached.shape
                 setattr(entry, name, cached.new_empty(batch, length, *heads))
-            let_go(entry)
+            drop_room(entry)
         mask = self._kv_cache.previous_attention_mask
         self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
 
