@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from packaging.version import Version
 from torch import nn
+from transformer_lens import HookedTransformerConfig
 from transformer_lens.components import (
     MLP,
     AbstractAttention,
@@ -44,6 +45,7 @@ from tl_devicefix.placement.devices import has_values
 Residual = Float[torch.Tensor, "batch pos d_model"]
 Weight = Float[torch.Tensor, "d_out d_in"]
 Bias = Float[torch.Tensor, " d_out"]
+Modules = dict[str, Any]  # by name
 
 SINCE = Version("3.8.dev0")
 """The first TransformerLens whose blocks compute in this way."""
@@ -73,7 +75,7 @@ class FusedBlock(Fused):
     """A `TransformerBlock` that is fused."""
 
     @classmethod
-    def fits(cls, module: Any) -> bool:
+    def fits(cls, module: nn.Module) -> bool:
         """See `Fused`."""
         return isinstance(module, TransformerBlock)
 
@@ -89,7 +91,7 @@ class FusedBlock(Fused):
         return _why_pattern(module.attn) if is_known else "its attention is not known"
 
     @classmethod
-    def prepare(cls, module: Any) -> str | None:
+    def prepare(cls, module: nn.Module) -> str | None:
         """Put the weights of q, k and v side by side in memory, and those of gate and input."""
         if installed() < SINCE:
             return f"transformer_lens {installed()} is older than 3.8"
@@ -107,24 +109,25 @@ class FusedBlock(Fused):
         self,
         resid_pre: Residual,
         shortformer_pos_embed: Residual | None = None,
-        past_kv_cache_entry: Any = None,
+        past_kv_cache_entry: kv_cache.Entry | None = None,
         attention_mask: Padding | None = None,
     ) -> Residual:
-        """Run the block as one function, or where it has to be as installed."""
+        """Run the block as one function, or TransformerLens's forward where that has no rules."""
         inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-        if not is_enabled() or unsupported_mode() or _why_flags(self.cfg):
-            return super().forward(*inputs)  # type: ignore[no-any-return]
+        cfg: Any = self.cfg
+        if not is_enabled() or unsupported_mode() or _why_flags(cfg):
+            return super().forward(*inputs)
         bound: Bound | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
-        return _run(self.cfg, bound, *inputs)
+        return _run(cfg, bound, *inputs)
 
 
 KINDS.append(FusedBlock)
 _METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint))
 
 
-def _why_flags(cfg: Any) -> str | None:
+def _why_flags(cfg: HookedTransformerConfig) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
     return None
@@ -133,24 +136,24 @@ def _why_flags(cfg: Any) -> str | None:
 class Bound:
     """Cached facts about a fused block, valid until a module in it is exchanged."""
 
-    def __init__(self, block: Any) -> None:
-        self.modules = block._modules
+    def __init__(self, block: nn.Module) -> None:
+        self.modules: Modules = block._modules
         named = [(name, module) for name, module in block.named_modules() if name]
         self.listeners = Listeners((_part(name), module) for name, module in named)
         self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
         """Modules that are always called, because they may do anything."""
-        parts = block._modules.items()
         parametrized = (m for m in block.modules() if type(m) is not HookPoint)
         self._all_parameters = [module._parameters for module in parametrized]
         self._names = list(map(tuple, self._all_parameters))
-        self.as_modules = self.always.union(n for n, part in parts if not _is_known(n, part))
+        unknown = (name for name, part in self.modules.items() if not _is_known(name, part))
+        self.as_modules = self.always.union(unknown)
         # Not for an offloaded block, because its weights are elsewhere next time.
         self._keeps = "forward" not in block.__dict__
-        parts = (block._modules[name] for name in ("attn", "mlp") if name in block._modules)
+        parts = (self.modules[name] for name in ("attn", "mlp") if name in self.modules)
         self._parameters = [part._parameters for part in parts]
         # One assignment, because several threads may run a model.
         self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
-        self._ignored: tuple[Any, Any, bool] = None, None, False
+        self._ignored: tuple[object, object, bool] = None, None, False
 
     def is_current(self) -> bool:
         """Return True if no module was exchanged, and no parameter named anew, since then."""
@@ -158,9 +161,9 @@ class Bound:
         names = list(map(tuple, self._all_parameters))
         return self.listeners.is_current() and names == self._names
 
-    def ignores_wholly(self, attn: Any) -> bool:
-        """Return True if scores that do not count are minus infinity, which users can change."""
-        ignored = attn._buffers["IGNORE"]
+    def ignores_wholly(self, attn: nn.Module) -> bool:
+        """Return True if masked scores are minus infinity, which users can change."""
+        ignored: torch.Tensor = attn.get_buffer("IGNORE")
         state = fingerprint(ignored)
         if state != self._ignored[0]:
             is_inf = not has_values(ignored) or bool(ignored.isneginf())
@@ -184,7 +187,7 @@ class Bound:
         return weights
 
 
-def _is_foreign(name: str, module: Any) -> bool:
+def _is_foreign(name: str, module: nn.Module) -> bool:
     is_point = type(module) is HookPoint
     has_own = "forward" in vars(module) or (not is_point and own_method(module) is not None)
     return has_own or (".hook_" in f".{name}" and not is_point)
@@ -197,7 +200,7 @@ def _part(name: str) -> str:
 
 
 def _is_known(name: str, module: Any) -> bool:
-    """Return True if a child of a block computes as this module knows it."""
+    """Return True if this file has rules for a child of a block."""
     of_name: dict[str, _Names] = {"attn": _ATTENTIONS, "mlp": _MLPS}
     kinds = of_name.get(name, _NORMS)
     if name.startswith("hook_") or (type(module) is nn.Identity and kinds is _NORMS):
@@ -220,7 +223,7 @@ def _why_pattern(attn: Any) -> str | None:
         return "it has attention sinks"
     if cfg.use_attn_result or cfg.ungroup_grouped_query_attention:
         return "use_attn_result or ungroup_grouped_query_attention is set"
-    if (why := _why_flags(cfg)) is not None:  # of the attention's own config
+    if (why := _why_flags(cfg)) is not None:  # by its own config, which may not be the block's
         return why
     if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
         return "its positions depend on the length"
@@ -238,7 +241,7 @@ def _why_pattern(attn: Any) -> str | None:
 class _Weights:
     """Views of a block's weights. A view that would be a copy is made at each use."""
 
-    def __init__(self, modules: dict[str, Any], as_modules: frozenset[str]) -> None:
+    def __init__(self, modules: Modules, as_modules: frozenset[str]) -> None:
         self.are_views = True
         self.qkv: tuple[Weight, Bias] | None = None
         self.gate_in: Weight | None = None
@@ -318,11 +321,11 @@ def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
 
 
 def _run(
-    cfg: Any,
+    cfg: HookedTransformerConfig,
     bound: Bound,
     resid_pre: Residual,
     shortformer_pos_embed: Residual | None,
-    entry: Any,
+    entry: kv_cache.Entry | None,
     padding: Padding | None,
 ) -> Residual:
     modules, hooked = bound.modules, bound.listeners.look() | bound.always
@@ -330,10 +333,10 @@ def _run(
     weights = bound.weights()
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in hooked else x  # type: ignore[no-any-return]
+        return modules[name](x) if name in hooked else x
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in called else _norm(modules[name], x)  # type: ignore[no-any-return]
+        return modules[name](x) if name in called else _norm(modules[name], x)
 
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
@@ -403,9 +406,9 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
         return x
     dtype, w, b = norm.cfg.dtype, weights.get("w"), weights.get("b")
     if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
-        return norm(x)  # type: ignore[no-any-return]
+        return norm(x)
     if b is not None and b.dtype != dtype:
-        return norm(x)  # type: ignore[no-any-return]
+        return norm(x)
     if kind is RMSNorm or kind is RMSNormPre:
         return torch.rms_norm(x, x.shape[-1:], w, norm.eps)
     return torch.layer_norm(x, x.shape[-1:], w, b, norm.eps)
@@ -413,7 +416,7 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
     if x.device != weights.out.device or x.dtype != weights.out.dtype:
-        return mlp(x)  # type: ignore[no-any-return]
+        return mlp(x)
     if weights.gate is None:
         post = mlp.act_fn(F.linear(x, weights.inp, weights.b_in))  # [batch, pos, d_mlp]
     else:
@@ -432,21 +435,20 @@ def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
 def _attention(
     attn: Any,
     weights: _Weights,
-    called: Any,
+    called: frozenset[str],
     hooked: frozenset[str],
     inputs: tuple[Residual, Residual, Residual],
-    entry: Any,
+    entry: kv_cache.Entry | None,
     padding: Padding | None,
 ) -> Residual:
     """Attention by SDPA, from the normalised inputs of queries, keys and values."""
     cfg, modules = attn.cfg, attn._modules
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if f"attn.{name}" in hooked else x  # type: ignore[no-any-return]
+        return modules[name](x) if f"attn.{name}" in hooked else x
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        is_called = f"attn.{name}" in called
-        return modules[name](x) if is_called else _norm(modules[name], x)  # type: ignore[no-any-return]
+        return modules[name](x) if f"attn.{name}" in called else _norm(modules[name], x)
 
     n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
     batch, n = inputs[0].shape[:2]
@@ -504,11 +506,13 @@ class _Tables(NamedTuple):
     of_keys: tuple[torch.Tensor, ...] = ()
     mask: sdpa.Mask | None = None
     is_causal: bool = False
-    names: tuple[Any, ...] | None = None
+    names: tuple[object, ...] | None = None
     """Equal for two forwards if the same keys are known to have the same positions in both."""
 
 
-def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None, entry: Any) -> _Tables:
+def _tables(
+    attn: Any, q: Heads, offset: int, padding: Padding | None, entry: kv_cache.Entry | None
+) -> _Tables:
     """Return the tables of a block's attention, made once in a forward for all like it."""
     cfg, n = attn.cfg, q.shape[1]
     cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
+from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
@@ -31,7 +33,7 @@ from tl_devicefix.checkpoints.live_weights import class_in_transformers, out_of_
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.fusing import fused
 from tl_devicefix.hooked_transformer.components import POST_NORM, component_sizes
-from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
+from tl_devicefix.hooked_transformer.config import Options, is_listed, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
@@ -63,14 +65,14 @@ _log = logging.getLogger(__name__)
     "max_memory",
 )
 def from_pretrained(
-    cls: Any,
-    *args: Any,
+    cls: type[HookedTransformer],
+    *args: object,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     fuse_blocks: bool = False,
     numbers: Numbers | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> HookedTransformer:
     """Load a model, its weights folded, over one or several devices.
 
     Every argument of the installed `HookedTransformer.from_pretrained`, and:
@@ -121,12 +123,12 @@ def from_pretrained(
 
 
 def _load(
-    cls: Any,
-    arguments: dict[str, Any],
+    cls: type[HookedTransformer],
+    arguments: Options,
     device_map: DeviceMap | None,
     max_memory: MaxMemory | None,
     numbers: Numbers | None,
-) -> Any:
+) -> HookedTransformer:
     """Load a model by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
     parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "numbers"]
@@ -165,7 +167,7 @@ def _load(
         fill(model, source, placement, steps)
     place(model, placement)  # the weights are on their devices, the buffers are not
     attach_blocks(model, remotes)
-    model.numbers_warning = warning
+    vars(model)["numbers_warning"] = warning
     if not arguments["move_to_device"]:
         device = arguments["device"]
         device = resolve(device) if isinstance(device, int) else device or default_device()
@@ -182,7 +184,7 @@ def _load(
     return model
 
 
-def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bind(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
     """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
     signature = inspect.signature(original(cls, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)
@@ -195,7 +197,7 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return arguments
 
 
-def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(name: str, arguments: Options, hf_kwargs: Options) -> None:
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
         raise ValueError(
             "HookedTransformer takes neither load_in_4bit nor load_in_8bit: load the quantised "
@@ -218,8 +220,8 @@ def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[st
 
 
 def _load_config(
-    model_name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
-) -> Any:
+    model_name: str, arguments: Options, hf_kwargs: Options, dtype: torch.dtype
+) -> HookedTransformerConfig:
     passed_on = (
         *("checkpoint_index", "checkpoint_value", "fold_ln", "default_prepend_bos"),
         *("first_n_layers", "n_ctx"),
@@ -232,7 +234,7 @@ def _load_config(
     )
 
 
-def applicable_steps(cfg: Any, arguments: Mapping[str, Any]) -> Steps:
+def applicable_steps(cfg: HookedTransformerConfig, arguments: Mapping[str, Any]) -> Steps:
     """Return the requested processing without steps that do not apply to such a model."""
     steps = {name: arguments[name] for name in Steps.__dataclass_fields__ if name in arguments}
     refused: dict[str, str] = {}
@@ -253,11 +255,11 @@ def applicable_steps(cfg: Any, arguments: Mapping[str, Any]) -> Steps:
 
 def _check_numbers(
     model_name: str,
-    cfg: Any,
-    arguments: dict[str, Any],
+    cfg: HookedTransformerConfig,
+    arguments: Options,
     steps: Steps,
     numbers: Numbers | None,
-    hf_kwargs: dict[str, Any],
+    hf_kwargs: Options,
 ) -> str | None:
     """Run the tiny twin, and return its warning; None if there is none."""
     if choice_of_numbers(numbers) == "ignore" or _has_own_format(model_name):
@@ -286,7 +288,10 @@ def _has_own_format(model_name: str) -> bool:
 
 
 def _place(
-    cfg: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
+    cfg: HookedTransformerConfig,
+    arguments: Options,
+    device_map: DeviceMap | None,
+    max_memory: MaxMemory | None,
 ) -> Placement:
     placement = decide_fitting(
         component_sizes(cfg),
@@ -301,7 +306,11 @@ def _place(
 
 
 def _open_source(
-    model_name: str, cfg: Any, hf_model: Any, dtype: torch.dtype, hf_kwargs: dict[str, Any]
+    model_name: str,
+    cfg: HookedTransformerConfig,
+    hf_model: nn.Module | None,
+    dtype: torch.dtype,
+    hf_kwargs: Options,
 ) -> Source:
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
