@@ -93,6 +93,7 @@ def own_method(module: nn.Module) -> str | None:
     """Return the name of a method that a module has in place of its class's, but for `forward`."""
     for name, value in vars(module).items():
         is_method = isinstance(getattr(type(module), name, None), FunctionType)
+        # Not `forward`, because an offloaded block has its own, which callers look for themselves.
         if is_method and name != "forward" and callable(value):
             return name
     return None
@@ -187,7 +188,7 @@ def set_fused(module: nn.Module, asked: bool) -> None:
     """Fuse or unfuse a module; for a block on another host, only record it."""
     attributes, unfused = vars(module), class_of(module)
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
-    attributes.pop(BOUND, None)
+    attributes.pop(BOUND, None)  # because fusing again has to find exchanged code
     attributes.pop(_WHY_NOT, None)
     why = kind.prepare(module) if asked and kind is not None else None
     if asked:

@@ -23,9 +23,7 @@ from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
 
 if TYPE_CHECKING:  # because TransformerLens 2 has it by another name
-    from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
-
-    Entry: TypeAlias = TransformerLensKeyValueCacheEntry
+    from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
 Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
 prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)

@@ -102,7 +102,7 @@ def unsupported_mode() -> str | None:
     """Return what torch is doing that fused blocks have no rules for; None if nothing."""
     if _has_any_global_hook():
         return "torch has hooks for every module"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, grad, jvp and so on
         return "torch.func transforms it"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode autograd is on"

@@ -22,8 +22,7 @@ FACTS = "facts"
 
 def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
     """Within it, `kept_in_forward` is one dict, which begins with `facts` by their classes."""
-    kept: dict[object, Any] = {type(fact): fact for fact in facts}
-    return setting(_this_forward, kept)
+    return setting(_this_forward, dict[object, Any](zip(map(type, facts), facts)))
 
 
 def kept_in_forward() -> dict[object, Any]:
@@ -49,14 +48,14 @@ def made_once(
     another stream of the device, because that stream would not wait for this one.
 
     Args:
-        of: the tensors. They are kept, because a freed tensor's id may be reused.
+        of: the tensors.
         what: everything else that the value depends on.
         device: the device of the value.
         make: computes it.
     """
     kept, key = kept_in_forward(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in kept:
-        kept[key] = of, make()
+        kept[key] = of, make()  # the tensors too, because a freed tensor's id may be reused
     made: Made = kept[key][1]
     return made
 
@@ -70,7 +69,6 @@ def _stream_of(device: torch.device) -> Hashable:
 
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
-    """Return a tensor's id and version, which is None for an inference tensor."""
-    if tensor is None:
-        return None
-    return id(tensor), version_of(tensor)
+    """Return a tensor's id and version; None for no tensor."""
+    # Inference tensors have no version, because torch does not count it.
+    return None if tensor is None else (id(tensor), version_of(tensor))

@@ -31,7 +31,7 @@ POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 def component_names(cfg: HookedTransformerConfig) -> tuple[str, ...]:
     """Return the components of a HookedTransformer with this config, in the order they run."""
     names = ["embed"]
-    if cfg.positional_embedding_type != "rotary":
+    if cfg.positional_embedding_type != "rotary":  # because TransformerLens makes it for ALiBi, too
         names.append("pos_embed")
     names += [f"blocks.{layer}" for layer in range(cfg.n_layers)]
     if cfg.normalization_type is not None:
@@ -73,7 +73,7 @@ def _size_on_meta(name: str, cfg: HookedTransformerConfig) -> ComponentSize:
 
 def empty_component(name: str, cfg: HookedTransformerConfig) -> nn.Module:
     """Make TransformerLens's module of this name on meta, as it is before any change."""
-    with torch.device("meta"):
+    with torch.device("meta"):  # because sizes and classes need no memory
         if name.startswith("blocks."):
             return TransformerBlock(cfg, int(name.split(".")[1]))
         if name == "ln_final":

@@ -186,16 +186,11 @@ _OTHER_CLASSES = {
 
 
 def _config_of_directory(
-    path: str,
-    kwargs: Options,
-    on_hub: str | None = None,
-    hf_config: PretrainedConfig | None = None,
+    path: str, kwargs: Options, on_hub: str | None = None, hf_config: PretrainedConfig | None = None
 ) -> HookedTransformerConfig:
     """Return the config of a directory.
 
     Args:
-        path: the directory.
-        kwargs: as for `model_config`.
         on_hub: its name on the hub, if it came from there.
         hf_config: a live model's config, in place of the directory's.
     """
@@ -274,9 +269,7 @@ class _ReadableAutoConfig:
     why="n_devices counts devices of the config's own type",
     until="3",
 )
-def config_post_init(
-    original: Callable[[HookedTransformerConfig], None], self: HookedTransformerConfig
-) -> None:
+def config_post_init(original: Callable[..., None], self: HookedTransformerConfig) -> None:
     """Wrap `HookedTransformerConfig.__post_init__`, which counts CUDA devices for any device.
 
     Within `tl_devicefix.simulate`, several devices are simulated ones by default.

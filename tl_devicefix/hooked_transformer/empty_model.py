@@ -46,12 +46,10 @@ def empty_model(
 
 @contextlib.contextmanager
 def _components_without_values() -> Iterator[None]:
-    """Make HookedTransformer's constructor create empty parameters.
-
-    A subclass's own parameters get their values, because no checkpoint has them.
-    """
+    """Make HookedTransformer's constructor, not a subclass's, create empty parameters."""
 
     def init(self: HookedTransformer, *args: object, **kwargs: object) -> None:
+        # Not a subclass's own parameters, because no checkpoint has values for these.
         with torch.device("meta"):
             installed_init(self, *args, **kwargs)
         _give_buffers(self)

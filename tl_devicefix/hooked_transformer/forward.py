@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from transformer_lens import HookedTransformer
 
@@ -20,7 +20,7 @@ from tl_devicefix.placement.in_use import setting
 if TYPE_CHECKING:  # because TransformerLens 2 has it elsewhere
     from transformer_lens.utilities import LocallyOverridenDefaults
 
-Result = TypeVar("Result")
+Original = Callable[..., Any]
 
 
 @patches(
@@ -28,17 +28,14 @@ Result = TypeVar("Result")
     takes="self input return_type start_at_layer stop_at_layer",
     why="what leaves the model is at home",
 )
-def forward(
-    original: Callable[..., Result], self: HookedTransformer, *args: object, **kwargs: object
-) -> Result:
+def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: Any) -> object:
     """Wrap `HookedTransformer.forward`: results are at home; blocks share masks and positions.
 
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
     with one_forward(), together():
-        result: Result = running.forward(original, self, *args, **kwargs)
-        return result
+        return running.forward(original, self, *args, **kwargs)
 
 
 @patches(
@@ -48,9 +45,7 @@ def forward(
     why="fused blocks look for padding once",
     since="3.8",
 )
-def generate(
-    original: Callable[..., Result], self: HookedTransformer, *args: object, **kwargs: object
-) -> Result:
+def generate(original: Original, self: HookedTransformer, *args: Any, **kwargs: Any) -> object:
     """Wrap `HookedTransformer.generate`: fused blocks take none of its new tokens for padding."""
     with setting(prompts, {}):
         return original(self, *args, **kwargs)
@@ -63,9 +58,7 @@ def generate(
     why="runs in flight do not change what others read",
     until="3",
 )
-def override_defaults(
-    original: Callable[[LocallyOverridenDefaults], Result], self: LocallyOverridenDefaults
-) -> Result:
+def override_defaults(original: Original, self: LocallyOverridenDefaults) -> object:
     """Wrap `LocallyOverridenDefaults.__enter__`, which changes a model's config and tokenizer.
 
     A run in flight changes copies, because other runs read the model's own meanwhile.

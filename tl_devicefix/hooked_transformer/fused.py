@@ -1,7 +1,7 @@
 """A block of a HookedTransformer as one function of its weights.
 
 Hook points are called if they have hooks. A norm, an MLP or an attention is called as a module if
-it is of an unknown kind, or has a hook on a value that the function does not compute, such as
+it is of an unknown kind, or if it has a hook on a value that the function does not compute, such as
 scores.
 """
 
@@ -51,12 +51,7 @@ SINCE = Version("3.8.dev0")
 """The first TransformerLens whose blocks compute in this way."""
 _Names = dict[type, tuple[str, ...]]
 """Class -> its parameters as TransformerLens makes them."""
-_NORMS: _Names = {
-    LayerNorm: ("w", "b"),
-    LayerNormPre: (),
-    RMSNorm: ("w",),
-    RMSNormPre: (),
-}
+_NORMS: _Names = {LayerNorm: ("w", "b"), LayerNormPre: (), RMSNorm: ("w",), RMSNormPre: ()}
 _MLPS: _Names = {
     MLP: ("W_in", "b_in", "W_out", "b_out"),
     GatedMLP: ("W_gate", "W_in", "b_in", "W_out", "b_out"),
@@ -149,8 +144,8 @@ class Bound:
         self.as_modules = self.always.union(unknown)
         # Not for an offloaded block, because its weights are elsewhere next time.
         self._keeps = "forward" not in block.__dict__
-        parts = (self.modules[name] for name in ("attn", "mlp") if name in self.modules)
-        self._parameters = [part._parameters for part in parts]
+        parts = (self.modules.get(name) for name in ("attn", "mlp"))
+        self._parameters = [part._parameters for part in parts if part is not None]
         # One assignment, because several threads may run a model.
         self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
         self._ignored: tuple[object, object, bool] = None, None, False
@@ -234,10 +229,6 @@ def _why_pattern(attn: Any) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------
-# Weights
-
-
 class _Weights:
     """Views of a block's weights. A view that would be a copy is made at each use."""
 
@@ -253,15 +244,14 @@ class _Weights:
     def _of_attention(self, attn: Any) -> None:
         named = attn._parameters
         W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = (named[n] for n in _ATTENTIONS[type(attn)])
-        # [head_index d_model d_head] -> [(head_index d_head), d_model]
+        # [head, d_model, d_head] -> [head * d_head, d_model], as nn.Linear has it
         self.q = self._view(W_Q, W_Q.mT.flatten(0, 1)), self._view(b_Q, b_Q.flatten())
         self.k = self._view(W_K, W_K.mT.flatten(0, 1)), self._view(b_K, b_K.flatten())
         self.v = self._view(W_V, W_V.mT.flatten(0, 1)), self._view(b_V, b_V.flatten())
-        # [head_index d_head d_model] -> [d_model, (head_index d_head)]
-        self.o = self._view(W_O, W_O.flatten(0, 1)).T
+        self.o = self._view(W_O, W_O.flatten(0, 1)).T  # [d_model, head * d_head]
         self.n_heads, self.n_kv_heads, self.d_head = b_Q.shape[0], b_K.shape[0], b_K.shape[1]
         if not torch.is_grad_enabled():
-            weight, bias = map(_joint, zip(self.q, self.k, self.v))
+            weight, bias = map(_joint, zip(self.q, self.k, self.v))  # [all heads * d_head, ...]
             if weight is not None and bias is not None:
                 self.qkv = weight, bias
 
@@ -271,16 +261,16 @@ class _Weights:
 
     def _of_mlp(self, mlp: Any) -> None:
         named = mlp._parameters
-        self.inp, self.out = named["W_in"].T, named["W_out"].T
+        self.inp, self.out = named["W_in"].T, named["W_out"].T  # [d_mlp, d_model] and back
         self.b_in, self.b_out = named["b_in"], named["b_out"]
         self.gate = named["W_gate"].T if "W_gate" in named else None
         if self.gate is not None and not torch.is_grad_enabled():
-            self.gate_in = _joint((self.gate, self.inp))
+            self.gate_in = _joint((self.gate, self.inp))  # [2 * d_mlp, d_model]
 
 
 def _joint(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """Return tensors that lie side by side as one, along their first dimension; None otherwise."""
-    first, at = parts[0], parts[0].data_ptr()
+    """Return tensors that lie side by side in memory as one, along their first dimension."""
+    first, at = parts[0], parts[0].data_ptr()  # the address at which the next one has to begin
     for part in parts:
         if not part.is_contiguous() or part.data_ptr() != at or part.dtype != first.dtype:
             return None
@@ -307,17 +297,13 @@ def _lay_side_by_side(block: Any) -> None:
 def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
     """Put parameters behind each other in one memory, their dimensions in this order."""
     if any(not has_values(p) or p.device != parameters[0].device for p in parameters):
-        return
+        return  # because these cannot lie side by side
     together = torch.cat([p.permute(axes).flatten() for p in parameters])
     sizes = [p.numel() for p in parameters]
     for parameter, part in zip(parameters, together.split(sizes)):
         shape = [parameter.shape[axis] for axis in axes]
-        # Each order here is its own inverse.
+        # The same axes, because each order here is its own inverse.
         parameter.data = part.view(shape).permute(axes)
-
-
-# --------------------------------------------------------------------------------------------
-# The block
 
 
 def _run(
@@ -342,7 +328,7 @@ def _run(
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
     if is_post_norm:
         q_in = k_in = v_in = resid_pre
-    elif "ln1" in hooked:  # the installed forward normalises three times, which hooks see
+    elif "ln1" in hooked:  # three times, because TransformerLens does so, and hooks count
         q_in, k_in, v_in = (norm("ln1", resid_pre) for _ in range(3))
     else:
         q_in = k_in = v_in = norm("ln1", resid_pre)
@@ -356,7 +342,7 @@ def _run(
         or not bound.ignores_wholly(attn)
     ):
         if k_in is q_in and not is_post_norm:
-            # As the installed forward has them: a hook before it may edit one in place.
+            # Apart, because a hook may edit one in place, and TransformerLens keeps them apart.
             q_in, k_in = q_in + 0.0, k_in + 0.0
         attn_out = attn(
             query_input=q_in,
@@ -373,7 +359,7 @@ def _run(
     if is_post_norm:
         attn_out = norm("ln1", attn_out)
     attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
-    if attn_out.device != resid_pre.device:
+    if attn_out.device != resid_pre.device:  # because a user's module may live elsewhere
         resid_pre = resid_pre.to(attn_out.device)
     is_parallel, mlp_out = cfg.parallel_attn_mlp, None
     if cfg.attn_only or is_parallel:
@@ -382,7 +368,7 @@ def _run(
         resid_mid = point("hook_resid_mid", resid_pre + attn_out)  # [batch, pos, d_model]
     if not cfg.attn_only or is_parallel:
         mlp_in = resid_mid
-        if cfg.use_hook_mlp_in:
+        if cfg.use_hook_mlp_in:  # a clone, because the hook may edit it in place
             mlp_in = point("hook_mlp_in", resid_mid.clone())
         if not is_post_norm or is_parallel:
             mlp_in = norm("ln2", mlp_in)
@@ -393,7 +379,7 @@ def _run(
         if is_post_norm:
             mlp_out = norm("ln2", mlp_out)
         mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    if cfg.attn_only or is_parallel:
+    if cfg.attn_only or is_parallel:  # after the MLP, which reads resid_pre
         resid_mid = resid_pre + attn_out
     resid_post = resid_mid if mlp_out is None else resid_mid + mlp_out
     return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
@@ -406,7 +392,7 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
         return x
     dtype, w, b = norm.cfg.dtype, weights.get("w"), weights.get("b")
     if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
-        return norm(x)
+        return norm(x)  # because torch's kernels take one dtype and one device
     if b is not None and b.dtype != dtype:
         return norm(x)
     if kind is RMSNorm or kind is RMSNormPre:
@@ -416,7 +402,7 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
     if x.device != weights.out.device or x.dtype != weights.out.dtype:
-        return mlp(x)
+        return mlp(x)  # because F.linear takes one device and one dtype
     if weights.gate is None:
         post = mlp.act_fn(F.linear(x, weights.inp, weights.b_in))  # [batch, pos, d_mlp]
     else:
@@ -424,12 +410,8 @@ def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
             pre, linear = F.linear(x, weights.gate_in).chunk(2, -1)  # [batch, pos, d_mlp]
         else:
             pre, linear = F.linear(x, weights.gate), F.linear(x, weights.inp)
-        post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)
-    return F.linear(post, weights.out, weights.b_out)
-
-
-# --------------------------------------------------------------------------------------------
-# Attention
+        post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)  # [batch, pos, d_mlp]
+    return F.linear(post, weights.out, weights.b_out)  # [batch, pos, d_model]
 
 
 def _attention(
@@ -456,24 +438,24 @@ def _attention(
     # Not with hooks on them, because one that is kept would keep the memory of all three.
     if joint is not None and hooked.isdisjoint(_OF_QKV):
         parts = n_heads, n_kv_heads, n_kv_heads
-        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)
+        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)  # all heads
         q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
     else:
         q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
         k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, n, n_kv_heads, d_head))
         v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, n, n_kv_heads, d_head))
     if cfg.use_qk_norm:
-        q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)
+        q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)  # each head by itself
         k = norm("k_norm", k.reshape(-1, d_head)).view(k.shape)
     elif cfg.original_architecture in _WHOLE_VECTOR_NORMS:
-        q = norm("q_norm", q.flatten(2)).view(q.shape)
+        q = norm("q_norm", q.flatten(2)).view(q.shape)  # all heads together
         k = norm("k_norm", k.flatten(2)).view(k.shape)
     if cfg.clip_qkv is not None:
         q, k, v = (x.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for x in (q, k, v))
     offset = 0
     if entry is not None:
         offset = entry.past_keys.size(1)
-        k, v = kv_cache.append(entry, k, v)
+        k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head, d_head]
     tables = _tables(attn, q, offset, padding, entry)
     if cfg.positional_embedding_type == "rotary":
 
@@ -481,7 +463,7 @@ def _attention(
             of_keys = tables.of_keys
             return _rotated(attn, keys, *(table[:, start:] for table in of_keys))
 
-        q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))
+        q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))  # [batch, pos, head, d_head]
         k = rotate(k) if entry is None else kv_cache.rotated_keys(entry, k, tables.names, rotate)
         if entry is not None and "attn.hook_rot_k" in hooked:
             k = k.clone()  # because a hook may write to it, and the cache keeps rotated keys
@@ -489,20 +471,20 @@ def _attention(
     bias = None
     if cfg.positional_embedding_type == "alibi":
         bias = alibi_table(attn, k.shape[1], q.device)[:, -q.shape[1] :, : k.shape[1]]
-    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
     z = sdpa.attend(*by_head, 1 / attn.attn_scale, tables.mask, tables.is_causal, bias)
     z = z.transpose(1, 2)  # [batch, pos, head, d_head]
     if "attn.hook_z" in hooked:
         # A hook may edit it in place, and SDPA's backward needs its result.
         z = modules["hook_z"](z.clone() if z.requires_grad else z)
-    return F.linear(z.to(weights.o.dtype).flatten(2), weights.o, weights.b_O)
+    return F.linear(z.to(weights.o.dtype).flatten(2), weights.o, weights.b_O)  # [..., d_model]
 
 
 class _Tables(NamedTuple):
     """The tables that a block's attention reads: positions and mask."""
 
     of_queries: tuple[torch.Tensor, ...] = ()
-    """Cosines and sines of the queries' positions; `of_keys`, of the keys'."""
+    """Cosines and sines of the queries' positions."""
     of_keys: tuple[torch.Tensor, ...] = ()
     mask: sdpa.Mask | None = None
     is_causal: bool = False
@@ -526,14 +508,14 @@ def _tables(
         of_keys, names = of_queries, None
         if cos is not None and sin is not None:
             of_keys = _positions(cos, sin, offset + n, pads, cfg.rotary_adjacent_pairs)
-            of_queries = tuple(table[:, offset:] for table in of_keys)
+            of_queries = tuple(table[:, offset:] for table in of_keys)  # [..., pos, 1, rotary_dim]
             names = None if pads is not None else (state_of(cos), state_of(sin))
         if direction != "causal":
             return _Tables(of_queries, of_keys, names=names)
         sees_all = window is None or n + offset <= window
-        if pads is None and sees_all and (n == 1 or offset == 0):
+        if pads is None and sees_all and (n == 1 or offset == 0):  # flash takes no mask
             return _Tables(of_queries, of_keys, None, n > 1, names)
-        mask = attn._make_causal_mask(n, n + offset, offset, q.device)
+        mask = attn._make_causal_mask(n, n + offset, offset, q.device)  # [1, 1, pos, key_pos]
         if pads is not None:
             mask = sdpa.without_blind_rows(mask & pads[:, None, None, :].bool())
         return _Tables(of_queries, of_keys, mask, False, names)
@@ -568,7 +550,7 @@ def _positions(
         cos, sin = cos[None, :n_keys, None], sin[None, :n_keys, None]
     else:
         # As `get_offset_position_ids`: padding before the first token is at 0.
-        positions = (padding.cumsum(dim=1) - 1).clamp(min=0).to(cos.device)
+        positions = (padding.cumsum(dim=1) - 1).clamp(min=0).to(cos.device)  # [batch, key_pos]
         cos, sin = cos[positions, None, :], sin[positions, None, :]
     if in_pairs:
         signed = torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
@@ -579,12 +561,12 @@ def _positions(
 
 
 def _rotated(attn: Any, x: Heads, cos: torch.Tensor, sin: torch.Tensor) -> Heads:
-    """Return queries or keys with their positions: TransformerLens's `apply_rotary`."""
+    """Return queries or keys, rotated as by TransformerLens's `apply_rotary`."""
     dim = attn.cfg.rotary_dim
     turned = x if dim == x.shape[-1] else x[..., :dim]
     if attn.cfg.rotary_adjacent_pairs:
         flipped = torch.stack((turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
     else:
         flipped = turned.roll(dim // 2, -1)
-    turned = torch.addcmul(turned * cos, flipped, sin)
+    turned = torch.addcmul(turned * cos, flipped, sin)  # [batch, pos, head, rotary_dim]
     return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)

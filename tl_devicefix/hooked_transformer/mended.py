@@ -15,6 +15,8 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.monkeypatch.patch import patches
 
+Original = Callable[..., Any]
+
 
 @patches(
     "AbstractAttention",
@@ -23,7 +25,7 @@ from tl_devicefix.monkeypatch.patch import patches
     until="3",
 )
 def create_alibi_multipliers(
-    original: Callable[..., torch.Tensor], n_heads: int, device: torch.device | str | None = None
+    original: Original, n_heads: int, device: torch.device | str | None = None
 ) -> Float[torch.Tensor, " n_heads"]:
     """Wrap `AbstractAttention.create_alibi_multipliers`, for any number of heads.
 
@@ -43,11 +45,7 @@ def create_alibi_multipliers(
     until="3.0",
 )
 def generate(
-    original: Callable[..., object],
-    self: HookedTransformer,
-    input: object = "",
-    *args: object,
-    **kwargs: Any,
+    original: Original, self: HookedTransformer, input: object = "", *args: object, **kwargs: Any
 ) -> object:
     """Wrap `HookedTransformer.generate`, and generate texts of unequal length one by one.
 

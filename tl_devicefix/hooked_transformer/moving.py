@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -26,8 +26,6 @@ from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
-
-Result = TypeVar("Result")
 
 
 def place(model: HookedTransformer, placement: Placement) -> None:
@@ -144,9 +142,7 @@ def _devices(model: nn.Module) -> set[torch.device]:
     takes="self",
     why="place by the plan, not by whichever device has most free memory",
 )
-def move_model_modules_to_device(
-    original: Callable[[HookedTransformer], None], self: HookedTransformer
-) -> None:
+def move_model_modules_to_device(original: Callable[..., None], self: HookedTransformer) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement = placement_of(self)
     if placement is not None and placement.here is not placement:
@@ -200,6 +196,7 @@ def share_buffers(model: nn.Module) -> None:
 
 def align(model: HookedTransformer, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
+    # Not of blocks, because their outputs go on to the next device.
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
     if model.cfg.positional_embedding_type != "alibi":
         return
@@ -248,7 +245,7 @@ def alibi_table(
     takes="self",
     why="SAEs and the like run where they are, whatever block they are attached to",
 )
-def setup(original: Callable[[HookedTransformer], Result], self: HookedTransformer) -> Result:
+def setup(original: Callable[..., object], self: HookedTransformer) -> object:
     """Wrap `HookedRootModule.setup`, which is called after a module was attached or removed."""
     result, placement = original(self), placement_of(self)
     if placement is not None and is_aligned(self):

@@ -34,11 +34,7 @@ from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, is_block
 from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.weight_processing import (
-    Conventions,
-    Steps,
-    process_component,
-)
+from tl_devicefix.weight_processing import Conventions, Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing
 from tl_devicefix.weight_processing.steps import (
     Weights,
@@ -55,7 +51,7 @@ _MOST_AT_ONCE = 8
 
 
 def _fold_norms(
-    model: HookedTransformer,
+    cfg: HookedTransformerConfig,
     unit: str,
     weights: Weights,
     fold_biases: bool = True,
@@ -66,12 +62,8 @@ def _fold_norms(
     if is_block(unit):
         fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
     elif unit == "unembed":
-        fold_biases = fold_biases and not model.cfg.final_rms
+        fold_biases = fold_biases and not cfg.final_rms  # an RMS norm has no bias
         fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
-
-
-def _process(steps: Steps, model: HookedTransformer, unit: str, weights: Weights) -> None:
-    process_component(unit, weights, model.cfg, steps, installed_conventions())
 
 
 @patches(
@@ -98,13 +90,14 @@ def one_step(
     Raises:
         ValueError: if attention matrices cannot be refactored.
     """
-    method = original.__name__
-    step: Callable[..., None] = _fold_norms
+    method, conventions = original.__name__, installed_conventions()
+    step: Callable[..., None] = functools.partial(_fold_norms, self.cfg)
     if method != "fold_layer_norm":
         steps = Steps(**{method: True})
         if not method.startswith("center"):  # because TransformerLens's own always centre
-            steps = steps.applicable(self.cfg, installed_conventions())
-        step = functools.partial(_process, steps)
+            steps = steps.applicable(self.cfg, conventions)
+        given: dict[str, Any] = {"cfg": self.cfg, "steps": steps, "conventions": conventions}
+        step = functools.partial(process_component, **given)
     source = StateDictSource(state_dict)
     result: Weights = {}
     for unit in dict.fromkeys(map(processing_unit, state_dict)):
@@ -112,7 +105,7 @@ def one_step(
         device, stored_on = _devices_of(self, unit)
         dtype = slicing.working_dtype(weights, torch.float32)
         copies = slicing.WorkingCopies(weights, device, dtype)
-        step(self, unit, copies, *args, **kwargs)
+        step(unit, copies, *args, **kwargs)
         for name, value in copies.items():
             dtype = weights[name].dtype if name in weights else self.cfg.dtype
             result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
@@ -149,9 +142,8 @@ def load_and_process_state_dict(
     refuse_weights(self.parameters())
     source, own = StateDictSource(self.fill_missing_keys(dict(state_dict))), self.state_dict()
     units = processing_units(self.cfg)
-    beside = [  # a subclass's own parameters
-        name for name in state_dict if name in own and processing_unit(name) not in units
-    ]
+    # Beside the components: a subclass's own parameters.
+    beside = [name for name in state_dict if name in own and processing_unit(name) not in units]
     for name in beside:
         _check_weight(name, state_dict[name], own[name])
     for unit in units:
@@ -209,7 +201,7 @@ def fold_norm_modules(model: HookedTransformer) -> None:
     pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
     model.cfg.normalization_type += "Pre"
     for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
-        for name in ("ln1", "ln2", "ln", "ln_final"):
+        for name in ("ln1", "ln2", "ln", "ln_final"):  # `ln` is inside of SoLU's MLP
             if module is not None and name in module._modules:
                 norm = final_norm_class(model.cfg) if name == "ln_final" else pre
                 setattr(module, name, norm(model.cfg))
@@ -225,6 +217,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     """Read, process and store every component of a model, each on its planned device.
 
     Without a placement, each stays on the device where the model has it.
+
     Raises:
         ValueError: if the source lacks weights that the model's config asks for.
         torch.OutOfMemoryError: saying which device has no room.
@@ -232,7 +225,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     units = processing_units(model.cfg)
     if placement is not None:
         model.placement = placement
-        units = [unit for unit in units if unit in placement.here.device_map]
+        units = [unit for unit in units if unit in placement.here.device_map]  # not other hosts'
     # Where it runs, because an offloaded block would be processed slowly on the host.
     devices = [_devices_of(model, unit)[0] for unit in units]
     if source.computes:
@@ -273,12 +266,12 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = slicing.working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
-    means = None
+    means = None  # over the whole vocabulary, because a slice has some of its tokens only
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
     left = dict(weights)  # stored after all slices, or never read by a step
-    carried: Weights = {}
+    carried: Weights = {}  # weights that all slices add to, such as b_O
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
@@ -302,7 +295,7 @@ def complete_unit(
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
-        if component not in component_names(model.cfg):
+        if component not in component_names(model.cfg):  # ln_final, if nothing is normalised
             continue
         for leaf, own in model.get_submodule(component).state_dict().items():
             name = f"{component}.{leaf}"

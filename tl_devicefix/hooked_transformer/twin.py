@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer.components import component_sizes
@@ -22,9 +23,6 @@ from tl_devicefix.hooked_transformer.processing import (
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.twin import NEURONS, Numbers, Twin, check_numbers, is_right
 from tl_devicefix.weight_processing import Steps
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def check_hooked_numbers(
@@ -54,7 +52,7 @@ def check_hooked_numbers(
         return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
-        for step in fields(steps):
+        for step in fields(steps):  # each by itself, because one may be the fault
             without = functools.partial(run, steps=replace(steps, **{step.name: False}))
             if getattr(steps, step.name) and is_right(without, hf_config):
                 return f"pass {step.name}=False"
@@ -103,9 +101,9 @@ def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig
         "device": "cpu",
         "n_devices": 1,
         "dtype": torch.float32,
-        "tokenizer_name": None,
-        "n_params": None,
-        "seed": None,
+        "tokenizer_name": None,  # because the twin is given tokens
+        "n_params": None,  # because the config counts them anew
+        "seed": None,  # because it would set everybody's random numbers
     }
     if cfg.original_architecture == "Gemma3ForConditionalGeneration":
         sizes["original_architecture"] = type(twin.hf_model).__name__  # the text model alone
