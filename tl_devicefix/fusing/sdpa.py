@@ -59,4 +59,4 @@ def attend(
     z = F.scaled_dot_product_attention(
         q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )  # [batch, head_index, query_pos, d_head]
-    return z.to(dtype)
+    return z if z.dtype == dtype else z.to(dtype)

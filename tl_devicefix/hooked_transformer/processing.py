@@ -271,7 +271,7 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
     left = dict(weights)  # stored after all slices, or never read by a step
-    carried: Weights = {}  # weights that all slices add to, such as b_O
+    carried: Weights = {}  # b_O, which sums over the heads of all slices
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
