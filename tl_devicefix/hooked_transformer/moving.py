@@ -173,8 +173,12 @@ def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
     if placement is None:
         return
     _record(self, placement)
+    try:
+        devices = _devices(self)
+    except AttributeError:
+        return  # because a block is still being copied, whose hook led to the model
     # Other devices than it was saved from, because torch.load has a `map_location`.
-    if _devices(self) != {c.stored_on for c in placement.here.components if c.weights}:
+    if devices != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
     else:
         pin(self, placement)
