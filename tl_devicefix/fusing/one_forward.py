@@ -21,7 +21,7 @@ FACTS = "facts"
 
 
 def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
-    """Within it, `kept_in_forward` is one dict, which begins with `facts` by their classes."""
+    """Return a context in which `kept_in_forward` is one dict; `facts` are in it by class."""
     return setting(_this_forward, dict[object, Any](zip(map(type, facts), facts)))
 
 

@@ -72,7 +72,7 @@ def _size_on_meta(name: str, cfg: HookedTransformerConfig) -> ComponentSize:
 
 
 def empty_component(name: str, cfg: HookedTransformerConfig) -> nn.Module:
-    """Make TransformerLens's module of this name on meta, as it is before any change."""
+    """Make TransformerLens's own module of this name, on the meta device."""
     with torch.device("meta"):  # because sizes and classes need no memory
         if name.startswith("blocks."):
             return TransformerBlock(cfg, int(name.split(".")[1]))

@@ -115,7 +115,7 @@ class FusedBlock(Fused):
         bound: Bound | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
-        return _run(cfg, bound, *inputs)
+        return _block(cfg, bound, *inputs)
 
 
 KINDS.append(FusedBlock)
@@ -167,7 +167,7 @@ class Bound:
         return self._ignored[2]
 
     def weights(self) -> _Weights:
-        """Return views of the weights, as matmuls take them."""
+        """Return views of the weights, in the shapes that matmuls take."""
         if torch.is_grad_enabled():
             return _Weights(self.modules, self.as_modules)
         now = [w for named in self._parameters for w in named.values() if w is not None]
@@ -189,7 +189,7 @@ def _is_foreign(name: str, module: nn.Module) -> bool:
 
 
 def _part(name: str) -> str:
-    """Return the name under which hooks on a module count: a hook point's own, or its part's."""
+    """Return the name under which a module's hooks count: a hook point's own, or its part's."""
     first, _, rest = name.partition(".")
     return f"attn.{rest.partition('.')[0]}" if first == "attn" and rest else first
 
@@ -306,7 +306,7 @@ def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
         parameter.data = part.view(shape).permute(axes)
 
 
-def _run(
+def _block(
     cfg: HookedTransformerConfig,
     bound: Bound,
     resid_pre: Residual,

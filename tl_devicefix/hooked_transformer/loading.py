@@ -69,18 +69,19 @@ def from_pretrained(
 ) -> HookedTransformer:
     """Load a model, its weights folded, over one or several devices.
 
-    Every argument of the installed `HookedTransformer.from_pretrained`, and:
+    It takes every argument of the installed `HookedTransformer.from_pretrained`, and:
 
     Args:
-        device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
+        device_map: instead of `n_devices`, "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
-            (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
+            (`{0: "20GiB", 1: "40GiB"}`). All devices of the dict are used, unless `n_devices` says
+            how many.
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
-        numbers: what to do if a HookedTransformer with this config would not give transformers'
-            numbers, as a tiny twin of it shows before weights are read: "warn", which is the
-            default, "refuse", or "ignore", which does not look at the parts of `hf_model` either.
-            The environment variable TL_DEVICEFIX_NUMBERS sets another default.
+        numbers: "warn" (the default), "refuse" or "ignore". A tiny twin shows, before weights are
+            read, if a HookedTransformer with this config would not give transformers' numbers.
+            "ignore" does not look at the parts of `hf_model` either. The environment variable
+            TL_DEVICEFIX_NUMBERS sets another default.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
