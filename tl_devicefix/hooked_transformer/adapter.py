@@ -24,10 +24,10 @@ __all__ = ["model_class", "option_names", "view_of"]
 
 NAME = "HookedTransformer"
 model_class = HookedTransformer
-RUNS = ("forward", "run_with_hooks", "input_to_embed")
-SETUP = "the model was set up", "model.setup()"
+RUN_METHODS = ("forward", "run_with_hooks", "input_to_embed")
+SETUP_HINT = "the model was set up", "model.setup()"
 read_blueprint = HookedBlueprint
-MINDS_TRAINING = False  # because a HookedTransformer has no dropout
+HAS_DROPOUT = False  # because a HookedTransformer has none
 
 
 def passes_stream_alone(model: HookedTransformer) -> bool:
