@@ -200,8 +200,8 @@ def _config_of_directory(
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
-    architecture = (hf_config.architectures or [None])[0]
-    if architecture is None:
+    architecture = (hf_config.architectures or [""])[0]
+    if not architecture:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
     try:
         with reading_config(called):
