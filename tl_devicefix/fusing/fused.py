@@ -29,8 +29,8 @@ KINDS: list[type[Fused]] = []
 class Fused(nn.Module):
     """Mixin for the class of a fused module; it comes before TransformerLens's class.
 
-    Write its class methods, and a `forward` that calls `super().forward` unless `is_enabled()`, and
-    wherever else it has no rules.
+    Write its class methods, and a `forward`. It has to call `super().forward` if `is_enabled()` is
+    False, and wherever it has no rules.
     """
 
     _unfused: type[nn.Module]
@@ -140,7 +140,8 @@ def fuse_blocks(model: Module) -> Module:
         TypeError: if it is no module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_blocks takes a model, but this is a {type(model).__name__}")
+        given = f"fuse_blocks takes a model, but this is a {type(model).__name__}"
+        raise TypeError(f"{given}: give a HookedTransformer or a TransformerBridge")
     for module in fusable(model):
         set_fused(module, True)
     return model

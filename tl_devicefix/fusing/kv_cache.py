@@ -36,8 +36,7 @@ Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 Rotate = Callable[[Heads, int], Heads]
 _GROWN = "_tl_devicefix_grown"
 _LEAST_ROOM = 64
-GROWS_FROM = 192
-"""The length from which an entry grows in place, because copying is faster up to there."""
+GROWS_FROM = 192  # tokens, because up to there copying is faster than growing in place
 
 
 def append(entry: Entry, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:

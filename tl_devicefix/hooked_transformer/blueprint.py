@@ -19,10 +19,9 @@ from tl_devicefix.fusing.kv_cache import drop_room
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import Options, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
-from tl_devicefix.hooked_transformer.loading import applicable_steps
+from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
-from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.twin import Numbers
@@ -105,9 +104,8 @@ class HookedBlueprint:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
             return  # transformers knows nothing about a HookedTransformerConfig
-        takes = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
-        defaults = {name: parameter.default for name, parameter in takes.parameters.items()}
-        steps = applicable_steps(self._cfg, {**defaults, **self._options})
+        arguments = bind_arguments(HookedTransformer, (self.name,), {})
+        steps = applicable_steps(self._cfg, {**arguments, **self._options})
         hf_config = known_config(official_name(self.name)) or read_config(self.name)
         check_hooked_numbers(hf_config, self._cfg, steps, numbers)
 

@@ -47,10 +47,8 @@ Weight = Float[torch.Tensor, "d_out d_in"]
 Bias = Float[torch.Tensor, " d_out"]
 Modules = dict[str, Any]  # by name
 
-SINCE = Version("3.8.dev0")
-"""The first TransformerLens whose blocks compute in this way."""
-_Names = dict[type, tuple[str, ...]]
-"""Class -> its parameters as TransformerLens makes them."""
+SINCE = Version("3.8.dev0")  # because earlier blocks compute in other ways
+_Names = dict[type, tuple[str, ...]]  # class -> its parameters, as TransformerLens makes them
 _NORMS: _Names = {LayerNorm: ("w", "b"), LayerNormPre: (), RMSNorm: ("w",), RMSNormPre: ()}
 _MLPS: _Names = {
     MLP: ("W_in", "b_in", "W_out", "b_out"),

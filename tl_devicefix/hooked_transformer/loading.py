@@ -109,7 +109,7 @@ def from_pretrained(
     """
     handled = id(sys.exc_info()[1])  # because the caller's own error may be its context
     try:
-        model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory, numbers)
+        model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, numbers)
     except BaseException as error:
         # Because its frames would keep the loaded weights as long as the error.
         let_go(error, but_not=[handled])
@@ -161,7 +161,7 @@ def _load(
         device = resolve(device) if isinstance(device, int) else device or default_device()
         model.cfg.device = str(device)
     if model.tokenizer is None:
-        logging.getLogger("tl_devicefix").warning(
+        _log.warning(
             "%r has no tokenizer (none of %s), so the model takes only tokens: pass "
             "tokenizer=AutoTokenizer.from_pretrained(...) to from_pretrained, or give it to "
             "model.set_tokenizer(...).",
@@ -172,7 +172,7 @@ def _load(
     return model
 
 
-def _bind(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
+def bind_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
     """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
     signature = inspect.signature(original(cls, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)

@@ -46,8 +46,7 @@ from tl_devicefix.weight_processing.steps import (
 _log = logging.getLogger(__name__)
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 _NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
-_MOST_AT_ONCE = 8
-"""The most threads, because more do not copy faster: memory is the limit."""
+_MOST_AT_ONCE = 8  # threads, because more do not copy faster: memory is the limit
 
 
 def _fold_norms(
