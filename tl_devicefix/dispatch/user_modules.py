@@ -33,7 +33,7 @@ from tl_devicefix.types import Model
 _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
 
-IsOwn = Callable[[Model, str, nn.Module], bool]
+IsOwn = Callable[[Any, str, nn.Module], bool]
 """Takes a model, a path and the module there; True if the model's own class puts such there."""
 
 
