@@ -79,7 +79,7 @@ def made_of(
     kind: str, settings: dict[str, object], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> Entry:
     """Return the entry that home has, on a device of the worker."""
-    # Without `__init__`, because that wants a config and sizes that home does not send.
+    # Without `__init__`, whose arguments differ between classes and versions.
     cls = getattr(transformer_lens, kind, None) or getattr(cache_utils, kind)
     entry: Entry = object.__new__(cls)
     if cls in _GROWING:

@@ -465,7 +465,7 @@ class _PausableRun:
             raise _Ended
         given, in_place = arrival
         if given is not None and in_place and not (activation.is_leaf and activation.requires_grad):
-            activation.copy_(given)  # so that tensors that share its memory change too
+            activation.copy_(given)  # because tensors that share its memory have to change too
         elif given is not None:
             # A copy, because `given` is a leaf of the graph, and the block may write to it.
             activation = given.to(activation.device, copy=self._request["graph"])

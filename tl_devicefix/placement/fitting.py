@@ -21,7 +21,6 @@ _OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
     """Return the bytes that loading needs beside the weights: two float32 copies of a slice."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
-    # Two copies of four bytes per number: the slice, and the result of the step that reads it.
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
 

@@ -200,7 +200,7 @@ class Placement:
 
     def _visiting(self, device: torch.device) -> list[int]:
         """Return the bytes of each offloaded block that may be on a device at one time."""
-        # The largest, because any two may follow each other.
+        # The largest, so that there is room for any two.
         weights = (c.weights for c in self.components if c.offloaded and c.device == device)
         return sorted(weights, reverse=True)[:VISITING]
 
@@ -223,9 +223,8 @@ class Placement:
     def modules_of(self, model: nn.Module) -> Iterator[tuple[PlacedComponent, nn.Module]]:
         """Yield the components that a model has, each with its module."""
         modules = dict(model.named_modules())
-        # A model may lack some, because TransformerLens leaves `pos_embed` out for rotary models.
         for component in self.components:
-            if component.name in modules:
+            if component.name in modules:  # because a user may have cut `model.blocks`
                 yield component, modules[component.name]
 
     def __repr__(self) -> str:
