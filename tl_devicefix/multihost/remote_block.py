@@ -261,11 +261,9 @@ for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "b
 class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on it as a whole act here."""
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "forward":  # it acts here, around the call
-            vars(self)[name] = value
-        else:
-            super().__setattr__(name, value)
+    def _check_name(self, name: str) -> None:
+        if name != "forward":  # which acts here, around the call
+            super()._check_name(name)
 
 
 _WAITING = "remote blocks"
