@@ -19,11 +19,11 @@ class Adapter(Protocol):
     NAME: str
     """The name of the class, for messages."""
     model_class: type
-    RUNS: tuple[str, ...]
+    run_methods: tuple[str, ...]
     """Methods that run a model. A subclass with its own may run its blocks differently."""
-    SETUP: tuple[str, str]
+    setup_hint: tuple[str, str]
     """The moment when its hook points are registered, and the call that repeats it."""
-    MINDS_TRAINING: bool
+    has_dropout: bool
     """True if its modules act differently in training mode."""
 
     def view_of(self, model: Any) -> Any:
