@@ -7,10 +7,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast
+
+import torch
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import ComponentSize, Placement
+from tl_devicefix.twin import Numbers
+from tl_devicefix.types import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+class Generation(Protocol):
+    """Generation with a KV cache; only its first and last steps are run."""
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+
+    def skip_to(self, length: int) -> None:
+        """Make the KV cache as long as if this many tokens had been run."""
+
+    def last_token(self) -> None:
+        """Run one token more."""
+
+
+class Blueprint(Protocol):
+    """A model at its full size."""
+
+    name: str
+    dtype: torch.dtype
+    n_ctx: int
+    n_layers: int
+
+    def sizes(self) -> tuple[ComponentSize, ...]:
+        """Return the sizes of its components, in the order they run."""
+
+    def make(self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
+        """Make the model on the devices of a `simulate(..., values=False)`."""
+
+    def check_numbers(self, numbers: Numbers | None) -> None:
+        """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
+
+    def room_to_load(self, placement: Placement) -> int:
+        """Return the bytes that loading needs on a device beside the weights."""
+
+    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
+        """Return the generation from prompts of `seq_len` tokens."""
 
 
 class Adapter(Protocol):
@@ -18,7 +65,7 @@ class Adapter(Protocol):
 
     NAME: str
     """The name of the class, for messages."""
-    model_class: type
+    model_class: type[Model]
     run_methods: tuple[str, ...]
     """Methods that run a model. A subclass with its own may run its blocks differently."""
     setup_hint: tuple[str, str]
@@ -26,29 +73,33 @@ class Adapter(Protocol):
     has_dropout: bool
     """True if its modules act differently in training mode."""
 
-    def view_of(self, model: Any) -> Any:
+    def view_of(self, model: Module) -> Module:
         """Make a view of a model: modules and hooks of its own, the same weights."""
 
-    def realign(self, model: Any, placement: Placement | None) -> None:
+    def realign(self, model: Model, placement: Placement | None) -> None:
         """Update the config and the hooks after parts were moved or assigned."""
 
-    def passes_stream_alone(self, model: Any) -> bool:
+    def passes_stream_alone(self, model: Model) -> bool:
         """Return True if blocks hand on the residual stream and nothing else."""
 
-    def option_names(self, config_or_model_name: Any) -> Sequence[str]:
+    def option_names(self, config_or_model_name: object) -> Sequence[str]:
         """Return the names of the loader's options on which the config depends."""
 
     def read_blueprint(
-        self, config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
-    ) -> Any:
-        """Return the `planning.plan.Blueprint` of the model that would be loaded."""
+        self,
+        config_or_model_name: object,
+        dtype: torch.dtype | str | None,
+        options: dict[str, Any],
+        model_class: type[Model] | None = None,
+    ) -> Blueprint:
+        """Return the blueprint of the model that would be loaded."""
 
 
 @cache
 def adapters() -> dict[str, Adapter]:
     """Return the adapters of the installed TransformerLens by class name."""
     # Imported here, because a TransformerLens may lack one of the classes.
-    installed: list[Any] = []
+    installed: list[ModuleType] = []
     if has_hooked_transformer():
         from tl_devicefix.hooked_transformer import adapter as of_hooked_transformer
 
@@ -60,12 +111,12 @@ def adapters() -> dict[str, Adapter]:
     return {adapter.NAME: cast(Adapter, adapter) for adapter in installed}
 
 
-def is_model(model: Any) -> bool:
+def is_model(model: object) -> TypeGuard[Model]:
     """Return True if this is a model of one of the two classes."""
     return isinstance(model, tuple(adapter.model_class for adapter in adapters().values()))
 
 
-def adapter_of(model: Any) -> Adapter:
+def adapter_of(model: object) -> Adapter:
     """Return the adapter of a model's class.
 
     Raises:

@@ -4,57 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 
-from tl_devicefix.adapters import Adapter, adapters
+from tl_devicefix.adapters import Adapter, Blueprint, adapters
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown, shown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
-from tl_devicefix.placement.placement import ComponentSize, Placement
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.session import check_number
-from tl_devicefix.twin import Numbers
-
-
-class Generation(Protocol):
-    """Generation with a KV cache; only its first and last steps are run."""
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-
-    def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
-
-    def last_token(self) -> None:
-        """Run one token more."""
-
-
-class Blueprint(Protocol):
-    """A model at its full size."""
-
-    name: str
-    dtype: torch.dtype
-    n_ctx: int
-    n_layers: int
-
-    def sizes(self) -> tuple[ComponentSize, ...]:
-        """Return the sizes of its components, in the order they run."""
-
-    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
-        """Make the model on the devices of a `simulate(..., values=False)`."""
-
-    def check_numbers(self, numbers: Numbers | None) -> None:
-        """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
-
-    def room_to_load(self, placement: Placement) -> int:
-        """Return the bytes that loading needs on a device beside the weights."""
-
-    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
-        """Return the generation from prompts of `seq_len` tokens."""
 
 
 def blueprint(
@@ -76,7 +38,7 @@ def blueprint(
                 f"{config_or_model_name!r} has {method.upper()} weights, which no load reads: give "
                 "the original model"
             )
-    model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
+    model = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
     n_ctx = options.get("n_ctx")
     if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):
         own = blueprint(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
