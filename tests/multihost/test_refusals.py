@@ -67,6 +67,11 @@ def _first_weight(block):
     return module, next(iter(module._parameters))
 
 
+def _other_config(module):
+    name = "cfg" if "cfg" in vars(module) else "config"
+    return name, copy.copy(vars(module)[name])
+
+
 PUT_IN = {
     "module": lambda block: setattr(block, "mlp", nn.Identity()),
     "module within one": lambda block: block.mlp.add_module("probe", nn.Linear(2, 2)),
@@ -75,7 +80,7 @@ PUT_IN = {
     "buffer": lambda block: block.attn.register_buffer("mask", ONE),
     "attribute": lambda block: setattr(block.ln1, "eps", 3.0),
     "direction": lambda block: setattr(block.attn, "_attention_dir_override", "bidirectional"),
-    "config": lambda block: setattr(block.attn, "cfg", None),
+    "config": lambda block: setattr(block.attn, *_other_config(block.attn)),
     "torch hook": lambda block: block.mlp.register_forward_hook(lambda *args: None),
 }
 
@@ -88,6 +93,13 @@ def test_remote_block_refuses_local_edits(put_in, spread, tokens):
         with pytest.raises(RuntimeError, match=r"^blocks\.2 runs on node-b, .* put into it here"):
             put_in(model.blocks[2])
         assert torch.equal(model(tokens), expected)
+
+
+def test_remote_weight_cannot_be_deleted(spread, tokens):
+    model = spread("llama")
+    with pytest.raises(RuntimeError, match=r"^blocks\.2 runs on node-b, .* was deleted here"):
+        delattr(*_first_weight(model.blocks[2]))
+    assert torch.isfinite(model(tokens)).all()
 
 
 @pytest.mark.parametrize("view", [copy.deepcopy, view_of])

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -61,22 +59,9 @@ from tl_devicefix.multihost.worker import (
     worker_of,
 )
 from tl_devicefix.placement.devices import Host, version_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
+from tl_devicefix.placement.remote_tensor import RemoteHandle, RemoteTensor, plain
 
 _REMOTE = "_tl_devicefix_remote"
-_numbers = count(1)
-
-
-class RemoteHandle:
-    """A number of something that a worker keeps, until this object is freed."""
-
-    def __init__(self, host: Host) -> None:
-        self.host, self.number, self.has_graph = host, next(_numbers), False
-        # Not at exit, because workers end with this process.
-        weakref.finalize(self, host.forgotten.append, self.number).atexit = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
-        return self
 
 
 class RemoteModel(RemoteHandle):
@@ -100,8 +85,7 @@ class RemoteModel(RemoteHandle):
             return worker_of(self.host).weight(self.number, name).to(self.home)
 
         is_there = f"{name} is on {self.host.connection.name}"
-        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, is_there)
-        return made
+        return RemoteTensor(fetch, shape, dtype, self.home, is_there)
 
     def kept(self, handle: RemoteHandle, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
         """Return an activation that the host keeps, or a named tensor of a KV cache."""
@@ -109,8 +93,7 @@ class RemoteModel(RemoteHandle):
         def fetch() -> torch.Tensor:
             return worker_of(self.host).kept(handle.number, name).to(self.home)
 
-        made: RemoteTensor = RemoteTensor(fetch, shape, dtype, self.home, handle=handle)
-        return made
+        return RemoteTensor(fetch, shape, dtype, self.home, handle=handle)
 
 
 class _Record:
@@ -188,20 +171,27 @@ class RemoteModule(nn.Module):
 
     is_remote = True
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, done: str = "put into it") -> None:
         record: _Record = vars(self)[_REMOTE]
-        raise record.refusal(f"{what} put into it here", "use a hook on a hook point")
+        raise record.refusal(f"{what} {done} here", "use a hook on a hook point")
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
         is_note &= name != "_attention_dir_override"  # because attention reads it
-        if not (is_note or name in _SET_BY_LIBRARIES):
+        # A Bridge's attention takes its config out and puts it back while it is copied.
+        is_other_config = name == "config" and None not in (value, vars(self).get(name))
+        if is_other_config or not (is_note or name in _SET_BY_LIBRARIES):
             self._check_name(name)
         super().__setattr__(name, value)
 
-    def _check_name(self, name: str) -> None:
+    def __delattr__(self, name: str) -> None:
+        if name not in vars(self):  # a weight, buffer or module, which its worker would keep
+            self._check_name(name, "deleted")
+        super().__delattr__(name)
+
+    def _check_name(self, name: str, done: str = "put into it") -> None:
         if not name.startswith("hook_"):  # a module may be put in a hook point's place
-            self._refuse(f"{name} was")
+            self._refuse(f"{name} was", done)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Convert what is at home: modules in the place of hook points."""
@@ -453,7 +443,7 @@ class _Step:
         handles = {tensor.handle for tensor in unread}
         if len(unread) == len(here) and len(handles) == 1:
             (handle,) = handles
-            if handle.host is self.grown.host:
+            if handle is not None and handle.host is self.grown.host:
                 if torch.is_grad_enabled() and handle.has_graph:
                     raise RuntimeError(
                         "gradients do not pass through a KV cache of blocks on another host: run "

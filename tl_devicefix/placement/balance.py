@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from tl_devicefix.placement.placement import VISITING, is_block, shared_once
+from tl_devicefix.placement.placement import VISITING, ComponentSize, is_block, shared_once
 
 Rooms = Sequence[int | None]
 """Bytes that may be used on each device, home first; None is without end."""
+
+Cost = TypeVar("Cost", bound=tuple[Any, ...])
+"""The cost of the devices so far, which is compared."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class _Loads(NamedTuple):
     at_home: int
 
 
-def _weigh(sizes: Sequence[Any]) -> _Loads:
+def _weigh(sizes: Sequence[ComponentSize]) -> _Loads:
     blocks = [size for size in sizes if is_block(size.name)]
     around = (size.weights + size.buffers for size in sizes if not is_block(size.name))
     return _Loads([block.weights for block in blocks], shared_once(blocks), sum(around))
 
 
-def balanced(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
+def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:
     """Return the number of blocks of each device, so that the fullest device is least full.
 
     A device is full relative to its room. Ties are broken by the next fullest device, and so on.
@@ -50,33 +53,41 @@ def balanced(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
     return sparse if fits(sizes, sparse, rooms) else counts
 
 
-def _least_full(sizes: Sequence[Any], rooms: Rooms, at_least: int) -> list[int]:
+_Fullness = tuple[tuple[float, ...], float, list[int]]
+"""How full the devices are, fullest first; the sum of squares; the counts.
+
+The squares decide between plans that are equal but for rounding.
+"""
+
+
+def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> list[int]:
     blocks, shared, at_home = _weigh(sizes)
     n_used = min(len(rooms), max(len(blocks), 1))
     largest = max((room for room in rooms if room is not None), default=1)
     divisors = [float(largest if room is None else room) or 1.0 for room in rooms]
     prefix = list(itertools.accumulate(blocks, initial=0))
 
-    # A cost: how full the devices are, fullest first; the sum of squares; the counts. Squares
-    # differ by rounding only, and stay because they decide between equal plans as ever.
-    def extend(cost: Any, position: int, start: int, end: int, best: Any) -> Any:
+    def extend(
+        cost: _Fullness, position: int, start: int, end: int, best: _Fullness | None
+    ) -> _Fullness | None:
         fullest, squares, counts = cost
         held = prefix[end] - prefix[start] + (shared if end > start else 0)
         full = (held + (0 if position else at_home)) / divisors[position]
         if best is not None and max(full, *fullest[:1]) > best[0][0]:
-            return None
+            return None  # at once, because most ranges are worse, and sorting takes longest
         fuller = tuple(sorted((*fullest, full), reverse=True))
         return fuller, squares + full**2, [*counts, end - start]
 
-    counts = _best_ranges(len(blocks), n_used, ((), 0.0, []), extend, at_least)
+    nothing: _Fullness = (), 0.0, []
+    counts = _best_ranges(len(blocks), n_used, nothing, extend, at_least)
     return [*(counts or []), *[0] * (len(rooms) - n_used)]
 
 
 def _best_ranges(
     n_blocks: int,
     n_devices: int,
-    nothing: Any,
-    extend: Callable[[Any, int, int, int, Any], Any],
+    nothing: Cost,
+    extend: Callable[[Cost, int, int, int, Cost | None], Cost | None],
     at_least: int = 0,
 ) -> list[int] | None:
     """Find the cheapest number of blocks of each device, by dynamic programming.
@@ -93,9 +104,15 @@ def _best_ranges(
     Returns:
         The counts; None if no way is possible.
     """
-    best: dict[int, tuple[Any, list[int]]] = {0: (nothing, [])}
+    # After d devices: the number of blocks on them -> the cheapest way to get there.
+    #
+    #     0 devices   {0: cost}
+    #     1 device    {1: cost, 2: cost, ...}    each end follows from each start before it
+    #     n devices   {n_blocks: cost, ...}
+    best: dict[int, tuple[Cost, list[int]]] = {0: (nothing, [])}
     for position in range(n_devices):
-        reached: dict[int, tuple[Any, list[int]]] = {}
+        reached: dict[int, tuple[Cost, list[int]]] = {}
+        # Not to the end, because each device after this one needs its blocks too.
         last = n_blocks - at_least * (n_devices - 1 - position)
         for start, (before, counts) in best.items():
             for end in range(min(start + at_least, n_blocks), last + 1):
@@ -107,7 +124,7 @@ def _best_ranges(
     return best[n_blocks][1] if n_blocks in best else None
 
 
-def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
+def filled_in_order(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:
     """Fill each device before the next one; the last gets the remaining blocks."""
     remaining, shared, at_home = _weigh(sizes)
     counts = []
@@ -121,7 +138,7 @@ def filled_in_order(sizes: Sequence[Any], rooms: Rooms) -> list[int]:
     return counts
 
 
-def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms) -> bool:
+def fits(sizes: Sequence[ComponentSize], counts: Sequence[int], rooms: Rooms) -> bool:
     """Return True if there is room for so many blocks on each device."""
     blocks, shared, at_home = _weigh(sizes)
     ends = list(itertools.accumulate(counts))
@@ -130,7 +147,7 @@ def fits(sizes: Sequence[Any], counts: Sequence[int], rooms: Rooms) -> bool:
     return all(room is None or load <= room for load, room in zip(loads, rooms))
 
 
-def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
+def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
     """Return the blocks that each device runs, with as few offloaded as possible.
 
     Ties are broken by equalising the number of blocks. If nothing fits, every block is offloaded.
@@ -142,7 +159,10 @@ def shares(sizes: Sequence[Any], rooms: Rooms) -> list[Share]:
         for position, room in enumerate(rooms)
     ]
 
-    def extend(cost: Any, position: int, start: int, end: int, _best: Any) -> Any:
+    # Offloaded blocks; and sums of squares, because they are least where devices have equal shares.
+    def extend(
+        cost: tuple[int, int, int], position: int, start: int, end: int, _best: object
+    ) -> tuple[int, int, int] | None:
         n_offloaded = _to_offload(end - start, block, shared, left[position])
         if n_offloaded is None:
             return None
@@ -163,6 +183,7 @@ def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | 
     """Return how many of a device's blocks to offload so that the rest fits; None if never."""
     if room is None or (count * block + shared if count else 0) <= room:
         return 0
+    # Two blocks' room is for those that visit: the one that runs, and the next.
     residents = (room - shared) // block - VISITING if count else -1
     return None if residents < 0 else count - residents
 

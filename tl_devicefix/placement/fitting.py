@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +67,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
 
     def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
         if is_elsewhere(device):
+            # All of it, because its worker has the values, and here there are none to move.
             placed.update(map(id, (*module.modules(), *module.parameters())))
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):
@@ -77,9 +77,8 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
             for name, buffer in submodule.named_buffers(recurse=False):
                 if id(submodule) not in placed and not buffer.is_meta:
                     key = id(buffer), device
-                    if (
-                        key not in buffers
-                    ):  # keep the buffer, because a freed one's id may be reused
+                    if key not in buffers:
+                        # With the buffer, because the id of a freed one may be reused.
                         buffers[key] = buffer, buffer.to(device)
                     submodule._buffers[name] = buffers[key][1]
             placed.add(id(submodule))
@@ -95,12 +94,11 @@ def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
     gradient = parameter.grad
     parameter.data = parameter.data.to(device)
     if gradient is not None and gradient.device != device:
-        parameter.grad = None
         parameter.grad = gradient.to(device)
 
 
 @contextlib.contextmanager
-def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> Iterator[None]:
+def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the device, the unit and the remedy."""
     try:
         yield
@@ -111,7 +109,7 @@ def naming_full_devices(model: Any, placement: Placement | None, unit: str) -> I
 
 
 def _out_of_memory(
-    error: BaseException, model: Any, placement: Placement, unit: str
+    error: BaseException, model: nn.Module, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
     # A full host raises a plain RuntimeError, so the type of error tells which memory is full.
     on_device = isinstance(error, torch.OutOfMemoryError)

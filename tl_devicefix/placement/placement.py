@@ -5,12 +5,12 @@ Loading, routing, moving and reporting all read the same `Placement`. `deciding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
+from torch import nn
 
 from tl_devicefix.misspelt import UnknownName, did_you_mean
 from tl_devicefix.placement.devices import (
@@ -51,7 +51,7 @@ class PlacedComponent(ComponentSize):
 
     device: torch.device
     offloaded: bool = False
-    """Whether its weights live in CPU memory, and are copied to its device while it runs."""
+    """True if its weights live in CPU memory, and are copied to its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
@@ -67,8 +67,8 @@ class Placement:
     sites: tuple[Site, ...] = field(default_factory=sites_here)
     """The host of each device, if there are several hosts."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        return self  # immutable, so a copied model can share it
+    def __deepcopy__(self, memo: object) -> Placement:
+        return self  # because nobody can change it, a copied model shares it
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -87,6 +87,7 @@ class Placement:
     @property
     def here(self) -> Placement:
         """The same placement without components on other hosts."""
+        # Not cached as itself, because a placement in a cycle would stay in use after its model.
         return self if self._here is None else self._here
 
     @cached_property
@@ -190,6 +191,7 @@ class Placement:
         if names_host(named):
             return site_named(str(named), self.sites).torch_device
         for memory in self.memories:
+            # By text, because `plan` may name GPUs that this machine lacks: "1" is "cuda:1".
             if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
                 return memory
         return resolve(named, self.home)
@@ -206,7 +208,7 @@ class Placement:
         )
         return Placement(tuple(gathered), self.sites)
 
-    def reweighed(self, model: Any) -> Placement:
+    def reweighed(self, model: nn.Module) -> Placement:
         """Return the same devices, with the present sizes of a model's components."""
         weighed = dict(self._by_name)
         for component, module in self.modules_of(model):
@@ -215,7 +217,7 @@ class Placement:
             weighed[component.name] = replace(component, weights=weights, buffers=buffers)
         return Placement(tuple(weighed.values()), self.sites)
 
-    def modules_of(self, model: Any) -> Iterator[tuple[PlacedComponent, Any]]:
+    def modules_of(self, model: nn.Module) -> Iterator[tuple[PlacedComponent, nn.Module]]:
         """Yield the components that a model has, each with its module."""
         modules = dict(model.named_modules())
         for component in self.components:
@@ -296,7 +298,7 @@ def is_block(name: str) -> bool:
     return name.partition(".")[2].partition(".")[0].isdecimal()
 
 
-def shared_once(on_one_device: Sequence[Any]) -> int:
+def shared_once(on_one_device: Iterable[ComponentSize]) -> int:
     """Return the bytes of buffers that components on one device hold, shared ones counted once."""
     copies = {component.shared or component.name: component.buffers for component in on_one_device}
     return sum(copies.values())

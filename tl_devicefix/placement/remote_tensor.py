@@ -12,7 +12,9 @@ activations needs to know nothing of other hosts. There are three kinds:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,9 +22,24 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tl_devicefix.placement.devices import storage_of
+from tl_devicefix.placement.devices import Host, storage_of
 
-_T: Any = torch.Tensor
+_numbers = count(1)
+
+
+class RemoteHandle:
+    """A number of something that a worker keeps, until this object is freed."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.number, self.has_graph = host, next(_numbers), False
+        # Not at exit, because workers end with this process.
+        weakref.finalize(self, host.forgotten.append, self.number).atexit = False
+
+    def __deepcopy__(self, memo: object) -> RemoteHandle:
+        return self  # because a second one of the same number would free it too early
+
+
+_T: Any = torch.Tensor  # because type checkers know no `__get__` of its attributes
 _FACTS = frozenset(
     [
         *(_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.__len__),
@@ -46,24 +63,23 @@ class RemoteTensor(torch.Tensor):
         handle: what keeps a cached activation on its host; None of other kinds.
     """
 
-    handle: Any
-    _is_param: bool  # so torch takes it for a parameter
+    handle: RemoteHandle | None
+    _is_param: bool  # because torch takes what has it for a parameter
     _weight_is: str
     _waits: bool
     _fetch: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
 
-    @staticmethod
     def __new__(
-        cls: Any,
+        cls,
         fetch: Callable[[], torch.Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         weight_is: str = "",
         waits: bool = False,
-        handle: Any = None,
-    ) -> Any:
+        handle: RemoteHandle | None = None,
+    ) -> RemoteTensor:
         """Make one whose values `fetch` returns.
 
         Args:
@@ -96,21 +112,25 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         this = args[0] if args and type(args[0]) is RemoteTensor else None
         if this is not None and this._value is None:
             if func in _FACTS or (func in _WITHOUT_GRAPH and not this._waits):
-                with DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():  # because these call this method again
                     return func(*args, **kwargs)
             is_same = func in (_T.detach, _T.data.__get__) and not this._waits
             if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
-            # Because `cache.remove_batch_dim()` indexes all entries, of which few are read.
+            # Not read yet, because `cache.remove_batch_dim()` indexes all entries; few are read.
             if func is _T.__getitem__ and _is_basic(args[1]) and not this._waits:
                 shape = torch.empty(this.shape, device="meta")[args[1]].shape
-                fetch = functools.partial(_item, this, args[1])
+                fetch = functools.partial(lambda whole, index: whole.read()[index], this, args[1])
                 return RemoteTensor(fetch, shape, this.dtype, this.device, this._weight_is)
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}  # where the weights are, by their storages here
@@ -137,15 +157,17 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Because calls from C++ pass `__torch_function__` by.
+        # Here too, because calls from C++ pass `__torch_function__` by.
         return cls.__torch_function__(func, types, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        # A weight stays, because a copied model has its blocks on the same hosts.
         return self if self._weight_is else self.read().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Saved as a plain tensor, because the host is gone when it is loaded again.
         return self.read().__reduce_ex__(protocol)
 
 
@@ -155,10 +177,11 @@ def plain(value: Any) -> Any:
 
 
 def _changes_nothing(
-    func: Any, tensor: RemoteTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: object, tensor: RemoteTensor, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
     """Return True for a `to` the same device and dtype, and for freezing a weight."""
     if func in (_T.requires_grad_, _T.requires_grad.__set__):
+        # Libraries freeze whole models, and weights of other hosts are frozen already.
         return bool(tensor._weight_is) and args == (False,)
     return (
         func is _T.to
@@ -172,19 +195,18 @@ def _changes_nothing(
     )
 
 
-def _is_basic(index: Any) -> bool:
+def _is_basic(index: object) -> bool:
     """Return True if indexing gives a view, whatever the values are."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
-def _item(tensor: RemoteTensor, index: Any) -> torch.Tensor:
-    return tensor.read()[index]
-
-
-def _refuse_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_changes(
+    func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     """Refuse to change a weight, because the change would not reach its host."""
     name = func.__name__.partition(".")[0]
+    # As torch names them: `x[i] = 1`, `add_` but not `__add__`, and `__iadd__`.
     in_place = (
         name in ("__set__", "__setitem__")
         or (name.endswith("_") and not name.endswith("__"))
@@ -194,7 +216,7 @@ def _refuse_changes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     refuse_weights(changed)
 
 
-def refuse_weights(tensors: Iterable[Any]) -> None:
+def refuse_weights(tensors: Iterable[object]) -> None:
     """Refuse weights of other hosts.
 
     Raises:
@@ -210,5 +232,6 @@ def refuse_weights(tensors: Iterable[Any]) -> None:
 
 
 @register_optimizer_step_pre_hook
-def _refuse_to_train(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _refuse_to_train(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    # Before the step, because foreach kernels of optimizers would change only some weights.
     refuse_weights(p for group in optimizer.param_groups for p in group["params"])

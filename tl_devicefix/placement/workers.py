@@ -11,12 +11,18 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
+
+Unit = TypeVar("Unit")
+Result = TypeVar("Result")
+Setting = Callable[[], object]
+"""Sets something of the thread that calls it."""
+Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 one_load = threading.RLock()
 """Held while a load changes what all threads see: one load at a time.
@@ -32,10 +38,10 @@ The workers of a load may not take it, because the thread that waits for them ho
 
 
 def each_on_its_device(
-    do: Callable[[Any], None],
-    units: Sequence[Any],
+    do: Callable[[Unit], None],
+    units: Sequence[Unit],
     devices: Sequence[torch.device],
-    done: Callable[[], Any] = lambda: None,
+    done: Callable[[], object] = lambda: None,
 ) -> None:
     """Call `do` for each unit, in a thread for each device if there are several.
 
@@ -63,9 +69,8 @@ def each_on_its_device(
         cores = max(1, all_cores // len(of_each))
         caller = CallersState(of_each)
         workers = {device: stack.enter_context(threads(1)) for device in of_each}
-        stack.callback(
-            lambda: [future.cancel() for future in begun]
-        )  # before the pools wait for their threads
+        # Entered after the pools, because it has to run before they wait for their threads.
+        stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
         for future in as_completed(begun):
@@ -82,21 +87,21 @@ def each_on_its_device(
         errors.clear()  # because the traceback of one would keep the others alive
 
 
-def _on_cores(cores: int, do: Callable[[Any], None], unit: Any) -> None:
+def _on_cores(cores: int, do: Callable[[Unit], None], unit: Unit) -> None:
     torch.set_num_threads(cores)
     do(unit)
 
 
 @contextlib.contextmanager
-def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
+def threads(count: int, thread_name_prefix: str = "") -> Iterator[ThreadPoolExecutor]:
     """Make a pool of threads, all of which end with the `with` block, even after an interrupt."""
-    pool = ThreadPoolExecutor(count, **options)
+    pool = ThreadPoolExecutor(count, thread_name_prefix)
     try:
         yield pool
     finally:
         try:
             pool.shutdown(cancel_futures=True)
-        except BaseException:
+        except BaseException:  # an interrupt while it waited, so we wait again
             pool.shutdown()
             raise
 
@@ -113,22 +118,21 @@ class CallersState:
         devices = tuple(devices)
         types = tuple(dict.fromkeys(device.type for device in devices))
         self._context = contextvars.copy_context()
-        self._set: list[Callable[[], Any]] = [
+        self._set: list[Setting] = [
             functools.partial(torch.set_num_threads, torch.get_num_threads()),
             *(setting for device in devices for setting in _current_stream(device)),
             # After the streams, because setting a stream makes its device the current one.
             *(setting for kind in types for setting in _current_device(kind)),
         ]
         multithreading = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
-        self._enter: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+        self._enter: list[Context] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
             # Only enabled types, because some types of device do not support autocast.
             *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
         ]
-        autograd: Any = torch._C._autograd
-        hooks = autograd._top_saved_tensors_default_hooks(True)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None:  # the innermost, because only that one is called
             self._enter.append(functools.partial(saved_tensors_hooks, *hooks))
         # Pushed without __enter__, because its effects belong to the caller's thread.
@@ -140,11 +144,12 @@ class CallersState:
             ),
         ]
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Result], *args: object) -> Result:
         """Call a function in this thread with these settings."""
+        # A copy for each call, because a context can be entered by one thread at a time.
         return self._context.copy().run(self._run, function, args)
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _run(self, function: Callable[..., Result], args: tuple[object, ...]) -> Result:
         for setting in self._set:
             setting()
         with contextlib.ExitStack() as stack:
@@ -156,18 +161,18 @@ class CallersState:
             return function(*args)
 
 
-def _current_device(kind: str) -> Iterator[Callable[[], Any]]:
+def _current_device(kind: str) -> Iterator[Setting]:
     module = torch.get_device_module(kind)
     if kind != "cpu" and hasattr(module, "current_device"):
         yield functools.partial(module.set_device, module.current_device())
 
 
-def _current_stream(device: torch.device) -> Iterator[Callable[[], Any]]:
+def _current_stream(device: torch.device) -> Iterator[Setting]:
     module = torch.get_device_module(device.type)
     if device.type != "cpu" and hasattr(module, "set_stream"):
         yield functools.partial(module.set_stream, module.current_stream(device))
 
 
-def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def _autocast(kind: str) -> Context:
     dtype, caching = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
     return functools.partial(torch.autocast, kind, dtype, True, caching)
