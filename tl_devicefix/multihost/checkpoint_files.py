@@ -15,6 +15,8 @@ from typing import Any
 
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory, snapshot
 
+HubArguments = dict[str, Any]
+"""Those arguments of a load by which the hub's files are found."""
 Files = dict[str, tuple[int, str]]
 """File -> its bytes, and a checksum of its tensors."""
 
@@ -23,7 +25,7 @@ _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 """Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
 
-def files_of(name: str, hub: dict[str, Any]) -> Files:
+def files_of(name: str, hub: HubArguments) -> Files:
     """Return a checkpoint's files on this host: a directory's, or those in the hub's cache."""
     try:
         folder = Path(name) if is_checkpoint_directory(name) else snapshot(name, **hub)
@@ -33,7 +35,7 @@ def files_of(name: str, hub: dict[str, Any]) -> Files:
     return {path.name: _file(path) for path in paths}
 
 
-def differences(files: Files, name: str, hub: dict[str, Any]) -> list[str]:
+def differences(files: Files, name: str, hub: HubArguments) -> list[str]:
     """Return how the files here differ from another host's."""
     own = files_of(name, hub)
     wrong = [f"has no {file}" for file in files.keys() - own.keys()]
@@ -51,22 +53,21 @@ def _file(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         for start, end in _parts(path, nbytes):
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
+            # The last sample ends with the part, because the distance may leave out its end.
             for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()
 
 
 def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
-    """Return the byte ranges to compare: a safetensors file's header and tensors.
-
-    For other files: the whole, and its end, because a `.bin` is a zip file with checksums there.
-    """
+    """Return the byte ranges to compare: a safetensors file's header and tensors, or the whole."""
     if path.suffix != ".safetensors":
+        # The end by itself, because a `.bin` is a zip file, which has checksums of its parts there.
         return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    data = 8 + length
+    data = 8 + length  # because the header's length takes 8 bytes, and offsets count from its end
     spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
     of_header = [(first, min(first + _WHOLE, data)) for first in range(0, data, _WHOLE)]
     return [*of_header, *((data + first, data + end) for first, end in spans)]

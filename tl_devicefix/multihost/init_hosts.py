@@ -11,7 +11,8 @@ import threading
 import traceback
 import warnings
 from collections import Counter
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 import transformers.utils.logging as hf_logging
@@ -30,6 +31,13 @@ _PATIENCE, _TO_ANSWER = 5.0, 10.0
 """Seconds to wait for a call, and then for the answer to a ping, which busy workers answer too."""
 _PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 _joining = threading.Lock()
+
+
+class Description(TypedDict):
+    """A worker's devices, and the versions of its packages."""
+
+    devices: tuple[str, ...]
+    versions: dict[str, str]
 
 
 def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
@@ -160,7 +168,7 @@ def _described(connection: RayConnection, wait: float) -> Host:
                 f"{connection.name} has {package} {there}, and this process has {version}: "
                 "install the same on both"
             )
-    return Host(connection, tuple(description["devices"]))
+    return Host(connection, description["devices"])
 
 
 def own_versions() -> dict[str, str]:
@@ -185,15 +193,15 @@ class WorkerActor(Worker):
         indices = range(torch.accelerator.device_count())
         super().__init__([f"{accelerator.type}:{i}" for i in indices] if accelerator else ["cpu"])
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Description:
         """Return the worker's devices, and the versions of its packages."""
         return {"devices": self.devices, "versions": own_versions()}
 
     def ping(self) -> None:
         """Give a sign of life."""
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the worker."""
+    def call(self, method: str, arguments: object) -> object:
+        """Call a method of the worker, with tensors packed."""
         return _packed(getattr(self, method)(*_unpacked(arguments)))
 
 
@@ -211,12 +219,8 @@ class _Packed:
         return tensor
 
 
-def _packed(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, _Packed, value)
-
-
-def _unpacked(value: Any) -> Any:
-    return tree_map_only(_Packed, _Packed.unpack, value)
+_packed = partial(tree_map_only, torch.Tensor, _Packed)
+_unpacked = partial(tree_map_only, _Packed, _Packed.unpack)
 
 
 class RayConnection:
@@ -235,17 +239,18 @@ class RayConnection:
         self.name = name
         self._ray = ray
         self._n_gpus = n_gpus
-        actor = ray.remote(
-            num_cpus=0,
+        remote: Any = ray.remote  # because Ray's types have no options of actors
+        actor = remote(
+            num_cpus=0,  # because Ray's other jobs may have taken all of them
             num_gpus=n_gpus,
             max_restarts=0,
             max_concurrency=_CALLS_AT_ONCE,
-            concurrency_groups={_PINGS: 1},
+            concurrency_groups={_PINGS: 1},  # so a ping needs no thread of the calls
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )(WorkerActor)
         self._actor = actor.remote(torch.get_num_threads())
 
-    def describe(self, wait: float) -> dict[str, Any]:
+    def describe(self, wait: float) -> Description:
         """Wait until the worker has started, and return its description.
 
         Raises:
@@ -253,7 +258,7 @@ class RayConnection:
         """
         ray = self._ray
         try:
-            description: dict[str, Any] = ray.get(self._actor.describe.remote(), timeout=wait)
+            description: Description = ray.get(self._actor.describe.remote(), timeout=wait)
         except ray.exceptions.GetTimeoutError:
             in_use = f"; it needs all {self._n_gpus:g} GPUs of the node" if self._n_gpus else ""
             raise RuntimeError(
@@ -265,7 +270,7 @@ class RayConnection:
             raise RuntimeError(f"{self.name} cannot start a worker: {last_line}") from error
         return description
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the worker, and wait for its result."""
         ray = self._ray
         if not ray.is_initialized():  # because Ray would start a cluster

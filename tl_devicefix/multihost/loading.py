@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from tl_devicefix.multihost.checkpoint_files import files_of
+from torch import nn
+
+from tl_devicefix.multihost.checkpoint_files import HubArguments, files_of
 from tl_devicefix.multihost.remote_block import RemoteModel, attach
 from tl_devicefix.multihost.worker import worker_of
 from tl_devicefix.placement.devices import Host, host_of, is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 
+# A worker gets the name and a map of its own, and needs no tokenizer.
 _NOT_PASSED_ON = (
     *("cls", "model_name", "hf_model", "tokenizer", "device", "n_devices", "move_to_device"),
     *("device_map", "max_memory"),
@@ -24,7 +26,7 @@ _NOT_PASSED_ON = (
 
 @contextlib.contextmanager
 def loading_elsewhere(
-    placement: Placement, load: str, name: str, arguments: dict[str, Any], **hub: Any
+    placement: Placement, load: str, name: str, arguments: dict[str, object], **hub: object
 ) -> Iterator[dict[str, RemoteModel]]:
     """Make other hosts load their blocks within a `with` block, and wait for them at its end.
 
@@ -54,7 +56,7 @@ def loading_elsewhere(
     check_files(hosts, name, hub)
     models = {host: RemoteModel(host, placement.home) for host in hosts}
     passed_on = {key: value for key, value in arguments.items() if key not in _NOT_PASSED_ON}
-    with threads(len(hosts)) as pool:
+    with threads(len(hosts)) as pool:  # because hosts load at the same time, as home does
         loads = []
         for host in hosts:
             device_map = dict.fromkeys((c.name for c in placement.components), None)
@@ -67,13 +69,13 @@ def loading_elsewhere(
             loaded.result()
 
 
-def attach_blocks(model: Any, remotes: dict[str, RemoteModel]) -> None:
+def attach_blocks(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
     """Turn blocks without values into remote blocks."""
     for name, remote in remotes.items():
         attach(model.get_submodule(name), remote, int(name.rpartition(".")[2]), name)
 
 
-def check_files(hosts: list[Host], name: str, hub: dict[str, Any]) -> None:
+def check_files(hosts: list[Host], name: str, hub: HubArguments) -> None:
     """Check that other hosts have this host's files of a checkpoint.
 
     Raises:

@@ -23,7 +23,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
     EntryState,
+    Setting,
     is_cache,
     layer_of_cache,
     set_tensors,
@@ -51,9 +52,11 @@ from tl_devicefix.multihost.kv_caches import (
 )
 from tl_devicefix.multihost.worker import (
     HAS_MLP_IN,
+    Geometry,
     Reply,
     Request,
     Step,
+    as_sent,
     config_at,
     settings,
     worker_of,
@@ -78,7 +81,7 @@ class RemoteModel(RemoteHandle):
         self.home = home
         self.changed: set[str] = set()
 
-    def weight(self, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteTensor:
         """Return a weight or buffer, which is fetched when it is used."""
 
         def fetch() -> torch.Tensor:
@@ -87,7 +90,9 @@ class RemoteModel(RemoteHandle):
         is_there = f"{name} is on {self.host.connection.name}"
         return RemoteTensor(fetch, shape, dtype, self.home, is_there)
 
-    def kept(self, handle: RemoteHandle, name: str, shape: Any, dtype: torch.dtype) -> RemoteTensor:
+    def kept(
+        self, handle: RemoteHandle, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> RemoteTensor:
         """Return an activation that the host keeps, or a named tensor of a KV cache."""
 
         def fetch() -> torch.Tensor:
@@ -106,7 +111,7 @@ class _Record:
 
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
         self.remote, self.index = remote, index
-        self.forms: dict[Any, type] = {}
+        self.forms: dict[tuple[object, ...], type] = {}
         self.look_at(block)
 
     def look_at(self, block: nn.Module) -> None:
@@ -132,7 +137,7 @@ class _Record:
                 listened[path] = all(map(only_looks, hooks))
         return listened
 
-    def changed_settings(self, block: nn.Module) -> dict[str, dict[str, Any]]:
+    def changed_settings(self, block: nn.Module) -> dict[str, dict[str, object]]:
         """Return the settings that its worker has to have, by the paths of the configs."""
         changed = self.remote.changed
         for path, loaded in self._configs.items():
@@ -151,14 +156,14 @@ class _Record:
             f"effect: {why}; {remedy}, or load the model on this host's devices alone"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        return self
+    def __deepcopy__(self, memo: object) -> _Record:
+        return self  # because copies of a block are of the same block there
 
 
 _SENT = (type(None), bool, int, float, str, torch.dtype)
 
 
-def _is_known(config: Any) -> bool:
+def _is_known(config: object) -> bool:
     return package_of(type(config)) in ("transformer_lens", "transformers")
 
 
@@ -193,12 +198,14 @@ class RemoteModule(nn.Module):
         if not name.startswith("hook_"):  # a module may be put in a hook point's place
             self._refuse(f"{name} was", done)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> RemoteModule:
         """Convert what is at home: modules in the place of hook points."""
         refuse_to_convert(self, fn)
         for child in self.children():
             child._apply(fn)
-        return self
+        return self  # as torch's, whose `to` returns what this does
 
 
 _SET_BY_LIBRARIES = frozenset(
@@ -214,16 +221,16 @@ class RemotePart(RemoteModule):
     """A module within a remote block."""
 
 
-def _checked(method: str, check: Callable[[Any, Any], None]) -> Callable[..., Any]:
-    def register(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked(method: str, check: Callable[[Any, Any], None]) -> Callable[..., object]:
+    def register(self: RemoteModule, given: object, *args: object, **kwargs: object) -> object:
         check(self, given)
         return getattr(nn.Module, method)(self, given, *args, **kwargs)
 
     return register
 
 
-def _check_hook(part: RemotePart, hook: Any) -> None:
-    # A Bridge of TransformerLens wires its blocks here as there.
+def _check_hook(part: RemotePart, hook: object) -> None:
+    # Not those of a Bridge itself, because it wires its blocks here as there.
     of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
     if not (of_bridge or records(hook)):
         part._refuse("hooks of torch's were")
@@ -239,8 +246,8 @@ for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "b
 class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on it as a whole act here."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":  # it acts here, around the call
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "forward":  # allowed, because it acts here, around the call
             vars(self)[name] = value
         else:
             super().__setattr__(name, value)
@@ -249,7 +256,7 @@ class RemoteBlock(RemoteModule):
 _WAITING = "remote blocks"
 
 
-def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Any:
+def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> object:
     """Run it there; within a forward of the model, together with the blocks that follow."""
     record: _Record = vars(self)[_REMOTE]
     for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):  # a Bridge's
@@ -283,7 +290,7 @@ def together() -> Iterator[None]:
         kept[_WAITING].run_rest()  # because hooks look at them, although nobody reads the output
 
 
-def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
+def attach(block: nn.Module, remote: RemoteModel, layer: int, name: str) -> None:
     """Make a block a remote one.
 
     Args:
@@ -301,12 +308,12 @@ def attach(block: Any, remote: RemoteModel, layer: int, name: str) -> None:
                     tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
         if not isinstance(module, HookPoint):
             vars(module)[_REMOTE] = record
-            cls: Any = type(module)
-            module.__class__ = _remote_class(cls, RemotePart if path else RemoteBlock)
+            # Its class and not the module, because hooks and other modules refer to the module.
+            module.__class__ = _remote_class(module.__class__, RemotePart if path else RemoteBlock)
 
 
 @cache
-def _remote_class(cls: Any, mixin: Any) -> type:
+def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # The mixin comes last, because Python lets a module change its class only to one whose first
     # base is the class that it had.
     of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
@@ -314,12 +321,12 @@ def _remote_class(cls: Any, mixin: Any) -> type:
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
 
-def is_remote(block: Any) -> bool:
+def is_remote(block: object) -> TypeGuard[RemoteBlock]:
     """Return True for a block on another host."""
     return isinstance(block, RemoteBlock)
 
 
-def call_everywhere(model: Any, method: str, arguments: dict[str, Any]) -> None:
+def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object]) -> None:
     """Call a method that changes weights on all hosts that have blocks of a model."""
     blocks = list(filter(is_remote, model.modules()))
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
@@ -379,15 +386,20 @@ class _Step:
     And after each hook, in `check_after_hook`: what that has done to the same block.
     """
 
-    def __init__(self, block: Any, record: _Record, args: list[Any], kwargs: Any) -> None:
+    def __init__(
+        self, block: RemoteBlock, record: _Record, args: list[object], kwargs: dict[str, object]
+    ) -> None:
         self.block, self.record, self.form = block, record, (len(args), *kwargs)
         why = _why_not_now()
         if why is None and block.training and not hasattr(block, "cfg"):  # it may have dropout
             why = "the model is in training mode"
         if why is not None:
             raise record.refusal(why)
-        self.entry: Any = None
-        self.arguments = self._marked(dict(enumerate(args))), self._marked(kwargs)
+        self.entry: object = None
+        self.arguments = (
+            list(map(self._marked, args)),
+            {k: self._marked(v) for k, v in kwargs.items()},
+        )
         listened = record.listened(block)
         self.taps = [name for name, looks in listened.items() if not looks]
         self.cached = {
@@ -407,26 +419,25 @@ class _Step:
                 "return a new tensor there instead",
             )
 
-    def _marked(self, arguments: dict[Any, Any]) -> dict[Any, Any]:
-        """Return arguments with a mark in the place of a KV cache."""
-        marked = dict(arguments)
-        for name, value in arguments.items():
-            if hasattr(value, "past_keys"):
-                self.entry, marked[name] = value, ENTRY
-            elif is_cache(value):
-                self.entry, marked[name] = layer_of_cache(value, self.record.index), CACHE
-                if self.entry is None:
-                    raise self.record.refusal(
-                        f"a {type(value).__name__} is used: only a DynamicCache goes there"
-                    )
-        return marked
+    def _marked(self, argument: object) -> object:
+        """Return an argument, or a mark in the place of a KV cache."""
+        if hasattr(argument, "past_keys"):
+            self.entry = argument
+            return ENTRY
+        if not is_cache(argument):
+            return argument
+        self.entry = layer_of_cache(argument, self.record.index)
+        if self.entry is None:
+            raise self.record.refusal(
+                f"a {type(argument).__name__} is used: only a DynamicCache goes there"
+            )
+        return CACHE
 
     def message(self) -> Step:
         """Return it as the worker is told of it."""
-        args, kwargs = self.arguments
         return {
             "layer": self.record.index,
-            "arguments": (list(args.values()), kwargs),
+            "arguments": self.arguments,
             "taps": {name: _kinds(self.block.get_submodule(name)) for name in self.taps},
             "cached": {name: handle.number for name, handle in self.cached.items()},
             "fused": is_fused(self.block) and is_enabled(),
@@ -457,7 +468,7 @@ class _Step:
             "new": self.grown.number,
         }
 
-    def has_grown(self, settings: dict[str, Any], geometry: dict[str, Any]) -> None:
+    def has_grown(self, settings: dict[str, Setting], geometry: dict[str, Geometry]) -> None:
         """Have the entry's keys and values be those that the worker keeps."""
         self.grown.has_graph = torch.is_grad_enabled()
         vars(self.entry).update(settings)
@@ -465,7 +476,7 @@ class _Step:
         set_tensors(self.entry, {name: kept(name, *like) for name, like in geometry.items()})
 
 
-def _kinds(point: Any) -> list[str]:
+def _kinds(point: nn.Module) -> list[str]:
     """Return the kinds of a hook point's hooks; a module in its place is a forward one."""
     return [kind for kind in ("fwd", "bwd") if getattr(point, f"{kind}_hooks", kind == "fwd")]
 
@@ -477,12 +488,14 @@ class _WaitingBlocks:
         self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
         self._steps: list[_Step] = []
         self._output: RemoteTensor | None = None
-        self.returned: Any = None
+        self.returned: torch.Tensor | tuple[Any, ...] = ()
 
-    def continue_with(self, x: Any, remote: RemoteModel) -> bool:
+    def continue_with(self, x: torch.Tensor, remote: RemoteModel) -> bool:
         """Return True if a block of `remote` that is given `x` follows."""
-        is_next = x is self._output and remote is self._remote
-        return is_next and not x.is_fetched and self._has_graph == torch.is_grad_enabled()
+        if x is not self._output or remote is not self._remote:
+            return False
+        # Not once it is fetched, because somebody may have changed the values.
+        return not self._output.is_fetched and self._has_graph == torch.is_grad_enabled()
 
     def add(self, step: _Step) -> RemoteTensor:
         """Let a block follow; return its output."""
@@ -505,9 +518,8 @@ class _WaitingBlocks:
             )
         with torch.set_grad_enabled(self._has_graph):
             self.returned = _RemoteRun(self._remote, self._steps).run(self._x)
-        is_tensor = isinstance(self.returned, torch.Tensor)
-        output: torch.Tensor = self.returned if is_tensor else self.returned[0]
-        return output
+        returned = self.returned
+        return returned if isinstance(returned, torch.Tensor) else returned[0]
 
 
 class _RemoteRun(RemoteHandle):
@@ -519,7 +531,7 @@ class _RemoteRun(RemoteHandle):
         self._reply: Reply
         self.n_parts = 0
 
-    def run(self, x: torch.Tensor) -> Any:
+    def run(self, x: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
         given = tree_leaves([x, [step["arguments"] for step in steps]])
@@ -538,7 +550,8 @@ class _RemoteRun(RemoteHandle):
         }
         ask = partial(self._begin, request)
         # The tensors that the worker has too, in its order: a hook may get one of them again.
-        shared, inputs, token = [x], [given[index] for index in leaves], None
+        shared, inputs = [x], [given[index] for index in leaves]
+        token: torch.Tensor | None = None
         while True:
             value, token = self._part(token, inputs, ask)
             reply = self._reply
@@ -546,8 +559,8 @@ class _RemoteRun(RemoteHandle):
                 step = self._steps[number]
                 cached = self._remote.kept(step.cached[point], "", shape, dtype)
                 step.block.get_submodule(point)(cached)
-            for number, *state in reply["grown"]:
-                self._steps[number].has_grown(*state)
+            for number, entry_settings, geometry in reply["grown"]:
+                self._steps[number].has_grown(entry_settings, geometry)
             if not reply["tap"]:
                 return self._returned(value)
             same_as = reply["same_as"]
@@ -560,7 +573,9 @@ class _RemoteRun(RemoteHandle):
             inputs = [hooked] if needs_gradient else []
             ask = partial(self._proceed, hooked if is_changed else None, in_place)
 
-    def _hooked(self, activation: Any, shared: list[torch.Tensor]) -> tuple[Any, bool]:
+    def _hooked(
+        self, activation: torch.Tensor, shared: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, bool]:
         """Run a tap's hooks; return the activation after them, and True if they wrote to it."""
         step, name = self._steps[self._reply["step"]], self._reply["tap"]
         others = [(tensor, version_of(tensor)) for tensor in shared if tensor is not activation]
@@ -571,33 +586,39 @@ class _RemoteRun(RemoteHandle):
         is_written = version_of(activation) != version or not torch.equal(activation, before)
         return hooked, hooked is activation and is_written
 
-    def _returned(self, output: torch.Tensor) -> Any:
+    def _returned(self, output: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
         """Return what the last block does, in the same form."""
         last, value = self._steps[-1], self._reply["value"]
         if isinstance(value, torch.Tensor):
             last.record.forms[last.form] = torch.Tensor
             return output
-        if len(value) == 1:
+        if len(value) == 1:  # longer ones are not known before the block has run
             last.record.forms[last.form] = tuple
         home = self._remote.home
         return (output, *tree_map_only(torch.Tensor, lambda part: part.to(home), value[1:]))
 
-    def _part(self, token: Any, inputs: list[Any], ask: Callable[[], torch.Tensor]) -> Any:
+    def _part(
+        self,
+        token: torch.Tensor | None,
+        inputs: list[torch.Tensor],
+        ask: Callable[[], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not torch.is_grad_enabled():
             return ask(), None
-        return _Part.apply(self, ask, token, *inputs)
+        part: tuple[torch.Tensor, torch.Tensor] = _Part.apply(self, ask, token, *inputs)
+        return part
 
     def _begin(self, request: Request) -> torch.Tensor:
         forget = self.host.take_forgotten()
-        return self._replied("begin", self._remote.number, _sent(request), forget)
+        return self._replied("begin", self._remote.number, as_sent(request), forget)
 
     def _proceed(self, given: torch.Tensor | None, in_place: bool) -> torch.Tensor:
         needs_gradient = given is not None and given.requires_grad
-        return self._replied("proceed", _sent(given), needs_gradient, in_place)
+        return self._replied("proceed", as_sent(given), needs_gradient, in_place)
 
-    def _replied(self, method: str, *arguments: Any) -> torch.Tensor:
+    def _replied(self, method: str, *arguments: object) -> torch.Tensor:
         """Ask the worker; return the activation, at home."""
-        with torch.inference_mode(False):  # so that writes to the activation are counted
+        with torch.inference_mode(False):  # because in it, writes to the activation are not counted
             self._reply = getattr(worker_of(self.host), method)(self.number, *arguments)
             self.has_graph = self._reply["has_graph"]
             self.n_parts += 1
@@ -613,7 +634,13 @@ class _Part(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: _RemoteRun, ask: Any, token: Any, *inputs: Any) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]  # because torch's takes any arguments
+        ctx: Any,
+        run: _RemoteRun,
+        ask: Callable[[], torch.Tensor],
+        token: torch.Tensor | None,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.run, ctx.number, ctx.devices = run, run.n_parts, [item.device for item in inputs]
         ctx.set_materialize_grads(False)
         output = ask()
@@ -622,20 +649,18 @@ class _Part(torch.autograd.Function):
         return output, torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any, of_token: Any) -> Any:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, gradient: torch.Tensor | None, of_token: object
+    ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "gradients of gradients do not pass through blocks of other hosts: leave out "
                 "create_graph=True, or load the model on this host's devices alone"
             )
+        # The backward's number, because the worker adds up gradients within one backward only.
         task = torch._C._current_graph_task_id()
         worker, run = worker_of(ctx.run.host), ctx.run.number
-        gradients = worker.backward(run, ctx.number, _sent(gradient), task)
+        gradients = worker.backward(run, ctx.number, as_sent(gradient), task)
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
         at_home += [None] * (len(ctx.devices) - len(at_home))
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home
-
-
-def _sent(value: Any) -> Any:
-    """Return what is sent: tensors on the CPU, without gradients."""
-    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)

@@ -28,22 +28,24 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import psutil
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformer_lens.hook_points import LensHandle
+from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.views import restore, view_of
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, one_forward
-from tl_devicefix.multihost.checkpoint_files import Files, differences
+from tl_devicefix.multihost.checkpoint_files import Files, HubArguments, differences
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
     EntryState,
+    Setting,
     as_argument,
     made_of,
     set_tensors,
@@ -51,7 +53,11 @@ from tl_devicefix.multihost.kv_caches import (
     tensors_of,
 )
 from tl_devicefix.placement.devices import Host, elsewhere, free_memory
+from tl_devicefix.placement.remote_tensor import plain
 
+Sent = TypeVar("Sent")
+Geometry = tuple[tuple[int, ...], torch.dtype]
+"""A tensor's shape and dtype."""
 HAS_MLP_IN = "_use_hook_mlp_in"
 """A flag that a Bridge's block has itself, and not its config."""
 
@@ -65,12 +71,12 @@ class Step(TypedDict):
     """
 
     layer: int
-    arguments: tuple[list[Any], dict[str, Any]]
+    arguments: tuple[list[object], dict[str, object]]
     taps: dict[str, list[str]]
     cached: dict[str, int]
     fused: bool
     has_mlp_in: bool | None
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, object]]
     entry: EntryState | None
 
 
@@ -85,8 +91,8 @@ class Request(TypedDict):
     steps: list[Step]
     leaves: list[int]
     graph: bool
-    settings: list[Any]
-    facts: Any
+    settings: list[object]
+    facts: object
 
 
 class Reply(TypedDict):
@@ -104,10 +110,10 @@ class Reply(TypedDict):
     same_as: int | None
     has_graph: bool
     cached: list[tuple[int, str, tuple[int, ...], torch.dtype]]
-    grown: list[tuple[int, dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]]
+    grown: list[tuple[int, dict[str, Setting], dict[str, Geometry]]]
 
 
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+_SETTINGS: list[tuple[Callable[[], object], Callable[[Any], object]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -118,12 +124,12 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 ]
 
 
-def settings() -> list[Any]:
+def settings() -> list[object]:
     """Return the settings of torch that change the numbers of a block."""
     return [get() for get, _ in _SETTINGS]
 
 
-def config_at(block: Any, path: str) -> Any:
+def config_at(block: nn.Module, path: str) -> object:
     """Return the config of a module in a block; None if it has none."""
     attributes = vars(block.get_submodule(path))
     return attributes.get("cfg") or attributes.get("config")
@@ -156,7 +162,7 @@ class Worker:
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
 
-    def differences(self, files: Files, name: str, hub: dict[str, Any]) -> list[str]:
+    def differences(self, files: Files, name: str, hub: HubArguments) -> list[str]:
         """Return how this host's files of a checkpoint differ from home's."""
         return differences(files, name, hub)
 
@@ -165,7 +171,7 @@ class Worker:
         number: int,
         load: str,
         name: str,
-        arguments: dict[str, Any],
+        arguments: dict[str, object],
         device_map: dict[str, int | None],
         forget: Sequence[int],
     ) -> None:
@@ -189,7 +195,7 @@ class Worker:
         loader = getattr(getattr(importlib.import_module(of), cls), method)
         self._kept[number] = _Model(loader(name, device_map=places, **arguments))
 
-    def apply(self, model: int, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def apply(self, model: int, method: str, arguments: dict[str, object]) -> dict[str, Geometry]:
         """Call a method of a model that changes weights; return shapes and dtypes of all here."""
         module = self._kept[model].module
         getattr(module, method)(**arguments)
@@ -200,12 +206,12 @@ class Worker:
     def weight(self, model: int, name: str) -> torch.Tensor:
         """Return a weight or buffer, by its name in the model."""
         path, _, name = name.rpartition(".")
-        return _sent(getattr(self._kept[model].module.get_submodule(path), name))
+        return as_sent(getattr(self._kept[model].module.get_submodule(path), name))
 
     def kept(self, number: int, name: str) -> torch.Tensor:
         """Return an activation that is kept, or a tensor of an entry by its name."""
         item = self._kept[number]
-        return _sent(getattr(item, name) if name else item)
+        return as_sent(getattr(item, name) if name else item)
 
     def begin(self, run: int, model: int, request: Request, forget: Sequence[int]) -> Reply:
         """Run blocks up to the first tap or the end, after `forget`."""
@@ -263,9 +269,9 @@ class _Model:
 
     def __init__(self, module: Any) -> None:
         self.module, self.blocks = module, module.blocks
-        self._views: dict[int, list[Any]] = {}
+        self._views: dict[int, list[nn.Module]] = {}
 
-    def borrow(self, layer: int) -> Any:
+    def borrow(self, layer: int) -> nn.Module:
         """Return a view of a block, because runs in flight must not see each other's hooks."""
         views = self._views.setdefault(layer, [])
         try:
@@ -273,7 +279,7 @@ class _Model:
         except IndexError:
             return view_of(self.blocks[layer])
 
-    def give_back(self, layer: int, view: Any) -> None:
+    def give_back(self, layer: int, view: nn.Module) -> None:
         """Keep a view for the next run."""
         restore(view)
         self._views[layer].append(view)
@@ -294,7 +300,7 @@ class _Part:
     """
 
     leaves: list[torch.Tensor]
-    edge: Any = None
+    edge: GradientEdge | None = None
     device: torch.device | None = None
 
 
@@ -304,14 +310,20 @@ class _PausableRun:
     def __init__(self, model: _Model, kept: dict[int, Any], request: Request) -> None:
         self._model, self._kept, self._request = model, kept, request
         self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
-        self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._cached: list[Any] = []
-        self._grown: list[Any] = []
+        # What `proceed` was called with; None ends the run.
+        self._arrivals: queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None] = (
+            queue.SimpleQueue()
+        )
+        self._clear_news()
         self._parts: list[_Part] = []
         # The tensors that home has too, in its order: x, then the activation of each tap.
         self._shared: list[torch.Tensor] = []
         self._task = -1
         self._gradients: dict[int, torch.Tensor] = {}
+
+    def _clear_news(self) -> None:
+        self._cached: list[tuple[int, str, tuple[int, ...], torch.dtype]] = []
+        self._grown: list[tuple[int, dict[str, Setting], dict[str, Geometry]]] = []
 
     def begin(self) -> Reply:
         """Run up to the first tap, or the end."""
@@ -319,7 +331,7 @@ class _PausableRun:
         given = tree_leaves([self._request["x"], [step["arguments"] for step in steps]])
         leaves = [given[index].requires_grad_() for index in self._request["leaves"]]
         self._parts.append(_Part(leaves))
-        if not any(step["taps"] for step in steps):
+        if not any(step["taps"] for step in steps):  # no thread, because nothing pauses it
             return self._run()
         threading.Thread(target=self._run_in_thread, daemon=True).start()
         return self._reply()
@@ -336,7 +348,7 @@ class _PausableRun:
 
     def end(self) -> None:
         """End it, if it is paused."""
-        self._arrivals.put((_Ended, False))
+        self._arrivals.put(None)
 
     def _reply(self) -> Reply:
         reply = self._replies.get()
@@ -356,13 +368,17 @@ class _PausableRun:
         request = self._request
         x = request["x"]  # [batch, pos, d_model]
         with torch.set_grad_enabled(request["graph"]), one_forward():
-            kept_in_forward()[FACTS] = request["facts"]
+            kept_in_forward()[FACTS] = request[
+                "facts"
+            ]  # because blocks here have no model's forward
             for number, step in enumerate(request["steps"]):
                 output = self._run_block(number, step, x)
                 x = output[0] if isinstance(output, tuple) else output
         return self._stopped(number, "", x, output)
 
-    def _run_block(self, number: int, step: Step, x: torch.Tensor) -> Any:
+    def _run_block(
+        self, number: int, step: Step, x: torch.Tensor
+    ) -> torch.Tensor | tuple[Any, ...]:
         layer, block = step["layer"], self._model.blocks[step["layer"]]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
         x, (args, kwargs) = tree_map_only(
@@ -381,6 +397,7 @@ class _PausableRun:
         if has_hooks:
             block = self._model.borrow(layer)
         try:
+            # Views share configs and flags, so each run sets them as home has them.
             for path, changes in step["config"].items():
                 vars(config_at(block, path)).update(changes)
             if is_fused(block) is not step["fused"]:
@@ -397,36 +414,39 @@ class _PausableRun:
             self._keep(number, step["entry"]["new"], entry, before)
         return output
 
-    def _entry(self, sent: EntryState, device: torch.device) -> Any:
+    def _entry(self, sent: EntryState, device: torch.device) -> object:
         """Return an entry that the block may append to."""
         if not isinstance(sent["tensors"], int):
             return made_of(sent["kind"], sent["settings"], sent["tensors"], device)
-        entry = copy.copy(self._kept[sent["tensors"]])
+        # A copy, because home may hold the shorter entry too, and give it to another run.
+        entry: object = copy.copy(self._kept[sent["tensors"]])
         vars(entry).update(sent["settings"])
         return entry
 
-    def _keep(self, number: int, key: int, entry: Any, before: dict[str, torch.Tensor]) -> None:
+    def _keep(self, number: int, key: int, entry: object, before: dict[str, torch.Tensor]) -> None:
         """Keep an entry if it has grown; a frozen one has not."""
         tensors = tensors_of(entry)
         if all(before.get(name) is tensor for name, tensor in tensors.items()):
             return
+        # Detached, because a kept graph would hold the activations of all earlier tokens.
         tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         set_tensors(entry, tensors)
         self._kept[key] = entry
         geometry = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self._grown.append((number, settings_of(entry), geometry))
 
-    def _put_hook(self, number: int, step: Step, name: str, point: Any) -> None:
-        """Put a hook of torch's on a hook point: home runs the conversions around a user's hook."""
+    def _put_hook(self, number: int, step: Step, name: str, point: HookPoint) -> None:
+        """Put a hook on a hook point that pauses the run, or keeps the activation."""
 
-        def cache(module: Any, args: Any, activation: torch.Tensor) -> None:
+        def cache(module: object, args: object, activation: torch.Tensor) -> None:
             self._kept[step["cached"][name]] = activation.detach()
             self._cached.append((number, name, tuple(activation.shape), activation.dtype))
 
-        def pause(module: Any, args: Any, activation: torch.Tensor) -> torch.Tensor:
+        def pause(module: object, args: object, activation: torch.Tensor) -> torch.Tensor:
             return self._pause(number, name, activation)
 
         is_tap = name in step["taps"]
+        # A hook of torch's, because home runs the conversions around a user's hook.
         handle = LensHandle(point.register_forward_hook(pause if is_tap else cache))
         # Because TransformerLens computes some activations only if these lists have hooks.
         kinds = step["taps"][name] if is_tap else ["fwd"]
@@ -438,11 +458,12 @@ class _PausableRun:
         shared = (index for index, one in enumerate(self._shared) if one is activation)
         same_as = next(shared, None)
         self._replies.put(self._stopped(number, name, activation, None, same_as))
-        given, in_place = self._arrivals.get()
-        if given is _Ended:
+        arrival = self._arrivals.get()
+        if arrival is None:
             raise _Ended
-        if in_place and not (activation.is_leaf and activation.requires_grad):
-            activation.copy_(given)  # so that tensors that share its memory change too
+        given, in_place = arrival
+        if given is not None and in_place and not (activation.is_leaf and activation.requires_grad):
+            activation.copy_(given)  # because tensors that share its memory have to change too
         elif given is not None:
             # A copy, because `given` is a leaf of the graph, and the block may write to it.
             activation = given.to(activation.device, copy=self._request["graph"])
@@ -462,7 +483,7 @@ class _PausableRun:
         number: int,
         name: str,
         activation: torch.Tensor,
-        output: Any = None,
+        output: object = None,
         same_as: int | None = None,
     ) -> Reply:
         has_graph = activation.requires_grad and same_as is None
@@ -474,13 +495,13 @@ class _PausableRun:
         reply: Reply = {
             "step": number,
             "tap": name,
-            "value": _sent(value) if same_as is None else None,
+            "value": as_sent(value) if same_as is None else None,
             "same_as": same_as,
             "has_graph": has_graph,
             "cached": self._cached,
             "grown": self._grown,
         }
-        self._cached, self._grown = [], []
+        self._clear_news()
         return reply
 
     def backward(
@@ -493,6 +514,7 @@ class _PausableRun:
         if gradient is not None and part.edge is not None:
             # A part may use leaves of earlier ones, whose gradients are kept until their turn.
             leaves = [leaf for earlier in self._parts[: number + 1] for leaf in earlier.leaves]
+            # The graph is kept, because home may call `backward` of its own graph again.
             made = torch.autograd.grad(
                 part.edge, leaves, gradient.to(part.device), retain_graph=True, allow_unused=True
             )
@@ -504,14 +526,13 @@ class _PausableRun:
 
 
 def _as_leaf(activation: torch.Tensor) -> torch.Tensor:
-    """Make an activation a leaf of the graph that follows: itself, unless it is a view.
-
-    Itself, because a Bridge's norms ask whether a hook has returned the same tensor.
-    """
-    if activation._is_view():
+    """Make an activation a leaf of the graph that follows: itself, unless it is a view."""
+    if activation._is_view():  # torch cannot detach a view in place
         return activation.detach().requires_grad_()
+    # Itself, because a Bridge's norms ask whether a hook has returned the same tensor.
     return activation.detach_().requires_grad_()
 
 
-def _sent(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu"), value)
+def as_sent(value: Sent) -> Sent:
+    """Return a value as it is sent: its tensors on the CPU, and without gradients."""
+    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)
