@@ -23,17 +23,7 @@ from tl_devicefix.placement.placement import in_short
 if TYPE_CHECKING:
     from tl_devicefix.types import Model
 
-__all__ = [
-    "ModelReport",
-    "PatchReport",
-    "disable",
-    "disabled",
-    "enable",
-    "enabled",
-    "is_enabled",
-    "report",
-    "table",
-]
+__all__ = ["disable", "disabled", "enable", "enabled", "is_enabled", "report", "table"]
 
 
 def table() -> tuple[Patch, ...]:

@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypedDict
 
@@ -141,21 +142,20 @@ def _check_that_it_answers(address: str) -> None:
         ) from error
 
 
-def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
-    """Return the nodes that get a worker, by name: "node-b", or "host1" if names are not unique."""
+def _other_nodes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the nodes that get a worker, by name: "node-b", or "host1" if names are not unique."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     names = Counter(node["NodeManagerHostname"] for node in alive)
     others = [node for node in alive if node["NodeID"] != own]
+    # Not those without GPUs, because one CPU would hold up all the others.
     others = [node for node in others if node["Resources"].get("GPU")] or others
     others.sort(key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
-    named = []
     for number, node in enumerate(others, 1):
         hostname = node["NodeManagerHostname"]
-        named.append((hostname if names[hostname] == 1 else f"host{number}", node))
-    return named
+        yield (hostname if names[hostname] == 1 else f"host{number}"), node
 
 
 def _described(connection: RayConnection, wait: float) -> Host:

@@ -175,6 +175,11 @@ class RemoteModule(nn.Module):
     """A module of a remote block. It refuses what is put into it, because its worker has others."""
 
     is_remote = True
+    # TransformerLens sets these here, and `Step` or `call_everywhere` has sent them too.
+    _may_be_set: tuple[str, ...] = (
+        *("training", "name", "config", "alibi"),
+        *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
+    )
 
     def _refuse(self, what: str, done: str = "put into it") -> None:
         record: _Record = vars(self)[_REMOTE]
@@ -185,7 +190,7 @@ class RemoteModule(nn.Module):
         is_note &= name != "_attention_dir_override"  # because attention reads it
         # A Bridge's attention takes its config out and puts it back while it is copied.
         is_other_config = name == "config" and None not in (value, vars(self).get(name))
-        if is_other_config or not (is_note or name in _SET_BY_LIBRARIES):
+        if is_other_config or not (is_note or name in self._may_be_set):
             self._check_name(name)
         super().__setattr__(name, value)
 
@@ -206,15 +211,6 @@ class RemoteModule(nn.Module):
         for child in self.children():
             child._apply(fn)
         return self  # as torch's, whose `to` returns what this does
-
-
-_SET_BY_LIBRARIES = frozenset(
-    (
-        *("training", "name", "config", "alibi"),
-        *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
-    )
-)
-"""Attributes that TransformerLens sets here, which `Step` or `call_everywhere` has sent too."""
 
 
 class RemotePart(RemoteModule):
@@ -246,11 +242,7 @@ for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "b
 class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on it as a whole act here."""
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "forward":  # allowed, because it acts here, around the call
-            vars(self)[name] = value
-        else:
-            super().__setattr__(name, value)
+    _may_be_set = *RemoteModule._may_be_set, "forward"  # because that acts here, around the call
 
 
 _WAITING = "remote blocks"
@@ -287,7 +279,8 @@ def together() -> Iterator[None]:
     kept[_WAITING] = None
     yield
     if kept[_WAITING] is not None:
-        kept[_WAITING].run_rest()  # because hooks look at them, although nobody reads the output
+        # Because their hooks have to run, although nobody has read the output.
+        kept[_WAITING].output.read()
 
 
 def attach(block: nn.Module, remote: RemoteModel, layer: int, name: str) -> None:
@@ -396,10 +389,8 @@ class _Step:
         if why is not None:
             raise record.refusal(why)
         self.entry: object = None
-        self.arguments = (
-            list(map(self._marked, args)),
-            {k: self._marked(v) for k, v in kwargs.items()},
-        )
+        named = {name: self._marked(value) for name, value in kwargs.items()}
+        self.arguments = list(map(self._marked, args)), named
         listened = record.listened(block)
         self.taps = [name for name, looks in listened.items() if not looks]
         self.cached = {
@@ -487,27 +478,22 @@ class _WaitingBlocks:
     def __init__(self, remote: RemoteModel, x: torch.Tensor) -> None:
         self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
         self._steps: list[_Step] = []
-        self._output: RemoteTensor | None = None
+        self.output: RemoteTensor | None = None
         self.returned: torch.Tensor | tuple[Any, ...] = ()
 
     def continue_with(self, x: torch.Tensor, remote: RemoteModel) -> bool:
         """Return True if a block of `remote` that is given `x` follows."""
-        if x is not self._output or remote is not self._remote:
+        if self.output is None or x is not self.output or remote is not self._remote:
             return False
         # Not once it is fetched, because somebody may have changed the values.
-        return not self._output.is_fetched and self._has_graph == torch.is_grad_enabled()
+        return not self.output.is_fetched and self._has_graph == torch.is_grad_enabled()
 
     def add(self, step: _Step) -> RemoteTensor:
         """Let a block follow; return its output."""
         self._steps.append(step)
         like = self._x.shape, self._x.dtype, self._x.device  # [batch, pos, d_model]
-        self._output = RemoteTensor(partial(self._run, len(self._steps)), *like, waits=True)
-        return self._output
-
-    def run_rest(self) -> None:
-        """Run the blocks, unless somebody has read the output."""
-        if self._output is not None:
-            self._output.read()
+        self.output = RemoteTensor(partial(self._run, len(self._steps)), *like, waits=True)
+        return self.output
 
     def _run(self, n_steps: int) -> torch.Tensor:
         if n_steps != len(self._steps):
@@ -605,7 +591,7 @@ class _RemoteRun(RemoteHandle):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not torch.is_grad_enabled():
             return ask(), None
-        part: tuple[torch.Tensor, torch.Tensor] = _Part.apply(self, ask, token, *inputs)
+        part: tuple[torch.Tensor, torch.Tensor] = _PartOfGraph.apply(self, ask, token, *inputs)
         return part
 
     def _begin(self, request: Request) -> torch.Tensor:
@@ -627,11 +613,10 @@ class _RemoteRun(RemoteHandle):
             return torch.empty(0) if first is None else first.to(self._remote.home)
 
 
-class _Part(torch.autograd.Function):
-    """One part of a run, in home's graph.
+class _PartOfGraph(torch.autograd.Function):
+    """One part of a run, in home's graph."""
 
-    Each takes a token from the part before, so that autograd runs them in order, the last first.
-    """
+    # Each takes a token from the part before, because autograd has to run the last one first.
 
     @staticmethod
     def forward(  # type: ignore[override]  # because torch's takes any arguments

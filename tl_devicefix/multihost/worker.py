@@ -314,16 +314,13 @@ class _PausableRun:
         self._arrivals: queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None] = (
             queue.SimpleQueue()
         )
-        self._clear_news()
+        self._cached: list[tuple[int, str, tuple[int, ...], torch.dtype]] = []
+        self._grown: list[tuple[int, dict[str, Setting], dict[str, Geometry]]] = []
         self._parts: list[_Part] = []
         # The tensors that home has too, in its order: x, then the activation of each tap.
         self._shared: list[torch.Tensor] = []
         self._task = -1
         self._gradients: dict[int, torch.Tensor] = {}
-
-    def _clear_news(self) -> None:
-        self._cached: list[tuple[int, str, tuple[int, ...], torch.dtype]] = []
-        self._grown: list[tuple[int, dict[str, Setting], dict[str, Geometry]]] = []
 
     def begin(self) -> Reply:
         """Run up to the first tap, or the end."""
@@ -501,7 +498,7 @@ class _PausableRun:
             "cached": self._cached,
             "grown": self._grown,
         }
-        self._clear_news()
+        self._cached, self._grown = [], []
         return reply
 
     def backward(

@@ -184,10 +184,8 @@ def _contiguous(
         for device, share in zip(devices, on_each)
         for position in range(share.blocks)
     ]
-    placed = []
-    for size in sizes:
-        where = (devices[0], False) if not is_block(size.name) else of_block.pop(0)
-        placed.append(placed_as(size, *where))
+    home = devices[0], False
+    placed = (placed_as(s, *(of_block.pop(0) if is_block(s.name) else home)) for s in sizes)
     return Placement(tuple(placed))
 
 

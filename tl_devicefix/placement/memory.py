@@ -59,9 +59,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
 
 
-_PREFIXES = " KMGT"
-
-
 def bytes_of(size: int | str, called: str = "memory") -> int:
     """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
@@ -69,19 +66,16 @@ def bytes_of(size: int | str, called: str = "memory") -> int:
         match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
         with suppress(ValueError):
             base = 1024 if match and "i" in match[2].lower() else 1000
-            power = _PREFIXES.index(match[2][0].upper()) if match else 0
+            power = " KMGT".index(match[2][0].upper()) if match else 0
             n_bytes = float(match[1]) * base**power if match else -1
         if match and match[2].endswith("b") and "i" not in match[2].lower():
             n_bytes = -1  # accelerate reads "Gb" as bits, but its writer means bytes
-    if not 0 <= n_bytes <= _MOST:
+    if not 0 <= n_bytes <= 2**60:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
             f"capital B, but is {shown(size)}"
         )
     return int(n_bytes)
-
-
-_MOST = 2**60
 
 
 def gib(size: float) -> str:
