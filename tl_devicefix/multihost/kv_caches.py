@@ -19,7 +19,6 @@ ENTRY, CACHE = "\0entry", "\0cache"
 """Marks in a block's arguments for an entry of TransformerLens's, and for transformers' cache."""
 _LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
 _GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache_utils, name))
-_SETTINGS = (bool, int, float, str)
 Setting = bool | int | float | str
 
 
@@ -56,7 +55,7 @@ def layer_of_cache(cache: cache_utils.Cache, index: int) -> object:
 
 def settings_of(entry: object) -> dict[str, Setting]:
     """Return the plain attributes of an entry."""
-    return {k: value for k, value in vars(entry).items() if isinstance(value, _SETTINGS)}
+    return {k: value for k, value in vars(entry).items() if isinstance(value, Setting)}
 
 
 def tensors_of(entry: object) -> dict[str, torch.Tensor]:

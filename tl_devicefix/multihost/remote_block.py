@@ -53,6 +53,7 @@ from tl_devicefix.multihost.kv_caches import (
 from tl_devicefix.multihost.worker import (
     HAS_MLP_IN,
     Geometry,
+    Output,
     Reply,
     Request,
     Step,
@@ -139,15 +140,15 @@ class _Record:
 
     def changed_settings(self, block: nn.Module) -> dict[str, dict[str, object]]:
         """Return the settings that its worker has to have, by the paths of the configs."""
-        changed = self.remote.changed
-        for path, loaded in self._configs.items():
-            now = vars(config_at(block, path))
-            plain_ones = ((k, value) for k, value in now.items() if isinstance(value, _SENT))
-            changed.update(name for name, value in plain_ones if loaded.get(name) != value)
-        return {
-            path: {k: now[k] for k in changed & now.keys() if isinstance(now[k], _SENT)}
-            for path, now in ((path, vars(config_at(block, path))) for path in self._configs)
+        now = {
+            path: {k: v for k, v in vars(config_at(block, path)).items() if isinstance(v, _SENT)}
+            for path in self._configs
         }
+        for path, loaded in self._configs.items():
+            changed = (name for name, value in now[path].items() if loaded.get(name) != value)
+            self.remote.changed.update(changed)
+        names = self.remote.changed
+        return {path: {k: its[k] for k in names & its.keys()} for path, its in now.items()}
 
     def refusal(self, why: str, remedy: str = "undo it") -> RuntimeError:
         """Return the error for something that the worker would not know of."""
@@ -479,7 +480,7 @@ class _WaitingBlocks:
         self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
         self._steps: list[_Step] = []
         self.output: RemoteTensor | None = None
-        self.returned: torch.Tensor | tuple[Any, ...] = ()
+        self.returned: Output = ()
 
     def continue_with(self, x: torch.Tensor, remote: RemoteModel) -> bool:
         """Return True if a block of `remote` that is given `x` follows."""
@@ -517,20 +518,21 @@ class _RemoteRun(RemoteHandle):
         self._reply: Reply
         self.n_parts = 0
 
-    def run(self, x: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
+    def run(self, x: torch.Tensor) -> Output:
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
         given = tree_leaves([x, [step["arguments"] for step in steps]])
+        has_graph = torch.is_grad_enabled()
         leaves = [
             index
             for index, item in enumerate(given)
-            if torch.is_grad_enabled() and isinstance(item, torch.Tensor) and item.requires_grad
+            if has_graph and isinstance(item, torch.Tensor) and item.requires_grad
         ]
         request: Request = {
             "x": x,
             "steps": steps,
             "leaves": leaves,
-            "graph": torch.is_grad_enabled(),
+            "graph": has_graph,
             "settings": settings(),
             "facts": kept_in_forward().get(FACTS),
         }
@@ -539,7 +541,10 @@ class _RemoteRun(RemoteHandle):
         shared, inputs = [x], [given[index] for index in leaves]
         token: torch.Tensor | None = None
         while True:
-            value, token = self._part(token, inputs, ask)
+            if has_graph:
+                value, token = _PartOfGraph.apply(self, ask, token, *inputs)
+            else:
+                value = ask()
             reply = self._reply
             for number, point, shape, dtype in reply["cached"]:
                 step = self._steps[number]
@@ -572,7 +577,7 @@ class _RemoteRun(RemoteHandle):
         is_written = version_of(activation) != version or not torch.equal(activation, before)
         return hooked, hooked is activation and is_written
 
-    def _returned(self, output: torch.Tensor) -> torch.Tensor | tuple[Any, ...]:
+    def _returned(self, output: torch.Tensor) -> Output:
         """Return what the last block does, in the same form."""
         last, value = self._steps[-1], self._reply["value"]
         if isinstance(value, torch.Tensor):
@@ -582,17 +587,6 @@ class _RemoteRun(RemoteHandle):
             last.record.forms[last.form] = tuple
         home = self._remote.home
         return (output, *tree_map_only(torch.Tensor, lambda part: part.to(home), value[1:]))
-
-    def _part(
-        self,
-        token: torch.Tensor | None,
-        inputs: list[torch.Tensor],
-        ask: Callable[[], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not torch.is_grad_enabled():
-            return ask(), None
-        part: tuple[torch.Tensor, torch.Tensor] = _PartOfGraph.apply(self, ask, token, *inputs)
-        return part
 
     def _begin(self, request: Request) -> torch.Tensor:
         forget = self.host.take_forgotten()
@@ -613,6 +607,9 @@ class _RemoteRun(RemoteHandle):
             return torch.empty(0) if first is None else first.to(self._remote.home)
 
 
+_Ask = Callable[[], torch.Tensor]
+
+
 class _PartOfGraph(torch.autograd.Function):
     """One part of a run, in home's graph."""
 
@@ -620,11 +617,7 @@ class _PartOfGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]  # because torch's takes any arguments
-        ctx: Any,
-        run: _RemoteRun,
-        ask: Callable[[], torch.Tensor],
-        token: torch.Tensor | None,
-        *inputs: torch.Tensor,
+        ctx: Any, run: _RemoteRun, ask: _Ask, token: object, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.run, ctx.number, ctx.devices = run, run.n_parts, [item.device for item in inputs]
         ctx.set_materialize_grads(False)

@@ -56,6 +56,8 @@ from tl_devicefix.placement.devices import Host, elsewhere, free_memory
 from tl_devicefix.placement.remote_tensor import plain
 
 Sent = TypeVar("Sent")
+Output = torch.Tensor | tuple[Any, ...]
+"""A block's output; of a tuple, the first part is the residual stream."""
 Geometry = tuple[tuple[int, ...], torch.dtype]
 """A tensor's shape and dtype."""
 HAS_MLP_IN = "_use_hook_mlp_in"
@@ -233,8 +235,7 @@ class Worker:
             needs_gradient: True if home will ask for the gradient of it.
             in_place: True if a hook wrote to the activation, which other tensors may share.
         """
-        paused: _PausableRun = self._kept[run]
-        return paused.proceed(activation, needs_gradient, in_place)
+        return cast(_PausableRun, self._kept[run]).proceed(activation, needs_gradient, in_place)
 
     def backward(
         self, run: int, part: int, gradient: torch.Tensor | None, task: int
@@ -247,8 +248,7 @@ class Worker:
             gradient: of what the part gave.
             task: the number of home's backward; there may be several of one graph.
         """
-        ended: _PausableRun = self._kept[run]
-        return ended.backward(part, gradient, task)
+        return cast(_PausableRun, self._kept[run]).backward(part, gradient, task)
 
 
 class _Asked:
@@ -373,9 +373,7 @@ class _PausableRun:
                 x = output[0] if isinstance(output, tuple) else output
         return self._stopped(number, "", x, output)
 
-    def _run_block(
-        self, number: int, step: Step, x: torch.Tensor
-    ) -> torch.Tensor | tuple[Any, ...]:
+    def _run_block(self, number: int, step: Step, x: torch.Tensor) -> Output:
         layer, block = step["layer"], self._model.blocks[step["layer"]]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
         x, (args, kwargs) = tree_map_only(

@@ -108,7 +108,7 @@ def decide(
             n_devices,
             n_blocks,
         )
-    home = devices[0]  # the lowest that `max_memory` names, if `device` is left out
+    home = devices[0]  # again, because it is the lowest that `max_memory` names without `device`
     may_offload = home != HOST and HOST in (limits or {})
     _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)
     # Leave out devices that may hold nothing. Home stays, so that `check_fit` reports its lack.
@@ -116,6 +116,7 @@ def decide(
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
     counts = spread(sizes, rooms)
+    # Blocks are offloaded only if they do not fit, because each forward has to copy them.
     on_each = [Share(count) for count in counts]
     if may_offload and not fits(sizes, counts, rooms):
         to_fill = [
@@ -161,6 +162,7 @@ def _devices_to_use(
             f"max_memory must name a {home.type!r} device, but names "
             f"{', '.join(map(printed, limits)) or 'none'}{and_there_are()}"
         )
+    # Not those before home, because "cuda:2" as home leaves cuda:0 and cuda:1 to others.
     count = len(sites_here()) or device_count(home.type)
     return consecutive(home, max(count - (home.index or 0), 1))
 
@@ -194,6 +196,7 @@ def _from_dict(
 ) -> Placement:
     """Place components by a user's dict, in which the longest matching prefix decides."""
     names = [size.name for size in sizes]
+    # Refused, because a misspelt key would leave its component with a shorter prefix's device.
     for key in device_map:
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
@@ -227,12 +230,9 @@ def _from_dict(
 
 
 def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
-    """Offload the blocks on the CPU, unless home is the CPU.
-
-    Each runs on the device of the block before it, because the residual stream is there. Blocks
-    before the first one on a device run on that device.
-    """
+    """Offload the blocks on the CPU, unless home is the CPU."""
     home = placed[0].device
+    # Blocks before the first one on a device run on that device.
     on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
     device = on_device[0].device if on_device else home
     running = list(placed)
@@ -240,6 +240,7 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
         if is_block(component.name) and component.device != HOST:
             device = component.device
         elif is_block(component.name) and home != HOST and not is_elsewhere(home):
+            # On the device of the block before it, because the residual stream is there.
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
 

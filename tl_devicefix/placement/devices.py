@@ -115,6 +115,7 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
     host, _, device = name.rpartition("/")
     on_host = [site for site in sites if site.hostname == host]
     on_host = on_host or [site for site in sites if f"host{site.host}" == host]
+    # A hostname before a number, because a node may be called "host1" itself.
     for site in on_host:
         if device in (site.device, str(site.number)):
             return site
@@ -167,10 +168,10 @@ def simulated_device() -> torch.device | None:
     """The current simulated device, within `tl_devicefix.simulate`."""
     # torch registers a device type's module under its name. The simulation has devices only while
     # it runs.
-    simulated = getattr(torch, "sim", None)
+    simulated = getattr(torch, DEVICE_TYPE, None)
     if simulated is None or simulated.device_count() == 0:
         return None
-    return torch.device("sim", simulated.current_device())
+    return torch.device(DEVICE_TYPE, simulated.current_device())
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -220,6 +221,7 @@ def sites_here() -> tuple[Site, ...]:
     """Return the sites of all devices after `init_hosts`; nothing with one host or a simulation."""
     if not joined() or simulated_device() is not None:
         return ()
+    # This host's devices come first, because an index counts from them on.
     here = default_device()
     own = [torch.device(here.type, number) for number in range(device_count(here.type))]
     own = own if has_index(here) else [here]
@@ -290,10 +292,8 @@ def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.devic
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]  # such as "Torch not compiled with CUDA enabled"
-        if reason.startswith("Expected one of cpu, cuda"):  # and twenty types that nobody has
-            reason = (
-                "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'"
-            )
+        if reason.startswith("Expected one of cpu"):  # because it lists twenty types nobody has
+            reason = "torch calls GPUs 'cuda:0', 'cuda:1' ..., Apple's 'mps', and the CPU 'cpu'"
         raise ValueError(
             f"device {str(device)!r} cannot be used here: {reason}{and_there_are()}"
         ) from error
@@ -372,6 +372,7 @@ def free_memory(device: torch.device) -> int | None:
     if not hasattr(module, "memory_reserved"):
         return int(free)
     allocated = module.memory_allocated(device)
+    # What the allocator has reserved and does not use, because it hands that out again.
     free += module.memory_reserved(device) - allocated
     if hasattr(module, "get_per_process_memory_fraction"):
         allowed = module.get_per_process_memory_fraction(device) * total - allocated
@@ -391,4 +392,5 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return True if a tensor has values; one of a dry run has none."""
+    # Asked of the tensor, because this package must not import the simulation.
     return getattr(tensor, "has_values", True)

@@ -14,9 +14,6 @@ from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, i
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
 
-_OFFLOAD = ", or offload blocks: name 'cpu' in max_memory"
-_OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
-
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
     """Return the bytes that loading needs beside the weights: two float32 copies of a slice."""
@@ -47,9 +44,12 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     if over:
         if held:
             over.append(f"where earlier models hold {gib(held)} until you `del` them")
-        remedy, offload = "use more devices,", "" if HOST in (limits or {}) else _OFFLOAD
+        remedy, offload = "use more devices,", ", or offload blocks: name 'cpu' in max_memory"
         if is_given:
-            remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
+            remedy = "put less there in device_map, or use"
+            offload = ", or offload blocks: map them to 'cpu'"
+        elif HOST in (limits or {}):
+            offload = ""
         raise ValueError(
             f"the weights do not fit: {', '.join(over)}; {remedy} a larger max_memory or a "
             f"smaller dtype{offload}"
