@@ -168,7 +168,7 @@ def _described(connection: RayConnection, wait: float) -> Host:
                 f"{connection.name} has {package} {there}, and this process has {version}: "
                 "install the same on both"
             )
-    return Host(connection, description["devices"])
+    return Host(connection, tuple(description["devices"]))
 
 
 def own_versions() -> dict[str, str]:
