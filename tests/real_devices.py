@@ -26,7 +26,7 @@ import torch
 import tl_devicefix
 from tl_devicefix.placement import devices
 from tl_devicefix.simulation import Machine
-from tl_devicefix.simulation.executor import Executor
+from tl_devicefix.simulation.executor import CpuExecutor
 
 TYPE = os.environ.get("TL_DEVICEFIX_TEST_DEVICE", "")
 """The type of the devices; empty for simulated ones."""
@@ -81,7 +81,7 @@ class _Devices(list[torch.device]):
         return super().__len__()
 
 
-_OF_MACHINES = frozenset(dir(Machine([], Executor())))
+_OF_MACHINES = frozenset(dir(Machine([], CpuExecutor())))
 
 
 class RealMachine:

@@ -8,56 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-from tl_devicefix.placement.placement import ComponentSize, Placement
-from tl_devicefix.twin import Numbers
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Module = TypeVar("Module", bound=torch.nn.Module)
-
-
-class Generation(Protocol):
-    """Generation with a KV cache; only its first and last steps are run."""
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-
-    def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
-
-    def last_token(self) -> None:
-        """Run one token more."""
-
-
-class Blueprint(Protocol):
-    """A model at its full size."""
-
-    name: str
-    dtype: torch.dtype
-    n_ctx: int
-    n_layers: int
-
-    def sizes(self) -> tuple[ComponentSize, ...]:
-        """Return the sizes of its components, in the order they run."""
-
-    def make(self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
-        """Make the model on the devices of a `simulate(..., values=False)`."""
-
-    def check_numbers(self, numbers: Numbers | None) -> None:
-        """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
-
-    def room_to_load(self, placement: Placement) -> int:
-        """Return the bytes that loading needs on a device beside the weights."""
-
-    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
-        """Return the generation from prompts of `seq_len` tokens."""
 
 
 class Adapter(Protocol):
@@ -65,15 +22,15 @@ class Adapter(Protocol):
 
     NAME: str
     """The name of the class, for messages."""
-    model_class: type[Model]
-    run_methods: tuple[str, ...]
+    model_class: type
+    RUN_METHODS: tuple[str, ...]
     """Methods that run a model. A subclass with its own may run its blocks differently."""
-    setup_hint: tuple[str, str]
+    SETUP_HINT: tuple[str, str]
     """The moment when its hook points are registered, and the call that repeats it."""
-    has_dropout: bool
+    HAS_DROPOUT: bool
     """True if its modules act differently in training mode."""
 
-    def view_of(self, model: Module) -> Module:
+    def view_of(self, model: Model) -> Model:
         """Make a view of a model: modules and hooks of its own, the same weights."""
 
     def realign(self, model: Model, placement: Placement | None) -> None:
@@ -90,9 +47,9 @@ class Adapter(Protocol):
         config_or_model_name: object,
         dtype: torch.dtype | str | None,
         options: dict[str, Any],
-        model_class: type[Model] | None = None,
-    ) -> Blueprint:
-        """Return the blueprint of the model that would be loaded."""
+        cls: type | None = None,
+    ) -> Any:
+        """Return the `planning.plan.Blueprint` of the model that would be loaded."""
 
 
 @cache
@@ -111,7 +68,7 @@ def adapters() -> dict[str, Adapter]:
     return {adapter.NAME: cast(Adapter, adapter) for adapter in installed}
 
 
-def is_model(model: object) -> TypeGuard[Model]:
+def is_model(model: object) -> bool:
     """Return True if this is a model of one of the two classes."""
     return isinstance(model, tuple(adapter.model_class for adapter in adapters().values()))
 

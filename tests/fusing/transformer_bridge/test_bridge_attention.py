@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -71,6 +72,18 @@ def test_bridge_booted_fused_over_devices_builds_no_pattern(
     assert len(fused_blocks) == N_LAYERS
     assert not made.of_pairs(29)
     assert_agrees(actual, bridge_references("llama", compatible=False)(LONG), machine.devices[0])
+
+
+def test_hooks_replaced_over_devices_are_called_no_more(machine, boot, tokens):
+    bridge = boot("llama", n_devices=4, fuse_blocks=True)
+    bridge(tokens)
+    linear = bridge.blocks[1].mlp.out.original_component
+    calls = []
+    linear.register_forward_hook(lambda *_: calls.append(1))
+    bridge(tokens)
+    linear._forward_hooks = OrderedDict()
+    bridge(tokens)
+    assert len(calls) == 1
 
 
 @pytest.mark.cover
