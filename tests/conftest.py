@@ -19,7 +19,7 @@ import pytest
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # ruff: noqa: E402
 
-import real_devices  # isort: skip  # before what names devices
+import devices
 import torch
 from comparison import Snapshot, in_use
 from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
@@ -61,11 +61,12 @@ if has_bridge():
     from bridges import balanced_map
     from transformer_lens.model_bridge import TransformerBridge
 
-collect_ignore_glob = [*real_devices.NOT_RUN]
+if devices.TYPE:
+    devices.use_real_devices()
 
 
 def pytest_report_header() -> str:
-    on = f"{real_devices.device_count()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
+    on = f"{devices.device_count()} {devices.TYPE}" if devices.TYPE else "simulated"
     return f"transformer_lens {installed()}, {on} devices"
 
 
@@ -91,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hosts"):
         tl_devicefix.simulate = simulated_by_hosts  # type: ignore[assignment]
-    if real_devices.TYPE and config.getoption("--unpatched"):
+    if devices.TYPE and config.getoption("--unpatched"):
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
         )
@@ -105,8 +106,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if real_devices.TYPE:
-        real_devices.skip_what_names_others(items)
     others: set[pytest.Item] = set()
     if config.getoption("--hosts"):  # of which a model on one device uses none
         others |= {item for item in items if parameters_of(item).get("n_devices") == 1}
@@ -194,7 +193,7 @@ def n_devices() -> int:
 
 @pytest.fixture(scope="session")
 def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`with simulated(4) as machine`: as `tl_devicefix.simulate`.
+    """`with simulated(4) as machine`: as `tl_devicefix.simulate`, or real devices.
 
     With `--unpatched` it is without the patches, and with `--asynchronous` behind the host.
     """
@@ -203,6 +202,8 @@ def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
         behind = request.config.getoption("--asynchronous")
         enter: Any = asynchronous if behind else tl_devicefix.simulate
+        if devices.TYPE:
+            enter = devices.real_machine
         with enter(*args, **options) as machine:
             unpatched: Any = contextlib.nullcontext()
             if request.config.getoption("--unpatched"):
@@ -313,11 +314,11 @@ def bridge_references(checkpoints: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def dispatched(checkpoints: Any, machine: Machine) -> Callable[[str], Any]:
+def dispatched(checkpoints: Any, machine: Machine, n_devices: int) -> Callable[[str], Any]:
     """`dispatched("llama")`: over the devices by `balanced_map`, as booted."""
 
     def boot(name: str) -> Any:
-        device_map = balanced_map(name, list(machine.devices))
+        device_map = balanced_map(name, [devices.device(index) for index in range(n_devices)])
         return TransformerBridge.boot_transformers(str(checkpoints(name)), device_map=device_map)
 
     return boot
@@ -407,7 +408,7 @@ def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
         if n_devices is None:
             return HookedTransformer(cfg, move_to_device=False)
         # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
-        cfg.device, cfg.n_devices = "sim:0", n_devices
+        cfg.device, cfg.n_devices = devices.device(0), n_devices
         return HookedTransformer(cfg)
 
     return make
@@ -427,7 +428,7 @@ def snapshot() -> type[Snapshot]:
 
 @pytest.fixture
 def refused(machine: Machine) -> Callable[..., Any]:
-    """`with refused("sim:7"): ...` is refused in one sentence that says so, leaving nothing behind.
+    """`with refused("5 blocks"): ...` is refused in one sentence that says so.
 
     Afterwards memory is given back, TransformerLens is patched as before, and `hf_model`, if one
     is given, is as it was.
@@ -470,7 +471,7 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
 
     def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
         if kind == "attention-only":
-            model = toys("sim:0", spread)
+            model = toys(devices.device(0), spread)
         else:
             of_kind = KINDS.get(kind, Kind(kind))
             options = {**where_to(kind, spread), **of_kind.options, **options}

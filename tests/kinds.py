@@ -42,7 +42,7 @@ SCATTERED = {
     "ln_final": 0,
     "unembed": 1,
 }
-"""A device_map in which nothing is next to what it exchanges with, and home is sim:2."""
+"""A device_map in which nothing is next to what it exchanges with, and home is the third device."""
 
 GREEDY: dict[str, Any] = {
     "do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False,

@@ -1,6 +1,7 @@
 """Models to check: spread over the devices of `machine`, for one test to change as it likes."""
 
 import pytest
+from devices import device
 from model_classes import BRIDGE
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -19,7 +20,7 @@ def load(machine, from_pretrained):
 
     def load(name, n_devices=4, **options):
         if name in TOYS:
-            return build_toy(TOYS[name](), None, "sim:0", n_devices)
+            return build_toy(TOYS[name](), None, device(0), n_devices)
         return from_pretrained(name, n_devices=n_devices, **options)
 
     return load
@@ -29,7 +30,7 @@ def load(machine, from_pretrained):
 def model(model_class, machine, request):
     """A folded Llama over four devices; each version of TransformerLens would spread it otherwise.
 
-    Block 2 is on sim:2.
+    Block 2 is on `device(2)`.
     """
     if model_class == BRIDGE:
         return request.getfixturevalue("boot")("llama", compatible=True, device_map=LIES)

@@ -2,6 +2,7 @@
 
 import pytest
 from comparison import assert_agrees
+from devices import device
 from faults import FAULTS, MISPLACED, parameter_replaced
 from model_classes import BRIDGE, CLASSES, HOOKED
 from torch import nn
@@ -106,7 +107,7 @@ def test_check_finds_no_fault_in_a_bridge_folded_or_not(name, boot, machine, tok
 @a_bridge
 def test_repair_keeps_tied_embeddings_tied(boot, machine):
     bridge = boot("gpt2", n_devices=3)
-    bridge.embed.to("sim:2")
+    bridge.embed.to(device(2))
     assert check(bridge, repair=True), check(bridge)
     embed, unembed = bridge.embed._original_component, bridge.unembed._original_component
     assert embed.weight is unembed.weight

@@ -18,6 +18,7 @@ import torch
 import transformers
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, Architecture, load_hooked
 from comparison import assert_same_logits, assert_same_model, log_probs
+from devices import device
 from hf_models import HF_CONFIGS, N_CTX
 from machines import as_installed
 from packaging.version import Version
@@ -448,15 +449,15 @@ def test_computing_weights_takes_one_block_of_extra_memory(how, dtype, parts_of,
     def load_on(device, hf_model):
         return load(MISTRAL, hf_model, n_devices=1, device=device, dtype=dtype)
 
-    model = load_on("sim:0", parts_of(MISTRAL).model)
-    same_model = load_on("sim:1", TAKES_A_BLOCK[how](parts_of(MISTRAL)))
+    model = load_on(device(0), parts_of(MISTRAL).model)
+    same_model = load_on(device(1), TAKES_A_BLOCK[how](parts_of(MISTRAL)))
     gc.collect()
 
     block = max(c.weights for c in model.placement.components) * 4 // dtype.itemsize
-    extra = machine.max_memory_allocated("sim:1") - machine.max_memory_allocated("sim:0")
+    extra = machine.max_memory_allocated(device(1)) - machine.max_memory_allocated(device(0))
     assert extra <= 1.4 * block
-    share = same_model.placement.bytes_on(torch.device("sim:1"))
-    assert machine.memory_allocated("sim:1") == share == machine.memory_allocated("sim:0")
+    share = same_model.placement.bytes_on(torch.device(device(1)))
+    assert machine.memory_allocated(device(1)) == share == machine.memory_allocated(device(0))
 
 
 def without_scales(parts: Parts) -> Any:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from hf_models import N_LAYERS, padded
 from kinds import GREEDY, home_of, new_kv_cache
 from offloads import assert_at_rest
@@ -68,7 +69,7 @@ def test_each_call_gives_one_devices_results_at_home(call, model, reference, tok
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("where", ["cpu", "sim:3"])
+@pytest.mark.parametrize("where", ["cpu", device(3)])
 def test_inputs_may_come_from_any_device(where, model, reference, tokens, mask):
     def run(model, where):
         moved, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from comparison import assert_same_weights
+from devices import device
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -111,7 +112,7 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     unchanged.assert_unchanged()
     assert caught.value is not None  # it is alive with all of its traceback, as in a notebook
     model = load()
-    assert [str(device) for device in model.placement.devices] == ["sim:0", "sim:1", "sim:2"]
+    assert [str(device) for device in model.placement.devices] == [device(0), device(1), device(2)]
     assert_same_weights(model, reference)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from architectures import NO_PROCESSING, attention_only_config, build_toy
 from comparison import assert_agrees, log_probs
+from devices import device
 from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM
     "options",
     [
         {},
-        {"n_devices": 2, "device": "sim:2"},
+        {"n_devices": 2, "device": device(2)},
         {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
     ],
     ids=str,
@@ -50,7 +51,7 @@ def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machin
 
 @pytest.mark.cover
 @pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
-@pytest.mark.parametrize("device", ["cpu", "sim:1"])
+@pytest.mark.parametrize("device", ["cpu", device(1)])
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
 def test_parameters_share_no_memory_with_others_or_the_hf_model(
     name, device, options, from_pretrained, hf_models, snapshot,
@@ -81,9 +82,9 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
 ) :  # fmt: skip
     """See TransformerLens's issue 371."""
     reference = from_pretrained(name, device="cpu")
-    hf_model = copy.deepcopy(hf_models(name)).to(f"sim:{devices[0]}")
+    hf_model = copy.deepcopy(hf_models(name)).to(device(devices[0]))
     for i, layer in enumerate(getattr(hf_model, "model", hf_model).children()):
-        layer.to(f"sim:{devices[i % len(devices)]}")
+        layer.to(device(devices[i % len(devices)]))
     before = snapshot(hf_model)
 
     model = from_pretrained(name, hf_model, n_devices=4)

@@ -16,6 +16,7 @@ from architectures import (
     load_hooked,
 )
 from comparison import assert_same_model, assert_same_weights, log_probs
+from devices import device
 from hf_models import N_CTX, N_LAYERS
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -94,7 +95,7 @@ def test_the_config_is_the_same_but_for_the_devices(name, load, references, mach
 
     cfg = load(name, n_devices=4).cfg.to_dict()
 
-    assert (str(cfg["device"]), cfg["n_devices"]) == ("sim:0", 4)
+    assert (str(cfg["device"]), cfg["n_devices"]) == (device(0), 4)
     may_differ = {"device", "n_devices"}
     if load.form == "checkpoint":
         # A directory's code is not trusted because of its architecture.
@@ -167,10 +168,10 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
 def test_without_move_to_device_the_model_stays_on_the_cpu(load, references, machine, tokens):
     reference = references("gpt2")
 
-    model = load("gpt2", move_to_device=False, device="sim:1")
+    model = load("gpt2", move_to_device=False, device=device(1))
 
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
-    assert model.cfg.device == "sim:1"
+    assert model.cfg.device == device(1)
     assert_same_weights(model, reference)
 
 

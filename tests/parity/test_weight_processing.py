@@ -226,7 +226,7 @@ def test_device_out_of_memory_while_loading_weights_is_named(
     model = without_weights("gpt2", n_devices=4)
     monkeypatch.setattr(machine, "_capacities", [*machine._capacities[:3], 1000])
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"sim:3.* ran out of memory while blocks\.\d"):
+    with pytest.raises(torch.OutOfMemoryError, match=r":3.* ran out of memory while blocks\.\d"):
         model.load_and_process_state_dict(unprocessed("gpt2").state_dict())
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
+from devices import device
 from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
 from packaging.version import Version
 from torch.nn.utils import parametrize
@@ -67,7 +68,7 @@ def test_bridge_booted_fused_over_devices_builds_no_pattern(
 ):
     bridge = boot("llama", n_devices=4, fuse_blocks=True)
     with ShapesMade() as made:
-        actual = bridge(LONG.to("sim:0"))
+        actual = bridge(LONG.to(device(0)))
     assert len(fused_blocks) == N_LAYERS
     assert not made.of_pairs(29)
     assert_agrees(actual, bridge_references("llama", compatible=False)(LONG), machine.devices[0])
