@@ -22,7 +22,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 import devices
 import torch
 from comparison import Snapshot, in_use
-from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
 from hf_models import (
     D_VOCAB,
     HF_CONFIGS,
@@ -84,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
         "--full": "run every combination of what tests are parametrised over, and what other "
-        "versions run; by default, some run that have every value between them (tests/covering.py)",
+        "versions run; by default, each value runs (tests/parameters.py)",
     }.items():
         parser.addoption(option, action="store_true", help=meaning)
 
@@ -99,8 +98,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1",
         "full: runs with --full only; its reason says what else runs",
-        "cover(*groups): without --full, the combinations of its parameters that run have every "
-        "value between them, and every combination of the parameters in a group",
     ):
         config.addinivalue_line("markers", marker)
 
@@ -111,11 +108,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
         others |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
-        others.update(left_out([item for item in items if item not in others]))
     if config.getoption("--unpatched"):
         others |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
+
+
+def parameters_of(test: pytest.Item) -> dict[str, Any]:
+    """Return the values of a test's parameters, by their names."""
+    return test.callspec.params if hasattr(test, "callspec") else {}
+
+
+def fails_unpatched(test: pytest.Item) -> bool:
+    """Return True if a test is marked so; on one device there is nothing for patches to mend."""
+    marked = test.get_closest_marker("fails_unpatched") is not None
+    return marked and parameters_of(test).get("n_devices") != 1
+
+
+def is_left_to_others(test: pytest.Item) -> bool:
+    """Return True if another version's default run has this test, of the same code.
+
+    The newest HookedTransformer is in TransformerLens 3, the newest Bridge in 4: all of each is
+    tested there, and elsewhere what depends on TransformerLens.
+    """
+    stem, folder = test.path.stem, test.path.parent.name
+    is_of_bridge = folder == "transformer_bridge" or "bridge" in stem
+    if has_hooked_transformer() and (
+        is_of_bridge or parameters_of(test).get("model_class") == BRIDGE
+    ):
+        return stem != "test_parity"  # it asks whether the Bridge gives what it gives unpatched
+    # Simulated devices, Ray and files know nothing of TransformerLens.
+    is_of_torch = folder in ("simulation", "hosts") or stem in OF_FILES
+    return installed().major != 3 and is_of_torch
+
+
+OF_FILES = ("test_saved_activations_resumed", "test_load_activations")
+"""Saved activations, whichever model they are of."""
 
 
 @pytest.fixture(scope="session")

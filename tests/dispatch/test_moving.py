@@ -9,6 +9,7 @@ from comparison import assert_agrees
 from devices import device
 from kinds import assert_runs, devices_of
 from offloads import assert_at_rest
+from parameters import in_turn
 
 OFFLOADED = "some of three devices"
 
@@ -30,12 +31,11 @@ MOVES = {
 }
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize(
-    ("kind", "spread"),
-    [("llama", 1), ("bloom", 4), ("llama", "all but one of two devices"), ("llama", OFFLOADED)],
-)
-@pytest.mark.parametrize("move", MOVES)
+SPREADS = [("llama", 1), ("bloom", 4), ("llama", OFFLOADED)]
+SPREADS += [("llama", "all but one of two devices")]
+
+
+@pytest.mark.parametrize(("move", "kind", "spread"), in_turn(MOVES, SPREADS))
 def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, reference, tokens):
     """TransformerLens's issues 199 and 911 too: inputs did not follow."""
     model, (call, target) = load(kind, spread), MOVES[move]

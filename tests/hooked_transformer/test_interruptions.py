@@ -16,6 +16,7 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from comparison import assert_same_weights
 from devices import device
+from parameters import in_turn
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -94,9 +95,11 @@ def stopped_at(stage, stop):
         yield
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "kind", "load"),
+    in_turn(STAGES, [KeyboardInterrupt, torch.OutOfMemoryError], ["checkpoint", "hf_model"]),
+    indirect=["load"],
+)
 def test_an_error_at_any_stage_leaves_nothing_behind(
     stage, kind, load, state, snapshot, hf_models, checkpoints, references
 ):

@@ -16,6 +16,7 @@ from comparison import (
     log_probs,
     on_cpu,
 )
+from parameters import in_turn
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
@@ -107,10 +108,11 @@ def test_method_gives_scattered_weights_what_one_device_gives(
         assert_same_tensors(ours, theirs, precision)
 
 
-@pytest.mark.cover(("name", "n_devices"))
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("processing", PROCESSING)
-@pytest.mark.parametrize(("name", "n_devices"), [("attention-only", 3), ("solu", 1), ("solu", 4)])
+@pytest.mark.parametrize(
+    ("processing", "name", "n_devices"),
+    in_turn(PROCESSING, [("attention-only", 3), ("solu", 1), ("solu", 4)]),
+)
 def test_weights_on_any_device_are_loaded_and_processed(
     name,
     processing,
@@ -137,16 +139,19 @@ def test_weights_on_any_device_are_loaded_and_processed(
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("options", [{}, {"fold_ln": False}], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral", "solu"])
+@pytest.mark.parametrize(
+    ("name", "processing"),
+    in_turn(["gpt2", "qwen2", "mixtral", "solu"], ["default", "without fold_ln"]),
+)
 def test_process_weights_in_place_equals_transformer_lens(
     name,
-    options,
+    processing,
     unprocessed,
     without_weights,
     machine,
     tokens,
 ):
+    options = PROCESSING[processing]
     weights = unprocessed(name).state_dict()
     with tl_devicefix.disabled():
         reference = without_weights(name)
@@ -161,9 +166,12 @@ def test_process_weights_in_place_equals_transformer_lens(
 
 
 @pytest.mark.parametrize(
-    "first", [{}, *({flag: False} for flag in list(NO_PROCESSING)[:3])], ids=str
+    ("first", "name"),
+    in_turn(
+        ["default", *(f"without {flag}" for flag in list(NO_PROCESSING)[:3])],
+        ["gpt2", "qwen2", "solu"],
+    ),
 )
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "solu"])
 def test_processing_a_partly_processed_model_does_the_rest_once(
     name,
     first,
@@ -177,7 +185,7 @@ def test_processing_a_partly_processed_model_does_the_rest_once(
         model.load_state_dict(unprocessed(name).state_dict())
     at_once.process_weights_()
 
-    in_two_steps.process_weights_(**first)
+    in_two_steps.process_weights_(**PROCESSING[first])
     in_two_steps.process_weights_()
 
     assert_same_weights(in_two_steps, at_once)

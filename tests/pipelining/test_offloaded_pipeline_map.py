@@ -53,7 +53,6 @@ def blocks_in_another_order(model, batch):
     return residual
 
 
-@pytest.mark.cover
 @pytest.mark.parametrize(
     ("run", "device_map"),
     [

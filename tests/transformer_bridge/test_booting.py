@@ -22,6 +22,7 @@ from hf_models import (
     randomize,
     save_checkpoint,
 )
+from parameters import in_turn
 from safetensors.torch import load_file, save_file
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
@@ -138,8 +139,7 @@ INCOMPLETE = {
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("options", SPREADS, ids=str)
-@pytest.mark.parametrize("says", INCOMPLETE)
+@pytest.mark.parametrize(("says", "options"), in_turn(INCOMPLETE, SPREADS))
 def test_an_incomplete_checkpoint_is_refused(says, options, machine, boot_changed):
     with pytest.raises(ValueError, match=r"^the checkpoint '.*") as caught:
         boot_changed(INCOMPLETE[says], **options)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal, assert_same_tensors, on_cpu
+from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -20,10 +23,10 @@ if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
 
-@pytest.mark.cover(("name", "compatible"))
-@pytest.mark.parametrize("compatible", [False, True])
-@pytest.mark.parametrize("n_devices", SPREADS)
-@pytest.mark.parametrize("name", NAMED_IN_THE_ISSUE)
+@pytest.mark.parametrize(
+    ("name", "compatible", "n_devices"),
+    in_turn(product(NAMED_IN_THE_ISSUE, [False, True]), SPREADS),
+)
 def test_spread_bridge_has_the_unpatched_weights_and_results(
     name, n_devices, compatible, machine, boot, references, tokens
 ):
