@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import attention_only_config, build_toy
+from architectures import PROCESSING, attention_only_config, build_toy
 from comparison import assert_agrees, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
