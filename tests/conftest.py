@@ -60,6 +60,28 @@ if has_bridge():
     from bridges import balanced_map
     from transformer_lens.model_bridge import TransformerBridge
 
+OF_HOOKED = [
+    *("checkpoints/*", "hooked_transformer/*", "parity/*", "placement/*", "weight_processing/*"),
+    "checking/test_check.py",
+    *(f"dispatch/test_{of}.py" for of in ("attached", "forward", "hooks")),
+    *(f"dispatch/test_{of}.py" for of in ("mixing", "moving", "transfers")),
+    *("fusing/test_kv_caches_that_grow.py", "fusing/test_parameters_named_anew.py"),
+    "gathering/test_gathering.py",
+    *("libraries/test_sae_lens.py", "libraries/test_sae_lens_training.py"),
+    "libraries/test_circuit_tracer.py",
+    *("offload/test_offload_memory.py", "offload/test_offload_results.py"),
+    "planning/test_plan.py",
+    *("racing/test_detector.py", "racing/test_offload.py"),
+    *("surface/test_sweep.py", "twin/test_hooked_twin.py"),
+]
+OF_BRIDGE = ["transformer_bridge/*", "fusing/transformer_bridge/*"]
+OF_BRIDGE += ["surface/test_bridge_sweep.py", "twin/test_bridge_twin.py"]
+collect_ignore_glob = [
+    *([] if has_hooked_transformer() else OF_HOOKED),
+    *([] if has_bridge() else OF_BRIDGE),
+]
+"""Tests of a class that the installed TransformerLens does not have."""
+
 if devices.TYPE:
     devices.use_real_devices()
 

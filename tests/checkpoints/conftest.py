@@ -8,11 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-
-if not has_hooked_transformer():
-    collect_ignore_glob = ["*"]
-
 
 @pytest.fixture
 def write_checkpoint(tmp_path):

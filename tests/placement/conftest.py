@@ -3,10 +3,6 @@
 import pytest
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-
-if not has_hooked_transformer():
-    collect_ignore_glob = ["*"]
 
 
 @pytest.fixture
