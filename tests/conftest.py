@@ -446,25 +446,6 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
 
 
 @pytest.fixture
-def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
-    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
-
-    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
-    """
-
-    def make(name: str, n_devices: int | None = None) -> HookedTransformer:
-        cfg = copy.deepcopy(unprocessed(name).cfg)
-        cfg.tokenizer_name = None  # which could not be fetched
-        if n_devices is None:
-            return HookedTransformer(cfg, move_to_device=False)
-        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
-        cfg.device, cfg.n_devices = devices.device(0), n_devices
-        return HookedTransformer(cfg)
-
-    return make
-
-
-@pytest.fixture
 def config() -> Callable[..., Any]:
     """`config(n_layers=26, d_vocab=500)`."""
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}

@@ -31,6 +31,18 @@ def model_class():
     return HOOKED
 
 
+@pytest.fixture
+def load(machine, from_pretrained):
+    """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
+
+    def load(name, n_devices=4, **options):
+        if name in TOYS:
+            return build_toy(TOYS[name](), None, device(0), n_devices)
+        return from_pretrained(name, n_devices=n_devices, **options)
+
+    return load
+
+
 def findings(model):
     return [(finding.kind, finding.name) for finding in check(model).findings]
 

@@ -12,6 +12,18 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
+
+@pytest.fixture
+def unpatched(model_class, request):
+    """`unpatched("gpt2", ...)`: as TransformerLens alone loads it, on the CPU."""
+    return request.getfixturevalue("bridge_references" if model_class == BRIDGE else "references")
+
+
+@pytest.fixture
+def reference(model_class, unpatched):
+    return unpatched("llama", compatible=True) if model_class == BRIDGE else unpatched("llama")
+
+
 UNPATCHED = {
     HOOKED: [("bloom", {})],  # of which no one has set W_pos
     BRIDGE: [("gpt2", {"compatible": False}), ("gpt2", {"compatible": True})],

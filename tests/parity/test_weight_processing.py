@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
 
@@ -16,6 +17,7 @@ from comparison import (
     log_probs,
     on_cpu,
 )
+from devices import device
 from parameters import in_turn
 from transformer_lens import HookedTransformer
 
@@ -35,6 +37,25 @@ METHODS = [
 ]
 """With such models as differ in what a method reads."""
 ONE_MATRIX_AT_A_TIME = ("center_writing_weights", "center_unembed")
+
+
+@pytest.fixture
+def without_weights(unprocessed):
+    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
+
+    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
+    """
+
+    def make(name, n_devices=None):
+        cfg = copy.deepcopy(unprocessed(name).cfg)
+        cfg.tokenizer_name = None  # which could not be fetched
+        if n_devices is None:
+            return HookedTransformer(cfg, move_to_device=False)
+        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
+        cfg.device, cfg.n_devices = device(0), n_devices
+        return HookedTransformer(cfg)
+
+    return make
 
 
 def for_each(

@@ -13,6 +13,12 @@ HOOK = "blocks.2.hook_resid_post"
 GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
 
 
+@pytest.fixture(scope="module")
+def machine(simulated):
+    with simulated(4) as machine:
+        yield machine
+
+
 def forward(model, tokens):
     return model(tokens)
 

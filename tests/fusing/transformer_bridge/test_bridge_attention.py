@@ -8,7 +8,6 @@ import pytest
 import torch
 from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
-from devices import device
 from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
 from packaging.version import Version
 from parameters import in_turn
@@ -62,17 +61,6 @@ def test_kv_cache_continues_where_one_block_is_hooked(name, fused_bridge, tokens
 
 LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
-
-
-def test_bridge_booted_fused_over_devices_builds_no_pattern(
-    machine, boot, bridge_references, fused_blocks
-):
-    bridge = boot("llama", n_devices=4, fuse_blocks=True)
-    with ShapesMade() as made:
-        actual = bridge(LONG.to(device(0)))
-    assert len(fused_blocks) == N_LAYERS
-    assert not made.of_pairs(29)
-    assert_agrees(actual, bridge_references("llama", compatible=False)(LONG), machine.devices[0])
 
 
 @pytest.mark.parametrize(
