@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any, Protocol, cast
+
+import torch
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.types import Model
 
 
 class Adapter(Protocol):
@@ -19,27 +23,31 @@ class Adapter(Protocol):
     NAME: str
     """The name of the class, for messages."""
     model_class: type
-    RUNS: tuple[str, ...]
+    RUN_METHODS: tuple[str, ...]
     """Methods that run a model. A subclass with its own may run its blocks differently."""
-    SETUP: tuple[str, str]
+    SETUP_HINT: tuple[str, str]
     """The moment when its hook points are registered, and the call that repeats it."""
-    MINDS_TRAINING: bool
+    HAS_DROPOUT: bool
     """True if its modules act differently in training mode."""
 
-    def view_of(self, model: Any) -> Any:
+    def view_of(self, model: Model) -> Model:
         """Make a view of a model: modules and hooks of its own, the same weights."""
 
-    def realign(self, model: Any, placement: Placement | None) -> None:
+    def realign(self, model: Model, placement: Placement | None) -> None:
         """Update the config and the hooks after parts were moved or assigned."""
 
-    def passes_stream_alone(self, model: Any) -> bool:
+    def passes_stream_alone(self, model: Model) -> bool:
         """Return True if blocks hand on the residual stream and nothing else."""
 
-    def option_names(self, config_or_model_name: Any) -> Sequence[str]:
+    def option_names(self, config_or_model_name: object) -> Sequence[str]:
         """Return the names of the loader's options on which the config depends."""
 
     def read_blueprint(
-        self, config_or_model_name: Any, dtype: Any, options: dict[str, Any], cls: Any = None
+        self,
+        config_or_model_name: object,
+        dtype: torch.dtype | str | None,
+        options: dict[str, Any],
+        cls: type | None = None,
     ) -> Any:
         """Return the `planning.plan.Blueprint` of the model that would be loaded."""
 
@@ -48,7 +56,7 @@ class Adapter(Protocol):
 def adapters() -> dict[str, Adapter]:
     """Return the adapters of the installed TransformerLens by class name."""
     # Imported here, because a TransformerLens may lack one of the classes.
-    installed: list[Any] = []
+    installed: list[ModuleType] = []
     if has_hooked_transformer():
         from tl_devicefix.hooked_transformer import adapter as of_hooked_transformer
 
@@ -60,12 +68,12 @@ def adapters() -> dict[str, Adapter]:
     return {adapter.NAME: cast(Adapter, adapter) for adapter in installed}
 
 
-def is_model(model: Any) -> bool:
+def is_model(model: object) -> bool:
     """Return True if this is a model of one of the two classes."""
     return isinstance(model, tuple(adapter.model_class for adapter in adapters().values()))
 
 
-def adapter_of(model: Any) -> Adapter:
+def adapter_of(model: object) -> Adapter:
     """Return the adapter of a model's class.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from typing import Any
 
 _NEAR = 0.85
 """How alike a name must be to be taken for a misspelt one; "device_mesh" is no "device_map"."""
@@ -35,7 +34,7 @@ def shown(value: object) -> str:
 _LONGEST = 120
 
 
-def check_iterable(called: str, value: Any) -> None:
+def check_iterable(called: str, value: object) -> None:
     """Refuse an argument that cannot be iterated over, before anything runs."""
     if not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
         raise TypeError(f"{called} must be a list or another iterable, but is {shown(value)}")

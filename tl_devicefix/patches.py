@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import overload
 
 from packaging.version import Version
 
@@ -17,6 +17,7 @@ from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import disable, disabled, is_enabled
 from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import check_version, installed
+from tl_devicefix.types import Model
 
 __all__ = [
     "ModelReport",
@@ -109,8 +110,8 @@ class ModelReport(dict[str, str]):
 @overload
 def report() -> PatchReport: ...
 @overload
-def report(model: Any) -> ModelReport: ...
-def report(model: Any = None) -> PatchReport | ModelReport:
+def report(model: Model) -> ModelReport: ...
+def report(model: Model | None = None) -> PatchReport | ModelReport:
     """Print the patches of TransformerLens, or which blocks of a model are fused.
 
         tl_devicefix.report()       # what is replaced, for which versions, and why
@@ -144,7 +145,7 @@ def _state() -> str:
     return "enabled" if is_enabled() else "disabled"
 
 
-def _report_of_model(model: Any) -> ModelReport:
+def _report_of_model(model: Model) -> ModelReport:
     # Imported here for the same reason as in `table`.
     from tl_devicefix.adapters import adapter_of
     from tl_devicefix.dispatch.naming import by_shortest_name

@@ -33,6 +33,7 @@ import transformers.utils.logging as hf_logging
 from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
 from tl_devicefix.placement.workers import one_load
@@ -65,14 +66,14 @@ class Twin:
         n_ctx: how many tokens the twin is run on.
     """
 
-    hf_model: Any
+    hf_model: PreTrainedModel
     layers: Sequence[int]
     windows: dict[int, int]
     n_ctx: int
 
     @staticmethod
     def of(
-        hf_config: Any,
+        hf_config: PretrainedConfig,
         n_ctx: int,
         model_class: Any = None,
         *,
@@ -141,25 +142,25 @@ class Twin:
 _WINDOWS = ("sliding_window", "window_size")
 
 
-def _scaling(config: Any) -> dict[str, Any]:
-    """The rotary settings, which transformers 5 calls `rope_parameters`."""
+def _scaling(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the rotary settings, which transformers 5 calls `rope_parameters`."""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
-def original_context(config: Any) -> int:
+def original_context(config: PretrainedConfig) -> int:
     """Return the number of tokens that a model with scaled rotary frequencies was trained on."""
     name = "original_max_position_embeddings"
     given = _scaling(config).get(name) or getattr(config, name, None)
     return given or config.max_position_embeddings
 
 
-def _per_layer(config: Any) -> dict[str, list[Any]]:
+def _per_layer(config: PretrainedConfig) -> dict[str, list[Any]]:
     n_layers = config.num_hidden_layers
     settings = vars(config).items()
     return {k: v for k, v in settings if isinstance(v, list) and len(v) == n_layers > 1}
 
 
-def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
+def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[int]:
     """Return the first layer of each kind. Equal entries in all lists make layers alike."""
     lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
     kinds = [repr(entries) for entries in zip(*lists)]
@@ -167,7 +168,7 @@ def _layers(config: Any, attn_types: Sequence[str] | None) -> list[int]:
     return sorted({*layers, *([0, 1][: len(kinds)] if len(layers) < 2 else [])})
 
 
-def _sizes(config: Any, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
+def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -225,19 +226,23 @@ def _randomise(model: nn.Module) -> None:
 
 
 # --------------------------------------------------------------------------------------------
-# Comparing, and saying so
+# Compare, and report a difference
 
-Run = Callable[[Any], float]
+MeasureTwin = Callable[[PretrainedConfig], float]
 """A transformers config -> the difference of a twin that is made of it."""
 
 
 def check_numbers(
-    run: Run, hf_config: Any, called: str, numbers: Numbers | None, advice: Callable[[], str]
+    measure: MeasureTwin,
+    hf_config: PretrainedConfig,
+    called: str,
+    numbers: Numbers | None,
+    advice: Callable[[], str],
 ) -> str | None:
     """Run a twin, and warn or refuse if it differs from transformers.
 
     Args:
-        run: makes and compares the twin of a transformers config.
+        measure: makes and compares the twin of a transformers config.
         hf_config: the config of the model that is loaded; not changed.
         called: the model, as the message calls it.
         numbers: "warn", "refuse" or "ignore"; None is the environment variable
@@ -251,12 +256,12 @@ def check_numbers(
         ValueError: if `numbers` is none of the three, or is "refuse" and the twin differs.
     """
     choice = choice_of_numbers(numbers)
-    difference = None if choice == "ignore" else _measured(run, hf_config, called)
+    difference = None if choice == "ignore" else _measured(measure, hf_config, called)
     if difference is None or difference <= LIMIT:
         return None
     message = (
         f"{called} gives other numbers than transformers: log probabilities of a tiny model with "
-        f"its config differ by {difference:.1e} of their spread{_blame(run, hf_config)}; "
+        f"its config differ by {difference:.1e} of their spread{_blame(measure, hf_config)}; "
         f"{advice()}, or silence this with numbers='ignore'"
     )
     warn_or_refuse(message, choice)
@@ -279,24 +284,26 @@ def choice_of_numbers(numbers: str | None) -> str:
     return chosen
 
 
-def _measured(run: Run, hf_config: Any, called: str | None = None) -> float | None:
-    """The difference; None if the twin cannot be made, so that nothing is known: it is logged."""
+def _measured(
+    measure: MeasureTwin, hf_config: PretrainedConfig, called: str | None = None
+) -> float | None:
+    """Return the difference; None if the twin cannot be made, which is logged."""
     try:
         with undisturbed():
-            return run(hf_config)
+            return measure(hf_config)
     except Exception as error:  # noqa: BLE001  # transformers refuses some sizes in its own ways
         if called is not None:
             _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
 
-def is_right(run: Run, hf_config: Any) -> bool:
+def is_right(measure: MeasureTwin, hf_config: PretrainedConfig) -> bool:
     """Return True if a twin of this config can be made and agrees with transformers."""
-    difference = _measured(run, hf_config)
+    difference = _measured(measure, hf_config)
     return difference is not None and difference <= LIMIT
 
 
-def _blame(run: Run, hf_config: Any) -> str:
+def _blame(measure: MeasureTwin, hf_config: PretrainedConfig) -> str:
     """Name the setting that is to blame, if the difference is gone where it has its default."""
     config = getattr(hf_config, "text_config", hf_config)
     defaults = type(config)()
@@ -306,7 +313,7 @@ def _blame(run: Run, hf_config: Any) -> str:
             continue
         without = copy.deepcopy(config)
         setattr(without, name, copy.deepcopy(default))
-        if is_right(run, without):
+        if is_right(measure, without):
             return f", because of {name}={value!r} in its config"
     return ""
 
@@ -349,7 +356,7 @@ def undisturbed() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------
-# Parts that no config tells of
+# Parts that a config does not describe
 
 
 def refuse_parts_beyond_config(hf_model: nn.Module) -> None:

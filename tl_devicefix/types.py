@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformer_lens import HookedTransformer
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.config import TransformerBridgeConfig
     from transformer_lens.model_bridge import TransformerBridge
 
     Model: TypeAlias = HookedTransformer | TransformerBridge
+    Config: TypeAlias = HookedTransformerConfig | TransformerBridgeConfig
 else:
-    Model = nn.Module
+    Model, Config = nn.Module, object
 
-__all__ = ["Model"]
+__all__ = ["Config", "Model"]

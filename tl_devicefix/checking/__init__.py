@@ -69,7 +69,7 @@ def _repairable(model: Any, adapter: Adapter) -> list[Finding]:
     return [
         *config_findings(model),
         *device_findings(model),
-        *setup_findings(model, *adapter.SETUP),
+        *setup_findings(model, *adapter.SETUP_HINT),
     ]
 
 

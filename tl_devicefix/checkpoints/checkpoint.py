@@ -27,9 +27,10 @@ from tl_devicefix.checkpoints.files import (
 )
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.types import Config
 
 
-def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
+def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Module:
     """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
     is_directory = is_checkpoint_directory(model_name)
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
@@ -62,7 +63,7 @@ def load_hf_model(model_name: str, cfg: Any, **kwargs: Any) -> torch.nn.Module:
                 f"from_pretrained has no argument {unknown[1]!r}, and transformers has none for "
                 f"{model_name!r}; leave it out"
             ) from error
-        stored_tensors(model_name, kwargs)  # of which one may say more
+        stored_tensors(model_name, kwargs)  # because a damaged file says more than transformers
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
         ) from error
@@ -112,7 +113,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None
-    # Those that have tensors last, because a head may be the embedding, which has one.
+    # Parameters with a tensor of their name come last, because a tied head has none of its own.
     for name in sorted(own, key=stored.__contains__):
         dtype = stored.get(name, widest)
         is_read = name in stored or isinstance(own[name], torch.nn.Parameter)
@@ -120,8 +121,8 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
             own[name].data = own[name].data.to(dtype)
 
 
-def _revision(model_name: str, cfg: Any) -> str:
-    """The hub revision of a training checkpoint, as TransformerLens names them."""
+def _revision(model_name: str, cfg: Config) -> str:
+    """Return the hub revision of a training checkpoint, as TransformerLens names them."""
     if model_name.startswith("stanford-crfm"):
         return f"checkpoint-{cfg.checkpoint_value}"
     if model_name.startswith("EleutherAI/pythia"):

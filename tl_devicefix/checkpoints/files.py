@@ -99,7 +99,7 @@ _Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
 
 
 def stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
-    """The tensors of a checkpoint that is on this machine, and those that its index lists."""
+    """Return the tensors of a checkpoint on this machine, and those that its index lists."""
     try:
         is_directory = is_checkpoint_directory(model_name)
         folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
@@ -128,7 +128,7 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        # Our own reason, because torch's says how to unpickle the file all the same.
+        # Not torch's own reason, because it says how to unpickle an unsafe file nevertheless.
         reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(
@@ -149,7 +149,7 @@ _DTYPES = {
 
 
 def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]:
-    """Name, shape and dtype of each tensor in a file; None for a dtype that is not in `_DTYPES`."""
+    """Return each tensor's name, shape and dtype; None for a dtype that is not in `_DTYPES`."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as opened:
             names = opened.keys()

@@ -51,7 +51,7 @@ def is_checkpoint_directory(model_name: str) -> bool:
     return (Path(model_name) / "config.json").is_file()
 
 
-def check_model(model_name: Any, hf_model: Any) -> None:
+def check_model(model_name: object, hf_model: object) -> None:
     """Refuse a model in place of its name, and a name in place of a model."""
     if not isinstance(model_name, str | os.PathLike):
         raise TypeError(
@@ -136,7 +136,7 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
         yield
 
 
-def read_config(name: str, **kwargs: Any) -> Any:
+def read_config(name: str, **kwargs: Any) -> PretrainedConfig:
     """Return the fields that transformers reads from a checkpoint's config.json."""
     with reading_config(name):
         config = as_saved(AutoConfig.from_pretrained(name, **kwargs))
@@ -148,7 +148,7 @@ def read_config(name: str, **kwargs: Any) -> Any:
 _READS_ROPE_PARAMETERS = Version(transformers.__version__) >= Version("5.dev0")
 
 
-def as_saved(config: Any) -> Any:
+def as_saved(config: PretrainedConfig) -> PretrainedConfig:
     """Put the rotary settings that transformers 5 saved where transformers 4 looks for them.
 
     Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
@@ -219,7 +219,7 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype, or its name as HookedTransformer takes it ("bfloat16", "bf16", "torch.bfloat16")."""
+    """Return the dtype of a name, as HookedTransformer takes it ("bfloat16", "bf16")."""
     named: Any = dtype
     if isinstance(dtype, str):
         named = _SHORT.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))

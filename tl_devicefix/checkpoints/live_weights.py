@@ -57,6 +57,7 @@ def refuse_unmergeable(module: nn.Module) -> None:
     if is_adapter(module):
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
         no_merge = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
+        # A layer that inherits `merge` as it is has none of its own.
         if replaced or _class_over_floats(type(module)).merge is no_merge:
             _refuse_adapter(f"{type(module).__module__}.{type(module).__name__}")
     elif is_from("peft", module):
@@ -68,8 +69,8 @@ def refuse_unmergeable(module: nn.Module) -> None:
 
 def _refuse_adapter(kind: str) -> NoReturn:
     raise ValueError(
-        f"hf_model has an adapter ({kind}) that cannot be merged, as it does more than change "
-        "weights; pass the base model, loaded without the adapter"
+        f"hf_model has an adapter ({kind}) that cannot be merged, because it is not a weight "
+        "delta; pass the base model, loaded without the adapter"
     )
 
 
@@ -94,7 +95,7 @@ def merged(layer: Any) -> nn.Module:
         return layer.get_base_layer().to("meta")
     layer.__class__ = _class_over_floats(type(layer))
     layer.__dict__.setdefault("fan_in_fan_out", False)  # missing over bitsandbytes
-    layer.quantization_backend = None
+    layer.quantization_backend = None  # because the base layer holds floats now
     try:
         if layer.disable_adapters and layer.merged:
             layer.unmerge()
@@ -242,8 +243,8 @@ class LiveWeights:
             scales = state.absmax
         if scales.is_meta:
             raise ValueError(
-                "hf_model has quantised weights whose scales are lost (offloading 4-bit weights "
-                "loses them), so it cannot run either; load it again, without offloading"
+                "hf_model has quantised weights whose scales are lost, because they were offloaded "
+                "in 4 bits, so it cannot run either; load it again, without offloading"
             )
         if is_8bit:
             return functional.int8_vectorwise_dequant(packed, scales.to(packed.device))

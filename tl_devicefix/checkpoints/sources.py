@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
@@ -21,6 +21,9 @@ from tl_devicefix.checkpoints.live_weights import LiveWeights
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
 from tl_devicefix.weight_processing import Weights
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformerConfig
 
 
 def processing_unit(name: str) -> str:
@@ -77,7 +80,7 @@ _META = torch.device("meta")
 class HuggingFaceSource:
     """A Hugging Face model, whose weights may lie anywhere; it is never changed."""
 
-    def __init__(self, hf_model: nn.Module, cfg: Any) -> None:
+    def __init__(self, hf_model: nn.Module, cfg: HookedTransformerConfig) -> None:
         self._live = LiveWeights(hf_model)
         self.hf_model = self._live.model
         self.computes = self._live.computes
@@ -111,7 +114,7 @@ class HuggingFaceSource:
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
         cfg.from_checkpoint = False  # or it would be loaded again
         try:
-            # Any official name will do, because it is not used.
+            # Any official name will do, because the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
             if missing := [name for name, weight in weights.items() if weight is None]:
                 raise AttributeError(f"it has no {missing[0]}")
@@ -120,7 +123,7 @@ class HuggingFaceSource:
             if is_out_of_memory(error):
                 raise
             named, own = self._cfg.original_architecture, type(self.hf_model).__name__
-            # einops gets None for a missing weight.
+            # Converters pass None to einops for a missing weight, which says nothing about it.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             if named == own:
                 raise ValueError(
@@ -170,7 +173,7 @@ class HuggingFaceSource:
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
 
 
-def _find_blocks(hf_model: nn.Module, cfg: Any) -> nn.ModuleList:
+def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.ModuleList:
     """Find the list of blocks of a Hugging Face model."""
     hf_config: Any = hf_model.config
     hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it

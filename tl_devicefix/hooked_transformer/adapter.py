@@ -25,10 +25,10 @@ from tl_devicefix.placement.placement import Placement
 __all__ = ["model_class", "option_names", "view_of"]
 
 NAME = "HookedTransformer"
-RUNS = ("forward", "run_with_hooks", "input_to_embed")
-SETUP = "the model was set up", "model.setup()"
+RUN_METHODS = ("forward", "run_with_hooks", "input_to_embed")
+SETUP_HINT = "the model was set up", "model.setup()"
 read_blueprint = HookedBlueprint.read
-MINDS_TRAINING = False  # always in training mode, and without dropout
+HAS_DROPOUT = False  # always in training mode, and without dropout
 
 
 def passes_stream_alone(model: Any) -> bool:

@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
 
 _MISSING = object()
+Owner = type | FunctionType
 
 
 class _Replacement(NamedTuple):
     """One attribute that is replaced; `before` is _MISSING if it was inherited."""
 
-    owner: Any
+    owner: Owner
     name: str
-    before: Any
-    after: Any
+    before: object
+    after: object
 
 
-def _own(owner: Any, name: str) -> Any:
+def _own(owner: Owner, name: str) -> object:
     """Return an attribute of a function, or one from a class's own `__dict__`."""
     if isinstance(owner, FunctionType):
         return getattr(owner, name, _MISSING)
@@ -70,7 +71,9 @@ def _replace(table: Sequence[Patch]) -> None:
     _is_enabled = True
 
 
-def _within_function(function: Any, replacement: Callable[..., Any]) -> Iterator[_Replacement]:
+def _within_function(
+    function: FunctionType, replacement: Callable[..., Any]
+) -> Iterator[_Replacement]:
     """Make a function call its replacement by exchanging its code.
 
     The function object stays, because others have imported it or hold it in a partial. Its code is

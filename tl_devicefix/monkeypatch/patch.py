@@ -105,12 +105,12 @@ LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate")
 """Packages whose modules, hooks and code are not the user's, beside this one."""
 
 
-def package_of(item: Any) -> str:
+def package_of(item: object) -> str:
     """Return the top-level package of a class, a function, or an instance's class."""
     return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]
 
 
-def is_of_user(hook: Any) -> bool:
+def is_of_user(hook: object) -> bool:
     """Return True if a hook is neither this package's nor a library's own."""
     return package_of(hook) not in ("tl_devicefix", *LIBRARIES)
 

@@ -198,7 +198,7 @@ class _FirstBlock:
         by_library = package_of(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
         if forward is not None and not by_library:
             return True
-        minds = self._adapter.MINDS_TRAINING or isinstance(module, _UNSTEADY)
+        minds = self._adapter.HAS_DROPOUT or isinstance(module, _UNSTEADY)
         return module.training and minds
 
 
@@ -214,7 +214,7 @@ def _is_known(model: Any, adapter: Adapter) -> bool:
     base = next(cls for cls in type(model).__mro__ if package_of(cls) == "transformer_lens")
     return not any(
         name in vars(model) or getattr(type(model), name) is not getattr(base, name)
-        for name in adapter.RUNS
+        for name in adapter.RUN_METHODS
     )
 
 

@@ -82,7 +82,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         copied = wrap(copy.deepcopy(read(self), memo), machine, device)
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
-        if self.grad is not None:
+        # As torch does: its copy of a plain tensor has the gradient, that of a parameter none.
+        if self.grad is not None and not getattr(self, "_is_param", False):
             copied.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             if name not in ("_cpu", "_allocation"):

@@ -321,7 +321,10 @@ class Processing:
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
         if steps.fold_ln:
-            centers, kv_prefix = uses_layer_norm(cfg), "" if cfg.n_key_value_heads is None else "_"
+            centers, kv_prefix = (
+                uses_layer_norm(self.cfg),
+                "" if cfg.n_key_value_heads is None else "_",
+            )
             options: dict[str, Any] = {"layer_idx": 0, "adapter": adapter, "gqa": kv_prefix}
             options |= {"fold_biases": centers, "center_weights": centers}
             ProcessWeights._fold_layer(weights, cfg, **options)

@@ -95,9 +95,11 @@ class Unwrapped:
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
         copied = object.__new__(_twin_class(kind))
         attributes = vars(copied)
-        attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE)
+        attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
         attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
-        if has_wrappers:  # because their forward calls no hooks of the wrapped module
+        # Dicts of hooks are read from the module, because they may be replaced whole; but a wrapper
+        # calls no hooks of what it wraps.
+        if has_wrappers:
             attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
             name: None if child is None else self._of(child)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
+from tl_devicefix.types import Config
 from tl_devicefix.weight_processing.slices import WorkingCopies, working_dtype
 from tl_devicefix.weight_processing.steps import (
     Weights,
@@ -53,7 +53,7 @@ class Steps:
     recenter_b_O: bool = False
     """Whether b_O is centred again after the value biases; `applicable` decides it."""
 
-    def applicable(self, cfg: Any, conventions: Conventions) -> Steps:
+    def applicable(self, cfg: Config, conventions: Conventions) -> Steps:
         """Return these steps without those that do not apply to this config. Call it once."""
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = self
@@ -93,17 +93,17 @@ class Steps:
         return replace(self, fold_value_biases=False)
 
 
-def has_sinks(cfg: Any) -> bool:
+def has_sinks(cfg: Config) -> bool:
     """Return True if attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
     return bool(getattr(cfg, "use_attention_sinks", False))
 
 
-def uses_layer_norm(cfg: Any) -> bool:
+def uses_layer_norm(cfg: Config) -> bool:
     """Return True if the blocks begin with LayerNorm (which subtracts the mean), folded or not."""
     return cfg.normalization_type in ("LN", "LNPre")
 
 
-def check_refactorable(cfg: Any, is_grouped: bool, beside: str | None) -> None:
+def check_refactorable(cfg: Config, is_grouped: bool, beside: str | None) -> None:
     """Check that `refactor_factored_attn_matrices` can be done.
 
     Args:
@@ -131,7 +131,7 @@ def check_refactorable(cfg: Any, is_grouped: bool, beside: str | None) -> None:
 def process_component(
     name: str,
     weights: Weights,
-    cfg: Any,
+    cfg: Config,
     steps: Steps,
     conventions: Conventions,
     vocabulary_means: Weights | None = None,

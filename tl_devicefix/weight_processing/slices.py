@@ -152,9 +152,8 @@ class WorkingCopies(dict[str, torch.Tensor]):
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            moved = tensor.detach().to(
-                self._device
-            )  # before it is widened, because fewer bytes are copied
+            # Moved before it is widened, because fewer bytes are copied.
+            moved = tensor.detach().to(self._device)
             tensor = moved.to(dtype, copy=moved.device == tensor.device)
             self[name] = tensor
         return tensor

@@ -38,7 +38,7 @@ def fold_layer_norm_into_block(
         else:
             # TransformerLens does not centre W_gate; it reads a mean-zero stream anyway.
             if "mlp.W_gate" in block:
-                block["mlp.W_gate"] *= block["ln2.w"][:, None]
+                block["mlp.W_gate"] *= block["ln2.w"][:, None]  # [d_model, d_mlp]
             _fold_norm(block, "ln2", "mlp.W_in", "mlp.b_in", fold_biases, center_weights)
         _retire(block, "ln2", keep_norms)
     if "mlp.ln.w" in block:
@@ -60,13 +60,14 @@ def _fold_norm(
 ) -> None:
     """Fold a norm into a matrix of d_in rows, or one for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
+    # The bias comes first, because it is folded through the matrix as it was.
     has_bias = norm == "ln1" or bias in weights  # because attention always has biases
     if fold_biases and f"{norm}.b" in weights and has_bias:
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
         )
-    matrix *= weights[f"{norm}.w"][:, None]
-    if center_weights:
+    matrix *= weights[f"{norm}.w"][:, None]  # [... d_in, d_out]
+    if center_weights:  # over what is read: [... 1, d_out]
         matrix -= matrix.mean(dim=-2, keepdim=True)
 
 
@@ -74,7 +75,7 @@ def _fold_into_experts(block: Weights) -> None:
     """Fold ln2 into the router and every expert: `nn.Linear` weights, so [d_out, d_model]."""
     for name in block:
         if name.startswith("mlp.") and name.endswith(("W_gate.weight", "W_in.weight")):
-            block[name] *= block["ln2.w"][None, :]
+            block[name] *= block["ln2.w"][None, :]  # [d_out, d_model]
 
 
 def _retire(weights: Weights, norm: str, keep: bool) -> None:
@@ -133,7 +134,8 @@ def vocabulary_means(
     means = {}
     for name in _OVER_VOCABULARY:
         if name in head:
-            parts = head[name].detach().split(tokens_at_once, dim=-1)
+            # Summed in parts, because a whole W_U in float32 may not fit on the device.
+            parts = head[name].detach().split(tokens_at_once, dim=-1)  # [d_model, some tokens]
             sums = [part.to(device).to(dtype).sum(dim=-1, keepdim=True) for part in parts]
             means[name] = sum(sums[1:], sums[0]) / head[name].shape[-1]
     return means
@@ -155,7 +157,7 @@ def fold_value_biases_of_block(block: Weights) -> None:
     W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]
     b_V = block[name]
     # With grouped-query attention several heads share one value head.
-    b_V_of_head = b_V.repeat_interleave(W_O.shape[0] // b_V.shape[0], dim=0)
+    b_V_of_head = b_V.repeat_interleave(W_O.shape[0] // b_V.shape[0], dim=0)  # [heads, d_head]
     block["attn.b_O"] = block["attn.b_O"] + einops.einsum(
         b_V_of_head, W_O, "heads d_head, heads d_head d_model -> d_model"
     )
@@ -170,6 +172,7 @@ def refactor_attention_of_block(block: Weights) -> None:
     one more input dimension. Not for rotary embeddings (QK then depends on the positions) nor
     grouped-query attention. Matrices are [heads, d_model, d_head], W_O is [heads, d_head, d_model].
     """
+    # [heads, d_model + 1, d_head]
     W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])
     W_K = _with_bias_as_input(block["attn.W_K"], block["attn.b_K"])
     even_Q, even_K_T = FactoredMatrix(W_Q, W_K.transpose(-1, -2)).make_even().pair
@@ -177,10 +180,12 @@ def refactor_attention_of_block(block: Weights) -> None:
     block["attn.W_Q"], block["attn.b_Q"] = even_Q[:, :-1, :], even_Q[:, -1, :]
     block["attn.W_K"], block["attn.b_K"] = even_K[:, :-1, :], even_K[:, -1, :]
 
+    # First the value biases go into b_O, because a factor of W_V would have to change them too.
     fold_value_biases_of_block(block)
+    # [heads, d_model, d_head], [heads, d_head], [heads, d_model, d_head]
     U, S, Vh = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()
     block["attn.W_V"] = U @ S.diag_embed()
-    block["attn.W_O"] = Vh.transpose(-1, -2)
+    block["attn.W_O"] = Vh.transpose(-1, -2)  # [heads, d_head, d_model]
 
 
 def _with_bias_as_input(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ def test_kv_cache_continues_where_one_block_is_hooked(name, fused_bridge, tokens
 
 LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
+
+
+def test_hooks_replaced_over_devices_are_called_no_more(machine, boot, tokens):
+    bridge = boot("llama", n_devices=4, fuse_blocks=True)
+    bridge(tokens)
+    linear = bridge.blocks[1].mlp.out.original_component
+    calls = []
+    linear.register_forward_hook(lambda *_: calls.append(1))
+    bridge(tokens)
+    linear._forward_hooks = OrderedDict()
+    bridge(tokens)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
