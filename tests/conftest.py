@@ -401,12 +401,8 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
             pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
         hf_model = copy.deepcopy(hf_models(name, dtype))
         with as_installed():
-            try:
-                options |= {"device": "cpu", "dtype": dtype}
-                return load_hooked(architecture, hf_model, tokenizer, **options)
-            except AttributeError as error:
-                # Each TransformerLens knows the attributes that transformers had at its time.
-                pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
+            options |= {"device": "cpu", "dtype": dtype}
+            return load_hooked(architecture, hf_model, tokenizer, **options)
 
     return cache(load)
 
@@ -421,7 +417,7 @@ def from_pretrained(
     """
 
     def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
-        references(name)  # skips what TransformerLens itself cannot convert
+        references(name)  # skips what TransformerLens has no name for
         if joined():  # who load from files
             return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
         hf_model = hf_models(name) if hf_model is None else hf_model
