@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -514,16 +514,19 @@ IN_COMMON: dict[str, Call] = {
 
 def each_somewhere(
     calls: Collection[str], public: set[str], places_of: Callable[[str], list[tuple[str, int]]]
-) -> Iterator[Any]:
-    """Yield a call, a kind of model and a number of devices: by default, each call at one place.
+) -> list[Any]:
+    """Return rows of a call, a kind of model and a number of devices: each call at one place.
 
     With `--full`, each call is at all of its places.
     """
+    rows = []
     for i, call in enumerate(call for call in calls if call.split()[0] in public):
         places = places_of(call)
         for place in places:
             is_quick = place == places[i % len(places)] and not call.endswith(ALIKE)
-            yield pytest.param(call, *place, marks=() if is_quick else pytest.mark.full)
+            marks = () if is_quick else pytest.mark.full
+            rows.append(pytest.param(call, *place, marks=marks))
+    return rows
 
 
 FETCH_DATA = {f"evals.{name}" for name in ("evaluate", "mmlu_eval", "sanity_check")}
