@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from textwrap import dedent, indent
-from typing import Any
+from typing import Any, TypeAlias
 
 from tl_devicefix import __version__
 from tl_devicefix.misspelt import did_you_mean
@@ -25,17 +25,17 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line, by default the process's own.
 
     Returns:
-        The exit status: 0 if all is well, 1 if not, and 2 if it was asked for what is not there.
+        The exit status: 0 if all is well, 1 if not, and 2 if an argument is wrong.
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    if chosen.command != "activations":
+    if chosen.command != "activations":  # which needs no TransformerLens, and so starts sooner
         _set_up()
     try:
         return 0 if run(chosen) else 1
     except expected as error:
         print(error, file=sys.stderr)
-        return 2  # such as a misspelt option
+        return 2  # such as for a misspelt option, as argparse does
 
 
 def _set_up() -> None:
@@ -45,25 +45,30 @@ def _set_up() -> None:
 
     enable()  # even with TL_DEVICEFIX_DISABLE, because a command is an explicit wish
     hf_logging.disable_progress_bar()
-    # because TransformerLens 3 warns at each load that HookedTransformer is deprecated
+    # Hidden, because TransformerLens 3 warns at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of whole option names, because a later option may begin with the same letters."""
+    """A parser of whole option names, whose help ends with examples."""
 
     def __init__(self, examples: str = "", **options: Any) -> None:
-        as_written = argparse.RawDescriptionHelpFormatter
+        as_written = argparse.RawDescriptionHelpFormatter  # because examples are not to be wrapped
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
+        # No abbreviations, because a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also for commands
+    # Not parse_args, because argparse parses commands by this.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         chosen, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown:  # argparse's own error suggests no name
             options = re.findall("--[a-z-]+", self.format_usage())
             meant = did_you_mean(unknown[0].partition("=")[0], options)
             self.error(f"there is no argument {unknown[0]!r}{meant}")
         return chosen, unknown
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_estimate(commands: Any) -> None:
+def _add_estimate(commands: _Commands) -> None:
     estimate = commands.add_parser(
         "estimate",
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
@@ -157,7 +162,7 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
-def _add_activations(commands: Any) -> None:
+def _add_activations(commands: _Commands) -> None:
     activations = commands.add_parser(
         "activations",
         help="look at activations on disk; exit status 1 if something is wrong",
@@ -178,16 +183,16 @@ def _device(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _memory(text: str) -> Any:
+def _memory(text: str) -> str | dict[int | str, str]:
     """ "80GiB", or "0=24GiB,1=80GiB" as a dict."""
-    if "=" not in text:
+    if "=" not in text:  # one size for every device
         return text
     pairs = (part.partition("=") for part in text.split(","))
     return {_device(device.strip()): size.strip() for device, _, size in pairs}
 
 
-def _device_map(text: str) -> Any:
-    if not text.startswith("{"):
+def _device_map(text: str) -> int | str | dict[str, int | str]:
+    if not text.startswith("{"):  # a strategy, or one device
         return _device(text)
     try:
         return json.loads(text)
@@ -199,7 +204,7 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.planning.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
-    if chosen.n_ctx is None:  # else the model's config is made with it
+    if chosen.n_ctx is None:  # then the model has its own
         del options["n_ctx"]
     result = estimate(chosen.model, **options)
     print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)
@@ -226,22 +231,20 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
         print(activations)
         return not activations.missing()
     wrong, count = activations.verify(), len(activations.index.shards)
-    print(*wrong, sep="\n", end="\n" if wrong else "")
-    print(
-        f"{len(wrong)} of {count} shards are not as they were written"
-        if wrong
-        else f"{count} shards: every shard is as it was written"
-    )
+    verdict = f"{count} shards: every shard is as it was written"
+    if wrong:
+        verdict = f"{len(wrong)} of {count} shards are not as they were written"
+    print(*wrong, verdict, sep="\n")
     return not wrong
 
 
+# The function of each command, and its errors that are shown without a traceback.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
     "activations": (_run_activations, (OSError, ValueError)),
     "demo": (_run_demo, (ValueError,)),
     "estimate": (_run_estimate, (TypeError, ValueError)),
     "selfcheck": (_run_selfcheck, (ValueError,)),
 }
-"""The function of each command, and its errors that are shown without a traceback."""
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A call of blocks.8, which lives on cuda:1:
     CarryTo.pre_forward       brings the arguments to cuda:1    a forward pre-hook of torch's
       users' pre-hooks        see them on cuda:1
         SkipBlock.forward     returns what is known, or         the instance's `forward`
-        StopAfter.forward     ends the model's forward after it
+        StopAfter.forward     ends the model's forward after the block
           OffloadedForward    brings the weights, and takes them away again
             the class's forward: TransformerLens's, a fused block's, or a remote block's
       BringHome.post_forward  brings the output home            a forward hook of torch's
@@ -27,7 +27,7 @@ from torch import nn
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Forward = Callable[..., Any]
-Kind = TypeVar("Kind", bound="Around")
+AroundT = TypeVar("AroundT", bound="Around")
 
 
 class Around:
@@ -48,32 +48,35 @@ class Around:
         """Return the arguments that users' pre-hooks and the forward get."""
         return args, kwargs
 
-    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the output; `run` is the forward that this stands around."""
         return run(*args, **kwargs)
 
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
         """Return the output that users' hooks and the caller get."""
         return output
 
     def attach(self, module: nn.Module) -> None:
         """Stand around a module's forward, outermost."""
-        kind = type(self)
-        if kind.pre_forward is not Around.pre_forward:
+        cls = type(self)
+        # Each attaches only what it has, because torch calls hooks that do nothing, too.
+        if cls.pre_forward is not Around.pre_forward:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        if kind.forward is not Around.forward:
-            # Not by setattr, because the components of a Bridge hand it on to what they wrap.
+        if cls.forward is not Around.forward:
+            # Not by setattr, because a Bridge's component hands that on to the module it wraps.
             vars(module)["forward"] = _Forward(self, module)
-        if kind.post_forward is not Around.post_forward:
-            module.register_forward_hook(self.post_forward, prepend=True)
+        if cls.post_forward is not Around.post_forward:
+            module.register_forward_hook(self.post_forward, prepend=True)  # before users' hooks
 
     @classmethod
     def detach(cls, module: nn.Module) -> None:
-        """Take all of this class from a module, also those that a copied module brought along."""
+        """Take all objects of this class from a module, also those that a copy brought along."""
+        # Found by class, because nobody holds the handles of hooks that were copied or unpickled.
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
                 if isinstance(getattr(hook, "__self__", None), cls):
                     del hooks[key]
+                    # torch notes apart from the hook that it takes keyword arguments.
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
         outer, forward = None, vars(module).get("forward")
         while isinstance(forward, _Forward):
@@ -88,8 +91,8 @@ class Around:
             forward = forward.inner
 
     @classmethod
-    def of(cls: type[Kind], module: nn.Module) -> Kind | None:
-        """Return the one of this class whose `forward` is around a module's; None without it."""
+    def of(cls: type[AroundT], module: nn.Module) -> AroundT | None:
+        """Return the outermost object of this class whose `forward` is around a module's."""
         forward = vars(module).get("forward")
         while isinstance(forward, _Forward):
             if isinstance(forward.around, cls):
@@ -99,15 +102,16 @@ class Around:
 
 
 class _Forward:
-    """The `forward` of one module, while an `Around` has one. `inner` is the next, if any."""
+    """The `forward` of a module that an `Around` stands around; `inner` is the next, if any."""
 
     def __init__(self, around: Around, module: nn.Module) -> None:
         self.around, self.module, self.inner = around, module, vars(module).get("forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.around.forward(self.module, self.run, args, kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: object, **kwargs: object) -> object:
         """Run the next forward, which is the class's own if there is no other."""
+        # Looked up at each call, because fusing a block changes its class.
         forward = self.inner or type(self.module).forward.__get__(self.module)
         return forward(*args, **kwargs)

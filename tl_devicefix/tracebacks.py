@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterator
 def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
     """Clear the frames of a handled error and of its causes, because they keep tensors alive.
 
-    Frames that still run are left, and so are the errors whose `id` is in `but_not`, with their
-    causes.
+    Frames that still run are left. So are the errors whose `id` is in `but_not`, and their causes.
     """
     seen = set(but_not)
     errors: list[BaseException | None] = [error]
@@ -22,7 +21,7 @@ def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
             seen.add(id(raised))
             traceback.clear_frames(raised.__traceback__)
             errors += [raised.__cause__, raised.__context__]
-    gc.collect()
+    gc.collect()  # because models, which the frames held, refer to themselves
 
 
 ON_MIXED_DEVICES = (
@@ -35,8 +34,8 @@ ON_MIXED_DEVICES = (
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error; Python 3.10 has none, so there it ends a message."""
-    if hasattr(error, "add_note"):
+    """Add a note to an error, or to the end of its message."""
+    if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(text)
     elif error.args == (str(error),):
         error.args = (f"{error}\n{text}",)
@@ -53,12 +52,10 @@ def noting_mixed_devices() -> Iterator[None]:
 
 
 def note_mixed_devices(error: RuntimeError) -> None:
-    """Append the remedy to the message of an error about several devices.
-
-    We change the message because a note is lost where `str(error)` is logged. Errors about a tensor
-    on the CPU stay as they are, because `mix_devices` would not help there.
-    """
+    """Append the remedy to the message of an error about several devices."""
     about_devices = "same device" in str(error) or "expected device" in str(error)
     is_noted = ON_MIXED_DEVICES in str(error)
+    # Not if a tensor is on the CPU, because `mix_devices` does not bring it from there.
     if about_devices and not is_noted and not re.search(r"\bcpu\b", str(error)):
+        # Not by `note`, because notes are lost where `str(error)` is logged.
         error.args = (f"{error}\n{ON_MIXED_DEVICES}",)

@@ -10,8 +10,8 @@ itself on a twin:
    same forward.
 3. If its log probabilities differ from transformers', the large model's would differ too.
 
-We shrink only numbers that no formula depends on: of heads, of layers of a kind, of experts, of
-neurons, of tokens. The size of a head stays, because scales and rotary frequencies depend on it.
+We shrink only numbers that no formula depends on: heads, layers of a kind, experts, neurons and
+tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tl_devicefix.placement.workers import one_load
 _log = logging.getLogger(__name__)
 
 Numbers = Literal["warn", "refuse", "ignore"]
-"""What a load does if its twin differs from transformers."""
+"""The action of a load whose twin differs from transformers."""
 
 LIMIT = 1e-4
 """A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
@@ -75,7 +75,7 @@ class Twin:
     def of(
         hf_config: PretrainedConfig,
         n_ctx: int,
-        model_class: Any = None,
+        model_class: type[Any] | None = None,
         *,
         attn_types: Sequence[str] | None = None,
         window: int | None = None,
@@ -94,7 +94,7 @@ class Twin:
         Raises:
             ValueError: if the twin is too large to be made for each load.
         """
-        config = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
+        config: Any = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
         if "long_factor" in _scaling(config):  # longer texts have other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
         found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
@@ -110,8 +110,8 @@ class Twin:
             setattr(config, name, value)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights arrive dequantised
-        model_class = model_class or transformers.AutoModelForCausalLM
-        make: Any = getattr(model_class, "from_config", None) or model_class._from_config
+        of_class: Any = model_class or transformers.AutoModelForCausalLM
+        make = getattr(of_class, "from_config", None) or of_class._from_config
         with init_empty_weights(include_buffers=False):
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MOST_PARAMETERS:
@@ -123,19 +123,21 @@ class Twin:
     @property
     def tokens(self) -> Int[torch.Tensor, "1 pos"]:
         """Random tokens that fill the twin's context, without those that are special."""
-        d_vocab = self.hf_model.config.vocab_size
+        d_vocab = self.hf_model.config.vocab_size  # the first few are often special
         seeded = torch.Generator().manual_seed(0)
         return torch.randint(min(3, d_vocab - 1), d_vocab, (1, self.n_ctx), generator=seeded)
 
     @functools.cached_property
     def _expected(self) -> Float[torch.Tensor, "1 pos d_vocab"]:
         """transformers' log probabilities."""
-        return self.hf_model(self.tokens).logits.double().log_softmax(-1)  # type: ignore[no-any-return]
+        logits: torch.Tensor = self.hf_model(self.tokens).logits
+        return logits.double().log_softmax(-1)
 
     def difference(self, logits: Float[torch.Tensor, "1 pos d_vocab"]) -> float:
         """Return how far log probabilities are from transformers', relative to their spread."""
         logp, expected = logits.double().log_softmax(-1), self._expected  # [1, pos, d_vocab]
         spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
+        # Infinite for NaN, because a maximum of several differences may drop NaN.
         return ((logp - expected).abs().max() / spread).nan_to_num(float("inf")).item()
 
 
@@ -150,11 +152,12 @@ def _scaling(config: PretrainedConfig) -> dict[str, Any]:
 def original_context(config: PretrainedConfig) -> int:
     """Return the number of tokens that a model with scaled rotary frequencies was trained on."""
     name = "original_max_position_embeddings"
-    given = _scaling(config).get(name) or getattr(config, name, None)
+    given: int | None = _scaling(config).get(name) or getattr(config, name, None)
     return given or config.max_position_embeddings
 
 
-def _per_layer(config: PretrainedConfig) -> dict[str, list[Any]]:
+def _per_layer(config: PretrainedConfig) -> dict[str, list[object]]:
+    """Return the settings that have an entry for each layer."""
     n_layers = config.num_hidden_layers
     settings = vars(config).items()
     return {k: v for k, v in settings if isinstance(v, list) and len(v) == n_layers > 1}
@@ -172,6 +175,7 @@ def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int])
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
+    # Not shrunk, because scales and rotary frequencies depend on it.
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     n_groups = min(groups, 2)
     if groups == heads and heads & (heads - 1):
@@ -180,7 +184,7 @@ def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int])
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
     active = getattr(config, "num_experts_per_tok", None) or 0
-    per_layer, sizes = _per_layer(config), dict[str, Any]()
+    per_layer, sizes = _per_layer(config), dict[str, object]()
     for name, value in vars(config).items():
         if name in per_layer:
             sizes[name] = [value[layer] for layer in layers]
@@ -191,24 +195,20 @@ def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int])
         elif name in _WINDOWS:
             sizes[name] = windows[value]
         elif _NEURON_COUNTS.search(name):
+            # Four times d_model stays so, because TransformerLens's configs may hard-code it.
             sizes[name] = 4 * d_model if value == 4 * config.hidden_size else NEURONS
         elif name == "word_embed_proj_dim":
             sizes[name] = d_model if value == config.hidden_size else 48
         elif name in ("num_local_experts", "num_experts"):
-            sizes[name] = min(value, active + 2)
+            sizes[name] = min(value, active + 2)  # more than run, because the router has to choose
         elif name == "clip_qkv":
             sizes[name] = value * _CLIP
         elif name == "num_key_value_heads":
             sizes[name] = n_groups
         elif name == "attention_types":  # GPT-Neo derives attention_layers from it
             sizes[name] = [[[config.attention_layers[layer]], 1] for layer in layers]
-    return {
-        **sizes,
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": n_heads,
-        "hidden_size": d_model,
-        "vocab_size": d_vocab,
-    }
+    sizes |= {"num_hidden_layers": len(layers), "num_attention_heads": n_heads}
+    return {**sizes, "hidden_size": d_model, "vocab_size": d_vocab}
 
 
 def _randomise(model: nn.Module) -> None:
@@ -220,13 +220,12 @@ def _randomise(model: nn.Module) -> None:
         if parameter is embedding:
             parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
         elif parameter.dim() > 1:
+            # So that outputs are about as large as inputs.
             parameter.div_(parameter.shape[-1] ** 0.5)
         else:
+            # Norms near the identity, biases near zero.
             parameter.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
 
-
-# --------------------------------------------------------------------------------------------
-# Compare, and report a difference
 
 MeasureTwin = Callable[[PretrainedConfig], float]
 """A transformers config -> the difference of a twin that is made of it."""
@@ -284,27 +283,24 @@ def choice_of_numbers(numbers: str | None) -> str:
     return chosen
 
 
-def _measured(
-    measure: MeasureTwin, hf_config: PretrainedConfig, called: str | None = None
-) -> float | None:
-    """Return the difference; None if the twin cannot be made, which is logged."""
+def _measured(measure: MeasureTwin, hf_config: PretrainedConfig, called: str) -> float | None:
+    """Return the difference; None, which is logged, if the twin cannot be made."""
     try:
         with undisturbed():
             return measure(hf_config)
-    except Exception as error:  # noqa: BLE001  # transformers refuses some sizes in its own ways
-        if called is not None:
-            _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001  # because transformers refuses sizes in many ways
+        _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
 
 def is_right(measure: MeasureTwin, hf_config: PretrainedConfig) -> bool:
     """Return True if a twin of this config can be made and agrees with transformers."""
-    difference = _measured(measure, hf_config)
+    difference = _measured(measure, hf_config, "a changed config")
     return difference is not None and difference <= LIMIT
 
 
 def _blame(measure: MeasureTwin, hf_config: PretrainedConfig) -> str:
-    """Name the setting that is to blame, if the difference is gone where it has its default."""
+    """Name the setting without which, at its default, there is no difference; "" if none."""
     config = getattr(hf_config, "text_config", hf_config)
     defaults = type(config)()
     for name, value in vars(config).items():
@@ -322,20 +318,17 @@ _NO_CAUSE = (
     *("architectures", "torch_dtype", "dtype", "transformers_version", "vocab_size"),
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "layer_types"),
 )
-"""Settings that are shrunk, or that say nothing of how the model computes."""
+"""Settings that are shrunk, or that do not change how the model computes."""
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the caller's settings of torch and transformers away from a twin.
-
-    One thread at a time, because torch's and transformers' settings are those of the process.
-    """
-    with one_load:
+    """Keep the caller's settings of torch and transformers away from a twin."""
+    with one_load:  # because torch's and transformers' settings are those of the process
         matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
         bar = hf_logging.is_progress_bar_enabled()
-        matmul.fp32_precision = "ieee"
+        matmul.fp32_precision = "ieee"  # because TF32 or bf16 would differ by more than LIMIT
         hf_logging.set_verbosity_error()
         hf_logging.disable_progress_bar()
         try:
@@ -355,10 +348,6 @@ def undisturbed() -> Iterator[None]:
                 hf_logging.enable_progress_bar()
 
 
-# --------------------------------------------------------------------------------------------
-# Parts that a config does not describe
-
-
 def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
     """Refuse a live model for a HookedTransformer if its config does not make all of its parts.
 
@@ -376,22 +365,23 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
 def parts_beyond_config(hf_model: nn.Module) -> str:
     """Return which modules of a live model its config does not make, and why; "" if none.
 
-    A converter drops a bias that it does not expect, and never sees a replaced norm or head. The
-    twin is made of the config, so it cannot show these; we compare modules with it instead.
+    A converter drops a bias that it does not expect, and never sees a replaced norm or head.
     """
     live = LiveWeights(hf_model)
+    # Modules are compared, not numbers, because the twin is made of the config and lacks them too.
     try:
         with undisturbed(), init_empty_weights(include_buffers=False):
             config = copy.deepcopy(live.model.config)
-            made = class_in_transformers(live.model)._from_config(config)
+            made: nn.Module = class_in_transformers(live.model)._from_config(config)
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return ""
     found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
     frequencies = dict(_frequencies(made))
-    beyond = {path for path, *_ in found ^ expected}.union(
+    beyond = {str(path) for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
+        # Loosely, because a model in half precision has rounded frequencies.
         if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
     )
     if not beyond:
@@ -401,8 +391,8 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     return f"another class, other parameters or numbers, a hook or a forward: {first}{more}"
 
 
-def _parts(live: LiveWeights, module: Any, path: str = "") -> Iterator[tuple[Any, ...]]:
-    """Return each module's path without numbers, and all that a converter would not see of it."""
+def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
+    """Yield each module's path without numbers, and all that a converter would not see of it."""
     module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -1,6 +1,7 @@
 """Moving, copying and saving a model: `to`, `cuda`, `cpu`, `copy.deepcopy`, state dicts."""
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -95,6 +96,15 @@ def test_model_moved_inside_another_module_runs_on_its_device(load, reference, t
     torch.nn.ModuleDict({"language model": model}).to(device(1))
     assert devices_of(model) == {device(1)}
     assert_agrees(model(tokens), reference(tokens), torch.device(device(1)))
+
+
+@pytest.mark.parametrize("spread", [4, OFFLOADED])
+def test_copied_block_whose_hook_holds_the_model_runs(spread, load, tokens):
+    model = load("llama", spread)
+    hook = functools.partial(lambda model, block, args, output: output + 1, model)
+    model.blocks[1].hook_mlp_out.register_forward_hook(hook)
+    residual, copied = model(tokens, stop_at_layer=1), copy.deepcopy(model.blocks[1])
+    assert_agrees(copied(residual), model.blocks[1](residual))
 
 
 @pytest.mark.fails_unpatched

@@ -165,7 +165,7 @@ def test_unusual_fields_of_config_json_are_obeyed(name, field, value, tmp_path):
     try:
         model = HookedTransformer.from_pretrained(tmp_path, device="cpu")
     except ValueError as error:
-        if not re.search("released together|not found", str(error)):
+        if not re.search("released together|not found|cannot convert to", str(error)):
             raise
         pytest.skip(f"TransformerLens itself cannot convert it here: {error}")
     # transformers 4's sdpa attention overlooks the scaling by layer.

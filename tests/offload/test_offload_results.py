@@ -13,7 +13,7 @@ from kinds import home_of
 from offloads import HOST, assert_at_rest
 
 import tl_devicefix
-from tl_devicefix.offload.copying import BlockCopy, PrefetchedWeight, keeping_on_host
+from tl_devicefix.offload.copying import BlockCopy, Place, PrefetchedWeight, keeping_on_host
 
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
@@ -107,7 +107,7 @@ def test_a_change_in_inference_mode_is_written_back():
     layer = torch.nn.Linear(3, 3)
     expected = layer.weight.detach() * 2
     with torch.inference_mode():
-        copies = BlockCopy([(layer, "weight", layer.weight)], HOST)
+        copies = BlockCopy([Place(layer, "weight", layer.weight)], HOST)
         copies.swap_in()
         layer.weight.mul_(2)
         copies.swap_out()

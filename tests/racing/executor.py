@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from racing.ordering import Launcher, Memory
-from tl_devicefix.simulation.executor import Executor, tensors_in
+from tl_devicefix.simulation.executor import Args, CpuExecutor, Kwargs, Operation, tensors_in
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ _OF_A_SHAPE = {
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class RacingExecutor(Executor):
+class RacingExecutor(CpuExecutor):
     """Computes operations on the CPU, but has them done later, on streams of devices."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class RacingExecutor(Executor):
             _hold(tensor, memory, self.launcher.freed)
         return memory
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any], device: int | None) -> Any:
+    def run(self, func: Operation, args: Args, kwargs: Kwargs, device: int | None) -> Any:
         """Launch an operation on a device's current stream; wait if it depends on values."""
         if func is aten.copy_.default:
             target, source, *rest = args
@@ -140,26 +140,26 @@ class RacingExecutor(Executor):
             launcher.wait(launcher.record(stream))
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func: Operation) -> bool:
     """Whether an operation gives other views of memory, and computes nothing."""
     return func.is_view or func is aten._unsafe_view.default or torch.Tag.inplace_view in func.tags
 
 
-def _depends_on_values(func: Any, args: Any) -> bool:
+def _depends_on_values(func: Operation, args: Args) -> bool:
     """Whether an operation's result is a number, or its shape depends on values."""
     if func is aten.index.Tensor:  # numbers give a shape without being known
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     return func is aten._linalg_check_errors.default or bool(_DEPENDS_ON_VALUES & set(func.tags))
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
     names = _written_arguments(func)
     return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in names])
 
 
 @cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: Operation) -> tuple[tuple[int, str], ...]:
     return tuple(
         (index, argument.name)
         for index, argument in enumerate(func._schema.arguments)

@@ -15,7 +15,7 @@ from racing.executor import RacingExecutor, WatchingHost, is_pinned, memory_of, 
 from racing.ordering import Clock, Launcher
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import bytes_of
-from tl_devicefix.simulation.executor import Executor
+from tl_devicefix.simulation.executor import CpuExecutor
 from tl_devicefix.simulation.machine import Allocation, Machine, active_machine
 from tl_devicefix.simulation.session import entering
 from tl_devicefix.simulation.tensor import SimTensor
@@ -140,7 +140,7 @@ def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[Racing
         machine: Any = stack.enter_context(
             entering(lambda: RacingMachine([bytes_of(memory)] * n_devices, executor))
         )
-        stack.callback(setattr, machine, "executor", Executor())
+        stack.callback(setattr, machine, "executor", CpuExecutor())
         for owner, stand_ins in (
             (torch.get_device_module("sim"), OF_THE_MODULE),
             (SimTensor, (record_stream,)),

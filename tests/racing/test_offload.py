@@ -10,7 +10,7 @@ from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
 
-from tl_devicefix.offload.copying import BlockCopy
+from tl_devicefix.offload.copying import BlockCopy, Place
 
 DEVICE = "sim:0"
 
@@ -87,7 +87,7 @@ def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
         for weight in weights:
             temporary = torch.ones(64, device=DEVICE) * 2  # as another thread may do meanwhile
             del temporary
-            yield module, "weight", weight
+            yield Place(module, "weight", weight)
 
     copies = BlockCopy(queueing(), torch.device(DEVICE))
     copies.swap_in()

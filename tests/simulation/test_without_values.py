@@ -96,7 +96,7 @@ OPERATIONS = {
 def remembered(monkeypatch):
     """Results of earlier calls: none yet."""
     fresh = {}
-    monkeypatch.setattr(executor, "_results", fresh)
+    monkeypatch.setattr(executor, "_layouts", fresh)
     return fresh
 
 

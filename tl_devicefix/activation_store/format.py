@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,50 +22,33 @@ from xxhash import xxh3_128
 
 VERSION = 4
 INDEX = "index.json"
-TEMPORARY = ".part"
-"""The suffix of files that are not complete."""
+TEMPORARY = ".part"  # the suffix of files that are not complete
 
-TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"
-"""Names of the tensors that are stored beside activations."""
-NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")
-"""Activations whose second axis is heads, not positions."""
+TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"  # beside activations
+NOT_BY_TOKEN = ("hook_pattern", "hook_attn_scores")  # [batch, head, query_pos, key_pos]
 
 Axis = Literal["example", "token"]
 Pieces = Mapping[str, Sequence[torch.Tensor]]
 """Name -> tensors on the CPU that follow each other along their first axis."""
+Examples = int | slice | Sequence[int] | torch.Tensor
+"""Numbers of examples; -1 is the last one."""
 
-CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-"""torch's name of a dtype -> safetensors's."""
+# torch's name of a dtype -> safetensors's; listed here, because safetensors's own list is private.
+CODES = (
+    {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bool": "BOOL"}
+    | {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
+)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The tensors that are stored under one name.
+    """The tensors that are stored under one name."""
 
-    Attributes:
-        name: as a cache has it.
-        dtype: torch's name of it, such as "bfloat16".
-        shape: of one row.
-        axis: what a row belongs to, an example or a saved token.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    axis: Axis = "example"
+    name: str  # a cache's key
+    dtype: str  # torch's name, such as "bfloat16"
+    shape: tuple[int, ...]  # the shape of one row
+    axis: Axis = "example"  # a row belongs to an example, or to a saved token
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} by {self.axis}"
@@ -83,18 +66,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file, with the examples from `start` up to `stop`, of which `tokens` tokens were saved."""
+    """A file with the examples from `start` up to `stop`."""
 
     file: str
     start: int
     stop: int
-    tokens: int
+    tokens: int  # the number of saved tokens, which `token_mask` decides
     bytes: int
-    xxh3_128: str
+    xxh3_128: str  # a fast checksum, because it is computed while the shard is written
 
     @property
     def examples(self) -> str:
-        """The range of examples, as the file's metadata has it."""
+        """The range of examples, in the words of the file's metadata."""
         return f"{self.start}:{self.stop}"
 
     def rows(self, entry: Entry) -> int:
@@ -116,7 +99,7 @@ class Index:
         version: of this format.
     """
 
-    model: dict[str, Any]
+    model: dict[str, object]
     made_by: dict[str, str]
     entries: tuple[Entry, ...]
     examples_per_shard: int
@@ -155,13 +138,11 @@ def read_index(directory: Path) -> Index:
             shards = [Shard(**shard) for shard in fields.pop("shards")]
             return Index(entries=tuple(entries), shards=tuple(shards), **fields)
     except (FileNotFoundError, NotADirectoryError):
-        reason = (
-            f"it has no {INDEX}, which tl_devicefix.save_activations writes with the first batch"
-        )
+        why = f"has no {INDEX}: give a directory in which save_activations has saved a batch"
         if directory.is_file():
-            reason = f"it is a file; give the directory, such as {str(directory.parent)!r}"
+            why = f"is a file: give the directory, such as {str(directory.parent)!r}"
         raise FileNotFoundError(
-            f"there are no saved activations in {directory}: {reason}"
+            f"there are no saved activations in {directory}, which {why}"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
@@ -179,22 +160,20 @@ def write_index(directory: Path, index: Index) -> None:
     write_file(directory / INDEX, lambda file: file.write(text.encode()))
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file under a temporary name, sync it, and rename it.
-
-    If `write` fails, nothing is left of it.
-    """
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file under a temporary name, sync it, and rename it; if that fails, delete it."""
     part = path.with_name(path.name + TEMPORARY)
     try:
         with part.open("wb") as file:
             write(file)
             file.flush()
+            # Before the rename, because after a crash the name could lead to an empty file.
             os.fsync(file.fileno())
         part.replace(path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too, because nothing half-written may stay
         part.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    directory = os.open(path.parent, os.O_RDONLY)  # synced too, because it has the new name
     try:
         os.fsync(directory)
     finally:
@@ -209,7 +188,7 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     """
     # The widest dtypes first, as safetensors does, so that each tensor is aligned.
     by_width = sorted(pieces.items(), key=lambda item: -item[1][0].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
     end = 0
     for name, tensors in by_width:
         first, end = end, end + sum(tensor.nbytes for tensor in tensors)
@@ -219,12 +198,12 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
             "data_offsets": [first, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that data begins at a multiple of 8 bytes
     checksum = xxh3_128()
 
     def write(file: BinaryIO) -> None:
-        parts: Iterator[Any] = (
-            tensor.reshape(-1).view(torch.uint8).numpy()
+        parts: Iterator[bytes | memoryview] = (  # one at a time, because `reshape` may copy
+            tensor.reshape(-1).view(torch.uint8).numpy().data
             for _, tensors in by_width
             for tensor in tensors
         )
@@ -264,10 +243,6 @@ def _checksum_of(path: Path) -> str:
     return str(checksum.hexdigest())
 
 
-# --------------------------------------------------------------------------------------------
-# Tensors, of which only those rows are read that are asked for
-
-
 class Stored:
     """The activations of one hook point, or tokens or masks, on disk.
 
@@ -278,6 +253,7 @@ class Stored:
 
     def __init__(self, directory: Path, index: Index, entry: Entry) -> None:
         self._directory, self._index, self.entry = directory, index, entry
+        # By shard: the row at which each example's tokens end, because examples differ in tokens.
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -296,23 +272,24 @@ class Stored:
     def __repr__(self) -> str:
         return f"{self.entry.name}: {self.entry.dtype} {list(self.shape)}"
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Examples) -> torch.Tensor:
         numbers = self.numbers(index)
         if isinstance(numbers, int):
             (rows,) = self._pieces([numbers])
             return rows if self.entry.axis == "token" else rows[0]
         pieces = self._pieces(numbers)
+        # With an empty tensor, because torch.cat([]) knows neither shape nor dtype.
         empty = torch.empty((0, *self.entry.shape), dtype=self.dtype, device="cpu")
         return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
-    def numbers(self, index: Any) -> int | Sequence[int]:
+    def numbers(self, index: Examples) -> int | Sequence[int]:
         """Resolve an index to an example's number, or to several.
 
         Raises:
             TypeError: if `index` is no number, slice or list of numbers.
             IndexError: if there is no such example.
         """
-        if hasattr(index, "tolist"):
+        if hasattr(index, "tolist"):  # an array of numpy, or a tensor
             index = index.tolist()
         examples = range(len(self))
         if isinstance(index, slice):
@@ -324,14 +301,12 @@ class Stored:
                     f"and lists of numbers, not by {type(number).__name__}: saved[name][3:7][:, 0]"
                 )
             if not -len(self) <= number < len(self):
-                raise IndexError(f"there is no example {number} among {len(self)}")
-        return [examples[n] for n in index] if isinstance(index, list) else examples[index]
+                raise IndexError(f"there is no example {number} among {len(self)}: see len(saved)")
+        return examples[index] if isinstance(index, int) else [examples[n] for n in index]
 
     def of_shard(self, number: int) -> torch.Tensor:
-        """Map all rows of a shard; the disk is read when they are used.
-
-        Each call maps the file anew, so that changes to the tensor stay in it.
-        """
+        """Map all rows of a shard; the disk is read when they are used."""
+        # Anew at each call, because a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file
         verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
@@ -340,6 +315,7 @@ class Stored:
                 examples = (file.metadata() or {}).get("examples")
                 rows: torch.Tensor = file.get_tensor(entry.name)
             expected = shard.examples, entry.torch_dtype, (shard.rows(entry), *entry.shape)
+            # A file copied from another directory has a valid header too.
             if (examples, rows.dtype, rows.shape) != expected:
                 raise SafetensorError("it is not the one in the index")
         except FileNotFoundError:
@@ -355,13 +331,14 @@ class Stored:
     def _pieces(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Return the rows of some examples, in one piece for each run of consecutive ones."""
         pieces: list[torch.Tensor] = []
-        mapped: dict[int, torch.Tensor] = {}
+        mapped: dict[int, torch.Tensor] = {}  # each shard once, because mapping takes longer
         at = 0
         while at < len(numbers):
             start = numbers[at]
             shards = self._index.shards
             number = bisect.bisect_right(shards, start, key=lambda shard: shard.start) - 1
             shard, count = shards[number], 1
+            # A slice for consecutive examples is a view; single rows would be copied.
             while at + count < len(numbers) and numbers[at + count] == start + count < shard.stop:
                 count += 1
             if number not in mapped:

@@ -1,21 +1,18 @@
-"""`load_activations`: open activations on disk, and read only those that you index.
-
-TransformerLens is imported only where its classes are returned, because that import takes longer
-than reading.
-"""
+"""`load_activations`: open activations on disk, and read only those that you index."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tl_devicefix.activation_store.format import (
     MASK,
     NOT_BY_TOKEN,
     TOKEN_MASK,
     TOKENS,
+    Examples,
     Index,
     Stored,
     read_index,
@@ -23,8 +20,9 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, DeviceLike
 from tl_devicefix.placement.memory import gib
+from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -50,7 +48,7 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 class _NoModel:
     """Stands in for the model of a cache without one; its error says what to write."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"this cache has no model, whose {name} is needed here: open it with "
             "saved.cache(examples, model)"
@@ -64,12 +62,12 @@ class SavedActivations:
     see `Stored`.
 
     Attributes:
-        directory (Path): where they are.
-        index (Index): of them.
+        directory (Path): the directory that they are in.
+        index (Index): the contents of that directory.
         stored (dict[str, Stored]): tokens, masks and activations, by name.
-        names (list[str]): of the activations, in a cache's order.
-        model (dict[str, Any]): the name, class and shapes of the model that computed them.
-        is_complete (bool): whether all examples of the call are saved.
+        names (list[str]): the names of the activations, in a cache's order.
+        model (dict[str, object]): the name, class and shapes of the model that computed them.
+        is_complete (bool): True if all examples of the call are saved.
     """
 
     def __init__(self, directory: Path, index: Index) -> None:
@@ -88,6 +86,7 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
+            # Here, as in `cache`; by this name, because TransformerLens 3 has renamed its `utils`.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -110,8 +109,8 @@ class SavedActivations:
         """Which tokens' activations were saved, `[examples, pos]`; None if all were."""
         return self.stored.get(TOKEN_MASK)
 
-    def cache(self, examples: int | slice | list[int], model: Any = None) -> ActivationCache:
-        """An ActivationCache of an example (without a batch axis), or of several.
+    def cache(self, examples: Examples, model: Model | None = None) -> ActivationCache:
+        """Return an ActivationCache of an example (without a batch axis), or of several.
 
         An entry is read each time that you ask for it; methods that need several read all of them.
 
@@ -129,6 +128,7 @@ class SavedActivations:
             IndexError: if there is no such example.
             TypeError: if `examples` is no number, slice or list of numbers.
         """
+        # Here, because importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache
 
         from tl_devicefix.gathering.caches import CacheAtHome
@@ -138,17 +138,18 @@ class SavedActivations:
                 "an ActivationCache needs all tokens, but token_mask left some out: read "
                 "saved[name] instead"
             )
-        for name in ("n_layers", "d_model") if model is not None else ():
-            if (own := getattr(model.cfg, name)) != self.model[name]:
-                raise ValueError(
-                    f"the activations are of a model with {name}={self.model[name]}, but the "
-                    f"model that you pass has {name}={own}"
-                )
+        home = HOST
+        if model is not None:
+            for name in ("n_layers", "d_model"):
+                if (own := getattr(model.cfg, name)) != self.model[name]:
+                    raise ValueError(
+                        f"the activations are of a model with {name}={self.model[name]}, but this "
+                        f"model has {name}={own}: pass the model that computed them"
+                    )
+            placement = getattr(model, "placement", None)
+            home = placement.home if placement else next(model.parameters()).device
         self.tokens.numbers(examples)  # raises for other indices
-        if (placement := getattr(model, "placement", None)) is not None:
-            home = placement.home
-        else:
-            home = HOST if model is None else next(model.parameters()).device
+        # Any, because a cache calls its partials, so that its readers see tensors only.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
         cache = CacheAtHome(home).of(reads)
         of_model: Any = _NoModel() if model is None else model
@@ -160,7 +161,7 @@ class SavedActivations:
         batch_size: int = 4096,
         shuffle: bool = True,
         seed: int = 0,
-        device: Any = None,
+        device: DeviceLike | None = None,
         epochs: int | None = 1,
     ) -> TokenBatches:
         """Return batches of tokens' activations, for SAELens's SAETrainer or dictionary_learning.
@@ -180,6 +181,7 @@ class SavedActivations:
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
+        # 1 without shards, because a save that was interrupted early has none.
         largest = max((shard.bytes for shard in self.index.shards), default=1)
         return TokenBatches(
             stored,
@@ -189,6 +191,7 @@ class SavedActivations:
             device=device,
             epochs=epochs,
             group_bytes=largest // 2,  # three groups and the batches take less than two shards
+            # [examples, pos, ...], unless `transform` has taken the axis of tokens away
             by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
         )
 

@@ -9,20 +9,20 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tl_devicefix.activation_store.format import INDEX, Index, read_index, shard_name
 from tl_devicefix.activation_store.reader import SavedActivations
 from tl_devicefix.placement.memory import gib
+from tl_devicefix.types import Model
 
 LOCK = ".tl_devicefix.lock"
 _FIELDS = (
+    # The shapes of a model's activations.
     *("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab"),
-    "normalization_type",
+    "normalization_type",  # "LNPre" if norms are folded, so that activations have other values
 )
-"""Fields of a config that say what shapes a model's activations have, and if norms are folded."""
 
 
 @contextlib.contextmanager
@@ -35,6 +35,7 @@ def locked(directory: Path) -> Iterator[None]:
         raise type(error)(f"{there} is a file and no directory: give another directory") from error
     with open(directory / LOCK, "ab") as file:
         try:
+            # Without waiting, because the other process may save for hours.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(
@@ -54,7 +55,7 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     Raises an error if saving cannot continue there.
     """
     if not (directory / INDEX).exists():
-        if (directory / shard_name(0)).exists():
+        if (directory / shard_name(0)).exists():  # because its activations would be overwritten
             raise FileExistsError(
                 f"{directory} has a {shard_name(0)}, but no {INDEX}: put the {INDEX} back, or give "
                 "another directory"
@@ -93,7 +94,7 @@ def check_disk(directory: Path, needed: int) -> None:
         )
 
 
-def model_fields(model: Any) -> dict[str, Any]:
+def model_fields(model: Model) -> dict[str, object]:
     """Return a model's name, class and shapes for the index."""
     config = model.cfg
     return {

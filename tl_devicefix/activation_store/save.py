@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import length_hint
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers.utils.logging as hf_logging
@@ -32,12 +32,16 @@ from tl_devicefix.misspelt import check_iterable
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import bytes_of, gib
+from tl_devicefix.types import Model
+
+if TYPE_CHECKING:
+    from transformer_lens.hook_points import NamesFilter
 
 
 def save_activations(
-    model: Any,
-    batches: Iterable[Any],
-    names_filter: Any = None,
+    model: Model,
+    batches: Iterable[object],
+    names_filter: NamesFilter = None,
     *,
     directory: str | os.PathLike[str],
     dtype: torch.dtype | str | None = None,
@@ -112,6 +116,7 @@ def save_activations(
     return load_activations(directory)
 
 
+# Arguments of `run_with_cache` that would change what is stored, and what to do instead.
 _INSTEAD = {
     "attention_mask": "give batches that are dicts with one",
     "batch_size": "give batches, such as tokens.split(8)",
@@ -121,7 +126,6 @@ _INSTEAD = {
     "prepend_bos": "give tokens, such as model.to_tokens(texts, prepend_bos=False)",
     "remove_batch_dim": "read saved[name][3], or saved.cache(3)",
 }
-"""Arguments of `run_with_cache` that would change what a run leaves behind, and what to do."""
 
 
 class _Saving:
@@ -129,8 +133,8 @@ class _Saving:
 
     def __init__(
         self,
-        model: Any,
-        batches: Iterable[Any],
+        model: Model,
+        batches: Iterable[object],
         selection: Selection,
         arguments: dict[str, Any],
         directory: Path,
@@ -150,6 +154,7 @@ class _Saving:
             raise ValueError("batches has no batch: give at least one")
         self._first = batch
         n_examples, self._width = batch.inputs.shape
+        # By pipeline_map, because hooks of the first batch have to act as those of the others.
         (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
         self._entries = self._entries_of(batch, tensors)
         if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
@@ -157,8 +162,9 @@ class _Saving:
 
         self._total = self._n_bytes = None
         if self._n_batches >= 0:  # at most: the last one may be smaller
-            of_first = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
-            self._total, self._n_bytes = (size * self._n_batches for size in (n_examples, of_first))
+            first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
+            self._total = n_examples * self._n_batches
+            self._n_bytes = first_bytes * self._n_batches
             if saved is None or not saved.is_complete:
                 written = 0 if saved is None else saved.n_bytes
                 on_disk.check_disk(self._directory, self._n_bytes - written)
@@ -169,6 +175,7 @@ class _Saving:
         )
         rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
         of_example = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
+        # At least one, because an example is not split over shards.
         per_shard = max(1, shard_bytes // of_example)
         made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
         index = Index(on_disk.model_fields(self._model), made_by, entries, per_shard)
@@ -179,8 +186,9 @@ class _Saving:
         else:
             self._saved.compare_index(index)
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
+        # Kept until its turn, so that the first batch is run once.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
-        self._of_first = {} if is_on_disk else tensors
+        self._first_tensors = {} if is_on_disk else tensors
 
     def run(self, max_in_flight: int, progress: bool) -> None:
         """Save the batches that are not on disk yet."""
@@ -195,7 +203,8 @@ class _Saving:
         is_complete, n_saved = False, sum(shard.tokens for shard in self._index.shards)
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
-            batches = self._left(writer)
+            batches = self._remaining(writer)
+            # Any, because an Iterator has no `close` in its type.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:
@@ -215,7 +224,7 @@ class _Saving:
         finally:
             writer.close(is_complete)
 
-    def _left(self, writer: Writer) -> Iterator[Batch]:
+    def _remaining(self, writer: Writer) -> Iterator[Batch]:
         """Yield the batches that are not on disk yet, and compare the others."""
         seen, on_disk_already = 0, self._index.n_examples
         for number, batch in enumerate(chain([self._first], self._batches)):
@@ -235,6 +244,7 @@ class _Saving:
                 raise self._saved.other_data(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
+            # Before the batch runs, so that devices wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:
@@ -242,12 +252,12 @@ class _Saving:
                 f"they have {on_disk_already} examples, but batches has {seen}"
             )
 
-    def _run(self, view: Any, batch: Batch) -> Copied:
+    def _run(self, view: Model, batch: Batch) -> Copied:
         """Run a batch, and start to copy the activations to save."""
-        computed: dict[str, torch.Tensor] = {}
-        if batch.inputs is self._first.inputs:  # `begin` has run it already
-            computed, self._of_first = self._of_first, {}
-        tensors = computed or self._forward(view, batch)
+        if batch.inputs is self._first.inputs and self._first_tensors:  # `begin` has run it
+            tensors, self._first_tensors = self._first_tensors, {}
+        else:
+            tensors = self._forward(view, batch)
         before, now = self._entries, self._entries_of(batch, tensors)
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
@@ -261,7 +271,7 @@ class _Saving:
         counts = [width] * n_examples if batch.saved is None else batch.saved.sum(1).tolist()
         return Copied({**batch.stored, **copies}, counts, batch.skip, arrivals)
 
-    def _forward(self, view: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    def _forward(self, view: Model, batch: Batch) -> dict[str, torch.Tensor]:
         _, cache = view.run_with_cache(
             batch.inputs,
             names_filter=self._selection.names_filter,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from jaxtyping import Bool, Int
 from transformer_lens.patching import utils
 
 from tl_devicefix.activation_store.format import (
@@ -15,11 +16,16 @@ from tl_devicefix.activation_store.format import (
     NOT_BY_TOKEN,
     TOKEN_MASK,
     TOKENS,
+    Axis,
     Entry,
     dtype_name,
 )
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
+from tl_devicefix.types import Model
+
+if TYPE_CHECKING:
+    from transformer_lens.hook_points import NamesFilter
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 """An activation, [batch, ...], to the tensor that is stored in its place."""
@@ -38,17 +44,23 @@ class Selection:
 
     def __post_init__(self) -> None:
         by_name = self.transform if isinstance(self.transform, Mapping) else {"": self.transform}
-        must_be = "transform must be a function of an activation, or a dict from names to functions"
-        given: list[Any] = [(must_be, transform) for transform in by_name.values()]
-        if not isinstance(self.token_mask, str) or self.token_mask != "attention_mask":
-            must_be = "token_mask must be 'attention_mask' or a function of tokens"
-            given.append((must_be, self.token_mask))
-        for must_be, function in given:
-            if function is not None and not callable(function):
-                raise ValueError(f"{must_be}, but is {shown(function)}")
+        for transform in by_name.values():
+            if transform is not None and not callable(transform):
+                raise ValueError(
+                    "transform must be a function of an activation, or a dict from names to "
+                    f"functions, but is {shown(transform)}"
+                )
+        mask = self.token_mask  # a tensor is compared with no str, because == is by element
+        is_name = isinstance(mask, str) and mask == "attention_mask"
+        if mask is not None and not is_name and not callable(mask):
+            raise ValueError(
+                f"token_mask must be 'attention_mask' or a function of tokens, but is {shown(mask)}"
+            )
 
-    def saved_tokens(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask of tokens to save, `[batch, pos]` on the CPU; None for all."""
+    def saved_tokens(
+        self, tokens: Int[torch.Tensor, "batch pos"], mask: Bool[torch.Tensor, "batch pos"]
+    ) -> Bool[torch.Tensor, "batch pos"] | None:
+        """Return the mask of tokens to save, on the CPU; None for all."""
         if self.token_mask is None:
             return None
         if self.token_mask == "attention_mask":
@@ -64,37 +76,37 @@ class Selection:
         return saved.to("cpu", copy=True)  # because it is written later, and may be a reused buffer
 
     def of(
-        self, cache: Mapping[str, Any], n_examples: int, saved: torch.Tensor | None
+        self,
+        cache: Mapping[str, torch.Tensor],
+        n_examples: int,
+        saved: Bool[torch.Tensor, "batch pos"] | None,
     ) -> dict[str, torch.Tensor]:
-        """Select the activations to save from a forward's cache, each on its device.
-
-        `saved` says of which tokens, as `saved_tokens` does.
-        """
+        """Select the activations of the `saved` tokens from a forward's cache, on their devices."""
         stored = cache.stored() if isinstance(cache, CacheAtHome) else cache
         activations = {
             name: activation
             for name, activation in stored.items()
             if isinstance(activation, torch.Tensor) and self._is_asked_for(name)
         }
-        by_name = self.transform if isinstance(self.transform, Mapping) else None
-        if unknown := (by_name or {}).keys() - activations.keys():
+        by_name = self.transform if isinstance(self.transform, Mapping) else {}
+        if unknown := by_name.keys() - activations.keys():
             name = min(unknown)
             raise ValueError(
                 f"transform has {name}, which is not saved{did_you_mean(name, list(activations))}"
             )
         for name, activation in activations.items():
             activation = activation.detach()
-            if activation.shape[:1] == (1,):  # such as a Bridge's rotary tables
+            # One row for all examples, such as a Bridge's rotary tables: [1, ...] -> [batch, ...]
+            if activation.shape[:1] == (1,):
                 activation = activation.expand(n_examples, *activation.shape[1:])
-            transform: Any = self.transform if by_name is None else by_name.get(name)
+            transform = self.transform if callable(self.transform) else by_name.get(name)
             activations[name] = self._selected(name, activation, transform, saved)
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
-        """Return True if this name is meant, because a Bridge caches some under a second one."""
-        if callable(self.names_filter):
-            return bool(self.names_filter(name))
-        return self.names_filter is None or name in self.names_filter
+        # Asked again, because a Bridge caches some activations under a second name too.
+        asked = self.names_filter
+        return asked is None or bool(asked(name) if callable(asked) else name in asked)
 
     def _selected(
         self,
@@ -110,7 +122,7 @@ class Selection:
                 f"transform must return a tensor, but for {name} it returned a "
                 f"{type(activation).__name__}"
             )
-        if self.dtype is not None and activation.is_floating_point():
+        if self.dtype is not None and activation.is_floating_point():  # not masks or indices
             activation = activation.to(self.dtype)
         if saved is None:
             return activation
@@ -120,6 +132,7 @@ class Selection:
                 f"{list(activation.shape)} and not [batch, pos, ...]: remove it from "
                 "names_filter, or save it without token_mask"
             )
+        # [batch, pos, ...] -> [saved_tokens, ...]
         rows = saved.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)
 
@@ -129,7 +142,7 @@ class Selection:
         """Return the index entries of a batch's activations, with `n_rows` examples or tokens.
 
         Raises:
-            ValueError: for activations that cannot be, and names that the forward did not give.
+            ValueError: for activations that cannot be stored, and names without an activation.
         """
         asked = self.names_filter if isinstance(self.names_filter, list) else []
         if missing := [name for name in asked if name not in tensors]:
@@ -144,11 +157,11 @@ class Selection:
             raise ValueError(
                 "names_filter selects no activation of this model: see model.hook_dict"
             )
-        axis: Any = "example" if self.token_mask is None else "token"
+        axis: Axis = "example" if self.token_mask is None else "token"
         for name, tensor in tensors.items():
             if dtype_name(tensor.dtype) not in CODES:
                 raise ValueError(
-                    f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype"
+                    f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype='float32'"
                 )
             if tensor.shape[:1] != (n_rows,):
                 raise ValueError(
@@ -161,15 +174,17 @@ class Selection:
         }
 
 
-def checked_names(names_filter: Any, model: Any) -> Any:
-    """Check a `names_filter`, because `run_with_cache` ignores names that do not exist."""
+def checked_names(
+    names_filter: NamesFilter, model: Model
+) -> list[str] | Callable[[str], bool] | None:
+    """Return a `names_filter` whose names the model has."""
     if names_filter is None or callable(names_filter):
         return names_filter
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
     if not names:
         raise ValueError("names_filter is empty: name some hook points, or pass None for all")
     for name in names:
-        if name not in model.hook_dict:
+        if name not in model.hook_dict:  # because `run_with_cache` would ignore it
             raise ValueError(
                 f"names_filter has {shown(name)}, which is no hook point of this model (names are "
                 "in model.hook_dict; a function such as "
@@ -180,35 +195,30 @@ def checked_names(names_filter: Any, model: Any) -> Any:
 
 
 class Batch(NamedTuple):
-    """The input of one forward.
+    """The input of one forward, and the tensors that are stored beside its activations."""
 
-    Attributes:
-        inputs: tokens `[batch, pos]`, where the user has them.
-        arguments: the attention mask for the forward, if there is one.
-        stored: tokens and masks `[batch, pos]` that are stored beside activations, on the CPU.
-        skip: how many of its examples are on disk already.
-    """
-
-    inputs: torch.Tensor
-    arguments: dict[str, Any]
-    stored: dict[str, torch.Tensor]
-    skip: int = 0
+    inputs: Int[torch.Tensor, "batch pos"]  # on the user's device
+    arguments: dict[str, torch.Tensor]  # the attention mask for the forward, if there is one
+    stored: dict[str, torch.Tensor]  # tokens and masks, each [batch, pos] on the CPU
+    skip: int = 0  # the number of its examples that are on disk already
 
     @property
-    def saved(self) -> torch.Tensor | None:
+    def saved(self) -> Bool[torch.Tensor, "batch pos"] | None:
         """The mask of tokens whose activations are saved; None for all."""
         return self.stored.get(TOKEN_MASK)
 
 
-def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iterator[Batch]:
+def read_batches(items: Iterable[object], model: Model, selection: Selection) -> Iterator[Batch]:
     """Yield the batches that a user gives; see `save_activations`."""
     for number, item in enumerate(items):
         inputs, mask = _tokens_and_mask(item, number)
         if isinstance(inputs, list):
             inputs = model.to_tokens(inputs)
             bos = model.cfg.default_prepend_bos
+            assert model.tokenizer is not None  # because `to_tokens` has used it
+            # By TransformerLens, because a BOS token may be the padding token too.
             mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
-            mask = None if mask.all() else mask
+            mask = None if mask.all() else mask  # so that the forward needs no masking
         if inputs.dim() != 2 or not inputs.numel() or inputs.is_floating_point():
             raise ValueError(
                 "a batch must be one or more tokens [batch, pos], but is "
@@ -222,6 +232,7 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
                 f"{list(inputs.shape)}: give one value for each token"
             )
+        # Both [batch, pos]; int64, because that is the dtype on disk whatever the loader's is.
         tokens = inputs.cpu().long()
         seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu().bool()
         stored = {TOKENS: tokens, MASK: seen}
@@ -230,12 +241,12 @@ def read_batches(items: Iterable[Any], model: Any, selection: Selection) -> Iter
         yield Batch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
 
 
-def _as_tensor(values: Any) -> torch.Tensor:
-    """Make a tensor; `torch.as_tensor` would move one to torch's default device."""
+def _as_tensor(values: object) -> torch.Tensor:
+    # Tensors stay, because `torch.as_tensor` would move one to torch's default device.
     return values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
 
 
-def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, Any]:
+def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tensor, object]:
     """Return the tokens or texts of an item, and its mask."""
     tokens, mask = item, None
     if isinstance(item, Mapping):
@@ -247,7 +258,7 @@ def _tokens_and_mask(item: Any, number: int) -> tuple[list[str] | torch.Tensor, 
     try:
         tokens = _as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):
-        tokens = torch.tensor(0)
+        tokens = torch.tensor(0)  # refused below, as a number is
     if not tokens.dim():
         kind = f"dict with {sorted(item)}" if isinstance(item, Mapping) else type(item).__name__
         raise TypeError(

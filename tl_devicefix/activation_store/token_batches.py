@@ -21,9 +21,9 @@ import torch
 
 from tl_devicefix.activation_store.format import Stored
 from tl_devicefix.misspelt import shown
-from tl_devicefix.placement.devices import resolve
+from tl_devicefix.placement.devices import DeviceLike, resolve
 
-BYTES_OF_BLOCK = 2**18
+BYTES_OF_BLOCK = 2**18  # disks read smaller pieces more slowly
 
 
 class TokenBatches(Iterator[torch.Tensor]):
@@ -40,13 +40,13 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     Args:
         stored: the activation.
-        batch_size: rows in a batch.
+        batch_size: the number of rows in a batch.
         shuffle: False for the order on disk.
-        seed: of the order.
-        device: where batches are brought; by default they are on the CPU.
+        seed: the seed of the order.
+        device: the device of batches; by default they are on the CPU.
         epochs: how often all rows are handed out; None for ever.
-        group_bytes: of a group, of which three are in memory.
-        by_token: whether the second axis is tokens, so that rows are tokens.
+        group_bytes: the size of a group, of which three are in memory.
+        by_token: True if the second axis is tokens, so that rows are tokens.
 
     Raises:
         ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
@@ -59,7 +59,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         *,
         shuffle: bool,
         seed: int,
-        device: Any,
+        device: DeviceLike | None,
         epochs: int | None,
         group_bytes: int,
         by_token: bool,
@@ -79,18 +79,18 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._running: Generator[torch.Tensor, None, None] | None = None
 
     def __len__(self) -> int:
-        """Batches of all epochs.
+        """Return the number of batches in all epochs.
 
         Raises:
             TypeError: if `epochs` is None, so that they do not end.
         """
         if self._epochs is None:
-            raise TypeError("these batches have no length, as they do not end: epochs is None")
+            raise TypeError("batches with epochs=None have no length: pass a number of epochs")
         return self._epochs * self._batches_of_epoch
 
     @property
     def _batches_of_epoch(self) -> int:
-        return -(-self._rows.count // self._batch_size)
+        return -(-self._rows.count // self._batch_size)  # rounded up: the last one may be smaller
 
     def __next__(self) -> torch.Tensor:
         if not self._rows.count or (self._epochs is not None and self._handed_out >= len(self)):
@@ -116,7 +116,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """A description of these batches, which dictionary_learning saves beside its models."""
         return {
             "activation": self._rows.name,
@@ -127,8 +127,8 @@ class TokenBatches(Iterator[torch.Tensor]):
             "out_batch_size": self._batch_size,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the batches, for `load_state_dict` of batches with the same arguments.
+    def state_dict(self) -> dict[str, object]:
+        """Return the position, for `load_state_dict` of batches with the same arguments.
 
         Returns:
             Plain numbers and texts, which you can save beside a training run.
@@ -146,7 +146,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         """Continue from the position of other batches.
 
         Args:
-            state: which their `state_dict()` returned.
+            state: the result of their `state_dict()`.
 
         Raises:
             ValueError: if those were of another activation, or in another order.
@@ -155,7 +155,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             if name != "batches" and state.get(name) != own:
                 raise ValueError(
                     f"the state has {name}={state.get(name)!r}, but these batches have {own!r}: "
-                    "make them with the arguments of those whose state_dict() this is"
+                    "give activations() the arguments of the batches that the state is of"
                 )
         self.close()
         self._handed_out = state["batches"]
@@ -170,7 +170,7 @@ class TokenBatches(Iterator[torch.Tensor]):
 def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the same groups, while a thread reads the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="activations reader") as reader:
-        future = reader.submit(next, groups, None)
+        future = reader.submit(next, groups, None)  # because `next` reads the disk
         while (group := future.result()) is not None:
             future = reader.submit(next, groups, None)
             yield group
@@ -180,6 +180,8 @@ def _batches(
     groups: Iterator[torch.Tensor], batch_size: int, left: int, of_epoch: int
 ) -> Generator[torch.Tensor, None, None]:
     """Cut groups into batches: `left` rows in the first epoch, then `of_epoch` rows each."""
+    # groups   [a a a a a][b b b b b][c ...     a batch may have rows of several groups,
+    # batches  [a a a][a a b][b b b][b c ...    but not of two epochs
     parts: list[torch.Tensor] = []
     missing = min(batch_size, left)
     for rows in groups:
@@ -208,9 +210,10 @@ class _Rows:
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
     def mapped(self, shard: int) -> np.ndarray:
-        """Return a shard's tokens as `[rows, bytes]`, because numpy copies bytes fastest."""
-        rows = self._stored.of_shard(shard)
-        rows = rows.flatten(0, 1) if self._is_flat else rows
+        """Return a shard's rows as bytes, which numpy copies fastest."""
+        rows = self._stored.of_shard(shard)  # [examples, pos, ...], or [rows, ...]
+        rows = rows.flatten(0, 1) if self._is_flat else rows  # [rows, ...]
+        # [rows, bytes]
         return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
 
@@ -232,13 +235,11 @@ class _Groups:
         self._mapped: dict[int, np.ndarray] = {}
 
     def _of(self, epoch: int) -> tuple[torch.Tensor, ...]:
-        """Return the blocks of each group of an epoch, as (shard, first row, number of rows).
-
-        A block belongs to the group in which its last row is.
-        """
-        blocks = self._blocks
+        """Return the blocks of each group of an epoch, as (shard, first row, number of rows)."""
+        blocks = self._blocks  # [blocks, 3]
         if self._shuffle:
             blocks = blocks[self._permutation(len(blocks), epoch, -1)]
+        # A block belongs to the group in which its last row is.
         group = (blocks[:, 2].cumsum(0) - 1) // self._group_rows
         return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
 
@@ -253,10 +254,13 @@ class _Groups:
                 skip = max(0, skip - size)
             epoch += 1
 
-    def _read(self, blocks: Any, size: int, places: torch.Tensor | None) -> torch.Tensor:
+    def _read(
+        self, blocks: list[list[int]], size: int, places: torch.Tensor | None
+    ) -> torch.Tensor:
         """Read the rows of some blocks, each to its place; None keeps the order on disk."""
-        out, at = np.empty((size, self._rows.bytes), np.uint8), 0  # numpy uses huge pages
-        for shard, start, count in sorted(blocks):
+        # [rows, bytes]; by numpy, because it uses huge pages
+        out, at = np.empty((size, self._rows.bytes), np.uint8), 0
+        for shard, start, count in sorted(blocks):  # sorted, so that the disk reads forwards
             if shard not in self._mapped:
                 self._mapped[shard] = self._rows.mapped(shard)
             where = slice(at, at + count) if places is None else places[at : at + count].numpy()
@@ -265,7 +269,8 @@ class _Groups:
         return torch.from_numpy(out).view(self._rows.dtype).view(size, *self._rows.shape)
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
-        """Draw a permutation that depends on its group alone, so that others can be skipped."""
+        """Draw a permutation that depends on seed, epoch and group alone."""
+        # So `load_state_dict` can skip groups without drawing theirs.
         drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
         return torch.randperm(count, generator=generator, device="cpu")

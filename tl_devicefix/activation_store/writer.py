@@ -10,34 +10,21 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from tl_devicefix.activation_store.format import (
-    Index,
-    Shard,
-    shard_name,
-    write_index,
-    write_shard,
-)
+from tl_devicefix.activation_store.format import Index, Shard, shard_name, write_index, write_shard
 from tl_devicefix.placement.devices import module_with_streams
 
 
 class Copied(NamedTuple):
-    """The saved activations of a batch, in host memory.
+    """The saved activations of a batch, in host memory, complete after `wait()`."""
 
-    Attributes:
-        rows: by name; complete after `wait()`.
-        tokens: the number of saved tokens of each example.
-        skip: the number of its examples that are on disk already.
-        arrivals: events of the copies.
-    """
-
-    rows: dict[str, torch.Tensor]
-    tokens: list[int]
-    skip: int = 0
-    arrivals: tuple[Any, ...] = ()
+    rows: dict[str, torch.Tensor]  # [batch, ...], or [saved_tokens, ...] with a token mask
+    tokens: list[int]  # the number of saved tokens of each example
+    skip: int = 0  # the number of examples that are on disk already
+    arrivals: tuple[torch.Event, ...] = ()
 
     def wait(self) -> None:
         """Wait until the copies are done."""
@@ -48,7 +35,7 @@ class Copied(NamedTuple):
 @torch.no_grad()
 def start_copies(
     tensors: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Event, ...]]:
     """Start to copy tensors to the host, on streams beside those that compute the next batch.
 
     The copies are in pinned memory where a device has streams; wait for the events.
@@ -61,7 +48,9 @@ def start_copies(
             copies[name] = copy().copy_(tensor)
             continue
         stream = _copy_stream(tensor.device)
+        # The copy waits for the forward's kernels, because these write the tensor.
         stream.wait_stream(module.current_stream(tensor.device))
+        # Otherwise the tensor's memory would be reused as soon as the forward drops it.
         tensor.record_stream(stream)
         with module.stream(stream):
             copies[name] = copy(pin_memory=True).copy_(tensor, non_blocking=True)
@@ -70,17 +59,16 @@ def start_copies(
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> Any:
-    """Return the stream for saving; `offload/copying.py` has its own for weights."""
+def _copy_stream(device: torch.device) -> torch.Stream:
+    # Not the one of `offload/copying.py`, because weights would wait behind activations.
     return module_with_streams(device).Stream(device)
 
 
 class Writer:
     """A thread that writes batches in order to shards, and adds each shard to the index.
 
-    The index alone decides which shard gets an example. Host memory has room for two shards, one
-    that is written and one that fills, and for the batches that run meanwhile. With less room, the
-    writer could wait for a batch that waits for the writer.
+    Host memory has room for two shards, one that is written and one that fills, and for the
+    batches that run meanwhile.
 
     Args:
         directory: the directory to write to.
@@ -95,12 +83,14 @@ class Writer:
         self._largest, self._n_taken = 0, index.n_examples
         self._has_ended = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="activations writer")
-        self._writes: deque[Future[None]] = deque()  # batches that may not be on disk yet
+        # Batches that may not be on disk yet. A single thread, because shards are in order.
+        self._writes: deque[Future[None]] = deque()
 
     def make_room(self, n_examples: int) -> None:
         """Wait until host memory has room for more examples; raises the errors of the thread."""
         self._largest = max(self._largest, n_examples)
         self._n_taken += n_examples
+        # No less, because the writer would wait for a batch that waits for the writer.
         most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
         while self._writes and (
             self._writes[0].done() or self._n_taken - self.index.n_examples > most
@@ -122,7 +112,7 @@ class Writer:
                 self._writes.append(self._pool.submit(self._unless_ended, self._complete))
             wait(self._writes)
         except BaseException:
-            self._has_ended = True
+            self._has_ended = True  # so that batches in the queue are not written
             raise
         finally:
             self._pool.shutdown()  # because until then nobody else may write to the directory
@@ -130,8 +120,8 @@ class Writer:
             written.result()
 
     def _unless_ended(self, write: Callable[..., None], *args: Copied) -> None:
-        """Write, unless that failed before, because later shards would lack examples."""
-        if self._has_ended:
+        """Write, unless an earlier write failed or `close` was interrupted."""
+        if self._has_ended:  # because later shards would lack examples
             return
         try:
             write(*args)
@@ -152,13 +142,15 @@ class Writer:
 
     def _add(self, copied: Copied) -> None:
         """Add a batch's examples to their shards."""
+        # batches  [0 1 2 3][4 5 6 7][8 9 ...     are cut where a shard is full, because
+        # shards   [0 1 2 3 4 5][6 7 8 9 10 11]   the index alone says how many it holds
         copied.wait()
         ends = [0, *accumulate(copied.tokens)]
         start, count = copied.skip, len(copied.tokens)
         while start < count:
             stop = min(count, start + self.index.examples_per_shard - self._n_examples)
             for entry in self.index.entries:
-                by_token = entry.axis == "token"
+                by_token = entry.axis == "token"  # rows: [saved_tokens, ...], else [examples, ...]
                 rows = slice(ends[start], ends[stop]) if by_token else slice(start, stop)
                 self._pieces[entry.name].append(copied.rows[entry.name][rows])
             self._n_examples += stop - start
@@ -168,7 +160,7 @@ class Writer:
                 self._write_shard()
 
     def _write_shard(self, is_last: bool = False) -> None:
-        if self._has_ended:
+        if self._has_ended:  # a batch may fill several shards, and `close` waits for one
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
         stop = start + self._n_examples

@@ -1,11 +1,10 @@
-"""Check a live model: whether all of it is where the placement says, and no hooks are left."""
+"""Check a live model: all of it is where the placement says, and no hooks are left."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tl_devicefix.adapters import Adapter, adapter_of
 from tl_devicefix.checking.findings import (
@@ -19,17 +18,17 @@ from tl_devicefix.checking.findings import (
     setup_findings,
 )
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
+from tl_devicefix.types import Model
 
 __all__ = ["Finding", "Kind", "Report", "check"]
 
 
-def check(model: Any, repair: bool = False) -> Report:
+def check(model: Model, repair: bool = False) -> Report:
     """Return the faults of a live model: misplaced parts, leftover hooks, a config that was edited.
 
     `check` compares every parameter and buffer with `model.placement` (without one, with
     `cfg.device`). It also finds processing that was interrupted, and repeats the load's warning if
-    the numbers are not transformers'. It reads no values, and changes
-    nothing without `repair`.
+    the numbers are not transformers'. It reads no values, and changes nothing without `repair`.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
@@ -42,7 +41,7 @@ def check(model: Any, repair: bool = False) -> Report:
         that mends it.
 
     Raises:
-        TypeError: if the model is neither.
+        TypeError: if the model is of neither class.
         HostLost: if a host that has blocks of the model is lost.
         ValueError: if the model has no placement and its `cfg.device` does not exist here.
         torch.OutOfMemoryError: if a device has no room for its parts. Parts that were moved until
@@ -58,6 +57,7 @@ def check(model: Any, repair: bool = False) -> Report:
         bring_back(model)
         if (placement := getattr(model, "placement", None)) is not None:
             adapter.realign(model, placement)
+        # Looked for anew, because some faults cannot be repaired.
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
     interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
@@ -65,12 +65,13 @@ def check(model: Any, repair: bool = False) -> Report:
     return Report((*interrupted, *findings, *others), tuple(repaired))
 
 
-def _repairable(model: Any, adapter: Adapter) -> list[Finding]:
-    return [
-        *config_findings(model),
-        *device_findings(model),
-        *setup_findings(model, *adapter.SETUP_HINT),
-    ]
+def _repairable(model: Model, adapter: Adapter) -> list[Finding]:
+    found = (
+        config_findings(model),
+        device_findings(model),
+        setup_findings(model, *adapter.setup_hint),
+    )
+    return [finding for findings in found for finding in findings]
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,16 +98,17 @@ class Report:
         lines = []
         if self.repaired:
             lines.append(f"repaired ({len(self.repaired)}):")
+            # Without the fix, because nobody has to run it any more.
             lines += _listed([replace(repair, fix=None) for repair in self.repaired])
         lines.append("all is well" if self.well else f"wrong ({len(self.findings)}):")
         return "\n".join([*lines, *_listed(self.findings)])
 
 
-_MOST_OF_A_KIND = 8
+_MOST_OF_A_KIND = 8  # because a model that `.to` moved has hundreds
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """List the findings, but not hundreds of one kind."""
+    """Yield a line for each finding, up to `_MOST_OF_A_KIND` of each kind."""
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
         by_kind[finding.kind].append(f"- {finding}")

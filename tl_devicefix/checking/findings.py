@@ -6,11 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
-from transformer_lens.hook_points import HookPoint
+from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
@@ -22,6 +22,7 @@ from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
+from tl_devicefix.types import Model
 
 Kind = Literal[
     "processing",  # some weights are unprocessed
@@ -53,13 +54,14 @@ class Finding:
         return f"{self.message}: {self.fix}" if self.fix else self.message
 
 
-def config_findings(model: Any) -> Iterator[Finding]:
+def config_findings(model: Model) -> Iterator[Finding]:
     """Find a `cfg.device` or `cfg.n_devices` that differs from the placement."""
     placement, cfg = _placement_of(model), model.cfg
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
-    if torch.device(cfg.device).type != home.type or with_index(torch.device(cfg.device)) != home:
+    device = torch.device(str(cfg.device))
+    if device.type != home.type or with_index(device) != home:
         message = f"cfg.device is {str(cfg.device)!r}, but the placement's home is {home}"
         yield Finding("config", "cfg.device", message, f'model.cfg.device = "{home}"')
     if cfg.n_devices != count:
@@ -67,36 +69,34 @@ def config_findings(model: Any) -> Iterator[Finding]:
         yield Finding("config", "cfg.n_devices", message, f"model.cfg.n_devices = {count}")
 
 
-def _placement_of(model: Any) -> Placement | None:
+def _placement_of(model: Model) -> Placement | None:
     """Return the model's placement; None if it was built on one device."""
     return getattr(model, "placement", None)
 
 
-# --------------------------------------------------------------------------------------------
-# Tensors
-
-
-def _attached(model: Any) -> dict[nn.Module, str]:
+def _attached(model: Model) -> dict[nn.Module, str]:
     """Return the modules of attached SAEs and the like, with the path of their root."""
     roots = [(path, module) for path, module in model.named_modules() if runs_where_it_is(module)]
     return {module: path for path, root in roots for module in root.modules()}
 
 
-def _tensors(model: Any, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
+def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
     """Yield the tensors of a model, without attached modules, because users place these."""
     placement = _placement_of(model)
-    only = resolve(model.cfg.device) if placement is None else None
     for path, module in named_modules(model):
         if module in attached:
             continue
         for name, value, is_weight in held_tensors(module):
-            device = only or model.placement.device_for(joined(path, name), is_weight)
-            if is_elsewhere(device) and type(value) is not RemoteTensor:
-                device = model.placement.home  # such as a block that replaces a remote one
+            if placement is None:
+                device = resolve(str(model.cfg.device))
+            else:
+                device = placement.device_for(joined(path, name), is_weight)
+                if is_elsewhere(device) and type(value) is not RemoteTensor:
+                    device = placement.home  # such as a block that replaces a remote one
             yield PlacedTensor(path, name, module, value, is_weight, device)
 
 
-def bring_back(model: Any) -> None:
+def bring_back(model: Model) -> None:
     """Move each misplaced tensor, with its gradient, to its device."""
     for tensor in list(_tensors(model, _attached(model))):
         if tensor.is_misplaced and tensor.is_weight:
@@ -105,7 +105,7 @@ def bring_back(model: Any) -> None:
             tensor.module._buffers[tensor.name] = tensor.value.to(tensor.planned)
 
 
-def device_findings(model: Any) -> Iterator[Finding]:
+def device_findings(model: Model) -> Iterator[Finding]:
     """Find misplaced tensors, joined to the largest modules that are misplaced as a whole."""
     attached = _attached(model)
     tensors = list(_tensors(model, attached))
@@ -120,6 +120,7 @@ def device_findings(model: Any) -> Iterator[Finding]:
         name = path or "model"
         if path not in modules:
             name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
+        # By identity, because tied parameters are one tensor.
         size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
         devices = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
         planned, by = misplaced[0].planned, "cfg.device"
@@ -159,11 +160,7 @@ def _enclosing(path: str) -> Iterator[str]:
         yield ".".join(parts[: end + 1])
 
 
-# --------------------------------------------------------------------------------------------
-# Modules that have changed
-
-
-def setup_findings(model: Any, when: str, fix: str) -> Iterator[Finding]:
+def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
     """Find modules with unknown hook points, and modules to which no input is carried."""
     placement, registered = _placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
@@ -176,25 +173,22 @@ def setup_findings(model: Any, when: str, fix: str) -> Iterator[Finding]:
             yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
 
 
-def numbers_findings(model: Any) -> Iterator[Finding]:
+def numbers_findings(model: Model) -> Iterator[Finding]:
     """Find the load's warning that the model's numbers differ from transformers'."""
     if (warning := getattr(model, "numbers_warning", None)) is not None:
         yield Finding("numbers", "model", warning)
 
 
-# --------------------------------------------------------------------------------------------
-# Hooks that are left: TransformerLens's on hook points, and PyTorch's on modules
-
-
-def hook_findings(model: Any) -> Iterator[Finding]:
+def hook_findings(model: Model) -> Iterator[Finding]:
     """Find users' leftover hooks, which act on the next run too. Permanent ones may stay."""
     for path, module in named_modules(model):
-        handles: list[Any] = []
+        handles: list[LensHandle] = []
         if isinstance(module, HookPoint):
             handles = [*module.fwd_hooks, *module.bwd_hooks]
         if names := ", ".join(_name_of_handle(h) for h in handles if not h.is_permanent):
             message = f"{path} still has a hook ({names})"
             yield Finding("hooks", path, message, "model.reset_hooks()")
+        # Those of TransformerLens, because it registers them by PyTorch.
         own = {handle.hook.id for handle in handles}
         for attribute in HOOKS:
             kind = attribute.strip("_s").replace("pre_", "pre-").replace("_", " ")
@@ -206,7 +200,7 @@ def hook_findings(model: Any) -> Iterator[Finding]:
                     yield Finding("hooks", name, message, fix)
 
 
-def _name_of_handle(handle: Any) -> str:
+def _name_of_handle(handle: LensHandle) -> str:
     if (hook := getattr(handle, "user_hook", None)) is not None:
         return _name(hook)
     # TransformerLens 2.x has no user_hook, but the repr of one as a name.
@@ -215,7 +209,7 @@ def _name_of_handle(handle: Any) -> str:
     return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
 
 
-def _name(hook: Any) -> str:
-    """Return the name of a hook, because the repr of a partial may show a whole cache."""
+def _name(hook: object) -> str:
+    # Not the repr, because a partial's may show a whole cache.
     hook = getattr(hook, "func", hook)
     return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]

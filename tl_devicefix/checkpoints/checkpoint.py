@@ -16,6 +16,7 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tl_devicefix.checkpoints.files import (
@@ -81,15 +82,14 @@ def _dtypes_as_stored() -> Iterator[None]:
 
     transformers converts each tensor to the dtype of its empty parameter, which is the one in
     config.json. So we set the dtypes of empty parameters from the files just before they are read.
-    Tensors that need no conversion stay mapped.
     """
     installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
 
     @classmethod  # type: ignore[misc]
-    def load(cls: Any, model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and files:
+    def load(cls: type, model: PreTrainedModel, *args: Any, **kwargs: object) -> object:
+        if threading.get_ident() == thread and (files := args[1]):  # after a state dict
             _give_dtypes(model, map(Path, files))
-        return installed.__get__(None, cls)(model, state_dict, files, *args, **kwargs)
+        return installed.__get__(None, cls)(model, *args, **kwargs)
 
     with mock.patch.object(PreTrainedModel, "_load_pretrained_model", load):
         yield
@@ -98,8 +98,8 @@ def _dtypes_as_stored() -> Iterator[None]:
 def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     """Give a model's empty parameters, and buffers, the dtypes of the tensors in `files`.
 
-    transformers renames and joins tensors. So a parameter that has no tensor of its name gets the
-    widest dtype of the tensors that have no parameter of theirs.
+    transformers renames and joins tensors. So a parameter without a tensor of its name gets the
+    widest dtype among the tensors without a parameter of theirs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return  # because the quantiser decides the dtype that it unpacks to
@@ -116,7 +116,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     # Parameters with a tensor of their name come last, because a tied head has none of its own.
     for name in sorted(own, key=stored.__contains__):
         dtype = stored.get(name, widest)
-        is_read = name in stored or isinstance(own[name], torch.nn.Parameter)
+        is_read = name in stored or isinstance(own[name], nn.Parameter)
         if dtype is not None and is_read and own[name].is_floating_point():
             own[name].data = own[name].data.to(dtype)
 

@@ -11,7 +11,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ UNREADABLE = (
     LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
 )  # fmt: skip
 
-
 # The embedding of masked sound in wav2vec 2.0 and HuBERT. Only training needs it, so many
 # checkpoints lack it.
 _UNREAD = re.compile(r"masked_spec_embed$")
@@ -38,7 +37,7 @@ _OLD_BUFFER = re.compile(r"attn\.(bias|masked_bias)$|attention\.(bias|masked_bia
 def check_report(
     report: dict[str, Any],
     model_name: str,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     model: torch.nn.Module,
     refuse_unexpected: bool = False,
 ) -> None:
@@ -47,9 +46,9 @@ def check_report(
     Args:
         report: as `from_pretrained(..., output_loading_info=True)` returns it.
         model_name: the checkpoint.
-        kwargs: those of `from_pretrained` by which files are found.
+        kwargs: the arguments of `from_pretrained` that say where its files are.
         model: the loaded model.
-        refuse_unexpected: refuse tensors that the model has no place for, too.
+        refuse_unexpected: True to refuse tensors too that the model has no place for.
 
     Raises:
         ValueError: with the names of tensors that are missing, or of another shape.
@@ -98,12 +97,12 @@ _Stored = dict[str, tuple[str, "tuple[int, ...] | None"]]
 """Tensor -> the name of its file, and its shape if the file has it."""
 
 
-def stored_tensors(model_name: str, kwargs: dict[str, Any]) -> _Stored:
-    """Return the tensors of a checkpoint on this machine, and those that its index lists."""
+def stored_tensors(model_name: str, kwargs: Mapping[str, Any]) -> _Stored:
+    """Return a checkpoint's tensors in files on this machine, and those that its index lists."""
     try:
         is_directory = is_checkpoint_directory(model_name)
         folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
-    except ValueError:  # none of its files has been fetched
+    except ValueError:  # because none of its files has been fetched
         return {}
     stored: _Stored = {}
     for name in ("model.safetensors", "pytorch_model.bin"):  # in the order of transformers

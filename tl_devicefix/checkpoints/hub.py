@@ -10,10 +10,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -25,16 +25,18 @@ from transformers.utils import cached_file
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.placement.memory import is_out_of_memory
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
 
-_OF_REPOSITORY = ("revision", "subfolder")
 _OF_ACCESS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
-HUB_ARGUMENTS = (*_OF_REPOSITORY, *_OF_ACCESS)
+HUB_ARGUMENTS = ("revision", "subfolder", *_OF_ACCESS)
 """Arguments of `from_pretrained` that say which files to fetch, and how."""
 
 
-def hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+def hub_arguments(kwargs: Mapping[str, object]) -> dict[str, Any]:
     """Select those of `HUB_ARGUMENTS` that are given."""
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
@@ -82,11 +84,10 @@ def refuse_directory(model_name: str) -> None:
     )
 
 
-def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
+def snapshot(name: str, listed: Collection[str] = (), **kwargs: object) -> Path:
     """Fetch a checkpoint's config.json and return its folder; errors suggest a name of `listed`."""
     try:
-        config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
-        return Path(config).parent
+        return Path(str(cached_file(name, "config.json", **hub_arguments(kwargs)))).parent
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "
@@ -95,7 +96,7 @@ def snapshot(name: str, listed: Collection[str] = (), **kwargs: Any) -> Path:
         ) from error
 
 
-def has_tokenizer(name: str, **kwargs: Any) -> bool:
+def has_tokenizer(name: str, **kwargs: object) -> bool:
     """Return True if a checkpoint, in a directory or on the hub, has a tokenizer."""
     return any(
         cached_file(
@@ -110,7 +111,7 @@ def has_tokenizer(name: str, **kwargs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator[None]:
+def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> Iterator[None]:
     """Make TransformerLens fetch tokenizers as the model is fetched, within a `with` block.
 
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
@@ -120,19 +121,16 @@ def tokenizers_fetched_with(model_name: str, kwargs: dict[str, Any]) -> Iterator
 
     class Tokenizers:
         @staticmethod
-        def from_pretrained(name: str, **own: Any) -> Any:
+        def from_pretrained(name: str, **own: object) -> PreTrainedTokenizerBase:
             own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
             return AutoTokenizer.from_pretrained(name, **own)
 
-    fetching = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("transformer_lens.")
-        and vars(module).get("AutoTokenizer") is AutoTokenizer
-    ]
     with contextlib.ExitStack() as stack:
-        for module in fetching:
-            stack.enter_context(mock.patch.object(module, "AutoTokenizer", Tokenizers))
+        # In each module, because they import the class by name.
+        for name, module in list(sys.modules.items()):
+            is_own = name.startswith("transformer_lens.")
+            if is_own and vars(module).get("AutoTokenizer") is AutoTokenizer:
+                stack.enter_context(mock.patch.object(module, "AutoTokenizer", Tokenizers))
         yield
 
 
@@ -149,11 +147,9 @@ _READS_ROPE_PARAMETERS = Version(transformers.__version__) >= Version("5.dev0")
 
 
 def as_saved(config: PretrainedConfig) -> PretrainedConfig:
-    """Put the rotary settings that transformers 5 saved where transformers 4 looks for them.
-
-    Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
-    """
-    text = getattr(config, "text_config", config)
+    """Put the rotary settings that transformers 5 saved where transformers 4 looks for them."""
+    # Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
+    text: Any = getattr(config, "text_config", config)
     rope = getattr(text, "rope_parameters", None)
     if _READS_ROPE_PARAMETERS or not rope:
         return config
@@ -178,11 +174,12 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
     """Turn errors from wrong values of a config.json into one sentence, within a `with` block."""
     try:
         yield
-    except (ImportError, NotImplementedError):  # the config itself is fine
+    except (ImportError, NotImplementedError):  # because the config itself is fine
         raise
     except errors as error:
         if is_out_of_memory(error):
             raise
+        # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
         is_fetched = (Path(name) / "config.json").is_file()
@@ -205,7 +202,7 @@ def known_config(name: str) -> PretrainedConfig | None:
 
 @cache
 def known_fields() -> dict[str, dict[str, Any]]:
-    """Name -> the fields of the model's config.json on the hub; not to be changed."""
+    """Return each known model's fields of config.json by its name; do not change them."""
     entries = json.loads((Path(__file__).parent / "known_configs.json").read_text())
     fields: dict[str, dict[str, Any]] = {}
     for entry in entries:  # an entry lists only its differences from the model that it is `like`
@@ -219,8 +216,8 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the dtype of a name, as HookedTransformer takes it ("bfloat16", "bf16")."""
-    named: Any = dtype
+    """Return a dtype, or the one of this name ("bfloat16", "bf16", "torch.bfloat16")."""
+    named: object = dtype
     if isinstance(dtype, str):
         named = _SHORT.get(dtype, getattr(torch, dtype.removeprefix("torch."), None))
     if not isinstance(named, torch.dtype) or not named.is_floating_point:

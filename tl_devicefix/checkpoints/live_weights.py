@@ -13,11 +13,12 @@ optional, so we recognise their classes by name without importing them.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ def is_from(package: str, thing: object) -> bool:
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     """Return the model within a PeftModel and its tuner; any other model unchanged."""
-    model: Any = hf_model
+    model: Any = hf_model  # peft's attributes, because peft is not imported
     while is_from("peft", model):
         for name in getattr(model, "active_adapters", ()):
             config = model.peft_config[name]
@@ -45,7 +46,7 @@ def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     return model
 
 
-def class_in_transformers(hf_model: nn.Module) -> Any:
+def class_in_transformers(hf_model: nn.Module) -> type[Any]:
     """Return transformers' class of a model, which a user's own may be derived from."""
     classes = type(hf_model).__mro__
     return next((c for c in classes if c.__module__.startswith("transformers.models")), classes[0])
@@ -74,25 +75,27 @@ def _refuse_adapter(kind: str) -> NoReturn:
     )
 
 
-def in_use(module: Any) -> Any:
+def in_use(module: nn.Module) -> nn.Module:
     """Return the version of a module that a PEFT wrapper calls; other modules unchanged."""
     if not is_from("peft", module):
         return module
     if "token_adapter" in module._modules:
-        return module.token_adapter
+        return module.get_submodule("token_adapter")
+    # PEFT's `modules_to_save` are whole copies of a module, one for each adapter.
     if not {"original_module", "modules_to_save"} <= module._modules.keys():
         return module
-    active, versions = module.active_adapter, module.modules_to_save
+    wrapper: Any = module
+    active, versions = wrapper.active_adapter, wrapper.modules_to_save
     active = [active] if isinstance(active, str) else active
-    if module.disable_adapters or not active or any(name not in versions for name in active):
-        return module.original_module
-    return versions[active[0]]
+    used = not wrapper.disable_adapters and active and all(name in versions for name in active)
+    chosen: nn.Module = versions[active[0]] if used else wrapper.original_module
+    return chosen
 
 
 def merged(layer: Any) -> nn.Module:
     """Merge the active adapters of a copied layer, and return its base layer."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
-        return layer.get_base_layer().to("meta")
+        return layer.get_base_layer().to("meta")  # because there are no values to merge
     layer.__class__ = _class_over_floats(type(layer))
     layer.__dict__.setdefault("fan_in_fan_out", False)  # missing over bitsandbytes
     layer.quantization_backend = None  # because the base layer holds floats now
@@ -111,14 +114,13 @@ def merged(layer: Any) -> nn.Module:
     return layer.get_base_layer()
 
 
-def _class_over_floats(kind: Any) -> Any:
+def _class_over_floats(kind: type) -> Any:
     """Return the adapter layer's class for a base layer that is not quantised."""
     package, _, module = kind.__module__.rpartition(".")
     if module != "bnb":
         return kind
-    return getattr(
-        importlib.import_module(f"{package}.layer"), re.sub(r"(4bit|8bitLt)$", "", kind.__name__)
-    )
+    name = re.sub(r"(4bit|8bitLt)$", "", kind.__name__)
+    return getattr(importlib.import_module(f"{package}.layer"), name)
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -126,6 +128,17 @@ def is_adapter(module: nn.Module) -> bool:
     if not is_from("peft", module):
         return False
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
+
+
+_Item = TypeVar("_Item")
+_New = TypeVar("_New")
+
+
+def mapped(
+    items: Mapping[str, _Item | None], make: Callable[[str, _Item], _New]
+) -> dict[str, _New | None]:
+    """Make a new value for each parameter, buffer or child of a module that is not None."""
+    return {name: None if item is None else make(name, item) for name, item in items.items()}
 
 
 class LiveWeights:
@@ -201,31 +214,29 @@ class LiveWeights:
                 for name, value in vars(module).items()
                 if name not in ("_hf_hook", "_old_forward", "forward")
             }
-        new._parameters = {
-            name: None if p is None else nn.Parameter(self._moved(module, name, p, device), False)
-            for name, p in module._parameters.items()
-        }
-        new._buffers = {
-            name: None if b is None else self._moved(module, name, b, device)
-            for name, b in module._buffers.items()
-        }
-        new._modules = {
-            name: None if child is None else self._floating(child, device)
-            for name, child in module._modules.items()
-        }
+        moved = functools.partial(self._moved, module, device)
+        new._parameters = mapped(
+            module._parameters, lambda name, p: nn.Parameter(moved(name, p), False)
+        )
+        new._buffers = mapped(module._buffers, moved)
+        new._modules = mapped(module._modules, lambda _, child: self._floating(child, device))
         return merged(new) if is_adapter(new) else new
 
-    def _moved(self, module: Any, name: str, tensor: Any, device: torch.device) -> torch.Tensor:
-        """Copy one tensor. Never an alias of the model's own, because a merge works in place."""
+    def _moved(
+        self, module: Any, device: torch.device, name: str, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Copy one tensor, in float32 or wider."""
         packed = name == "weight" and _is_quantised(module)
         if device.type != "meta":
             tensor = self.values(module, name, tensor)
         if device.type == "meta" or tensor.is_meta:
+            # Four-bit weights are packed flat.
             shape = (module.out_features, module.in_features) if packed else tensor.shape
             dtype = torch.float32 if packed else _wide(tensor.dtype)
             return torch.empty(shape, dtype=dtype, device="meta")
         if packed:
             tensor = self._dequantised(module, tensor.data)
+        # Never an alias of the model's own, because a merge works in place.
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
 
     def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:
@@ -236,7 +247,7 @@ class LiveWeights:
         if state is None or (is_8bit and packed.is_floating_point()):
             return packed
         if is_8bit:  # the first forward moves the scales from the weight to the layer's state
-            scales = state.SCB if weight.SCB is None else weight.SCB
+            scales = state.SCB if weight.SCB is None else weight.SCB  # [d_out]
             scales = torch.empty(0, device="meta") if scales is None else scales
             scales = self.values(module, "SCB", scales)
         else:
@@ -260,9 +271,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, Any], str]]:
+def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
     """Return accelerate's map of a module's offloaded tensors, and the prefix of their names."""
-    stored: dict[nn.Module, tuple[Mapping[str, Any], str]] = {}
+    stored: dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]] = {}
     for module in model.modules():
         outer: Any = getattr(module, "_hf_hook", None)
         for hook in getattr(outer, "hooks", [outer]):

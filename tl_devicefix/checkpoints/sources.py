@@ -8,6 +8,7 @@ block, and whose other matrices have no values. The given model is not changed.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +18,7 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 from transformers import PreTrainedModel
 
-from tl_devicefix.checkpoints.live_weights import LiveWeights
+from tl_devicefix.checkpoints.live_weights import LiveWeights, mapped
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
 from tl_devicefix.weight_processing import Weights
@@ -102,17 +103,18 @@ class HuggingFaceSource:
     def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, which is then called "blocks.0", or the parts outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        # In the wanted dtype, because converters scale the embedding of a Gemma.
+        # In the wanted dtype, because converters scale a Gemma's embedding, which rounds it.
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
-        view = _View(self._live, self._blocks, layers, device, dtype, unread).of(self.hf_model)
+        views = _View(self._live, self._blocks, layers, device, dtype, unread)
+        view = views.of(self.hf_model, is_read=not layers)
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
         converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
-        cfg.from_checkpoint = False  # or it would be loaded again
+        cfg.from_checkpoint = False  # because the converter would load it again
         try:
             # Any official name will do, because the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
@@ -201,10 +203,7 @@ def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.Module
 
 @dataclass
 class _View:
-    """Makes a model that shares a model's weights, but has only the given blocks.
-
-    With blocks, matrices outside them have no values, because only the blocks' are read.
-    """
+    """Makes a model that shares a model's weights, but has only the given blocks."""
 
     live: LiveWeights
     blocks: nn.ModuleList
@@ -218,38 +217,26 @@ class _View:
     """Modules outside the blocks whose matrices have no values either."""
     widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def of(self, model: nn.Module) -> nn.Module:
-        """Make the view of the model."""
-        return self._of(model, is_read=not self.layers)
-
-    def _of(self, module: nn.Module, is_read: bool) -> nn.Module:
+    def of(self, module: nn.Module, is_read: bool) -> nn.Module:
         """Copy a module, sharing the tensors that are read; others have no values."""
         if module is self.blocks:
-            return nn.ModuleList(self._of(self.blocks[i], is_read=True) for i in self.layers)
+            return nn.ModuleList(self.of(self.blocks[i], is_read=True) for i in self.layers)
         is_read = is_read and module not in self.unread
         module = self.live.plain(module, self.device if is_read else _META)
         new = copy.copy(module)
         new.__dict__ = dict(module.__dict__)
-        new._parameters = {
-            name: None
-            if p is None
-            else nn.Parameter(self._shown(module, name, p, is_read), requires_grad=False)
-            for name, p in module._parameters.items()
-        }
-        new._buffers = {
-            name: None if b is None else self._shown(module, name, b, is_read)
-            for name, b in module._buffers.items()
-        }
-        new._modules = {
-            name: None if child is None else self._of(child, is_read)
-            for name, child in module._modules.items()
-        }
+        shown = functools.partial(self._shown, module, is_read)
+        new._parameters = mapped(
+            module._parameters, lambda name, p: nn.Parameter(shown(name, p), requires_grad=False)
+        )
+        new._buffers = mapped(module._buffers, shown)
+        new._modules = mapped(module._modules, lambda _, child: self.of(child, is_read))
         return new
 
     def _shown(
-        self, module: nn.Module, name: str, tensor: torch.Tensor, is_read: bool
+        self, module: nn.Module, is_read: bool, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        if not is_read and tensor.dim() > 1:
+        if not is_read and tensor.dim() > 1:  # because with blocks, only these are read
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from transformers import AutoModelForCausalLM
 
 from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
@@ -18,8 +18,7 @@ from tl_devicefix.simulation import simulate
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 """The small trained checkpoint that ships with the package; see its README."""
-TOLERANCE = 1e-4
-"""The largest difference of float32 log probabilities that counts as rounding."""
+TOLERANCE = 1e-4  # the largest difference of float32 log probabilities that counts as rounding
 N_PROMPTS, N_FACTS, SEED = 64, 8, 0
 
 
@@ -33,7 +32,7 @@ def run_demo(n_devices: int) -> bool:
         model = load_checkpoint(n_devices)
         print(f"\n{model.placement}\n")
         prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
-        tokens = model.to_tokens([prompt.text for prompt in prompts])
+        tokens = model.to_tokens([prompt.text for prompt in prompts])  # [batch, pos]
         logits, cache = model.run_with_cache(
             tokens, names_filter=lambda name: name.endswith("hook_pattern")
         )
@@ -43,6 +42,7 @@ def run_demo(n_devices: int) -> bool:
             f"Face model on the CPU: largest difference {difference:.1e} "
             f"({'ok' if difference < TOLERANCE else 'TOO LARGE'}: {TOLERANCE:.0e} is rounding)"
         )
+        # [batch, pos, d_vocab] -> [batch], at the end of every prompt, because all are as long
         words = [model.to_string([token]) for token in logits[:, -1].argmax(dim=-1).tolist()]
         right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
         print(f"\n  {prompts[0].text} -> {words[0]}")
@@ -54,17 +54,14 @@ def run_demo(n_devices: int) -> bool:
 
 def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
     """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none."""
+    where: dict[str, Any] = {"n_devices": n_devices, "device": device}
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
 
-        return HookedTransformer.from_pretrained(
-            str(CHECKPOINT), n_devices=n_devices, device=device
-        )
+        return HookedTransformer.from_pretrained(str(CHECKPOINT), **where)
     from transformer_lens.model_bridge import TransformerBridge
 
-    bridge = TransformerBridge.boot_transformers(
-        str(CHECKPOINT), n_devices=n_devices, device=device
-    )
+    bridge = TransformerBridge.boot_transformers(str(CHECKPOINT), **where)
     bridge.enable_compatibility_mode()
     return bridge
 
@@ -98,21 +95,19 @@ def devices_for(n_devices: int) -> Iterator[str]:
         )
 
 
-def hf_logits(tokens: torch.Tensor) -> Float[torch.Tensor, "batch pos d_vocab"]:
+def hf_logits(tokens: Int[torch.Tensor, "batch pos"]) -> Float[torch.Tensor, "batch pos d_vocab"]:
     """Compute the shipped checkpoint's logits by transformers alone, in float32 on the CPU."""
     hf_model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     with torch.no_grad():
-        return hf_model(tokens.cpu()).logits
+        return hf_model(tokens.cpu()).logits  # [batch, pos, d_vocab]
 
 
 def largest_difference(
     logits: Float[torch.Tensor, "batch pos d_vocab"],
     reference: Float[torch.Tensor, "batch pos d_vocab"],
 ) -> float:
-    """Return the largest difference between two models' log probabilities, compared on the CPU.
-
-    Not of logits, because centring the unembedding moves all logits of a position.
-    """
+    """Return the largest difference between two models' log probabilities, compared on the CPU."""
+    # Not of logits, because centring the unembedding moves all logits of a position.
     ours = logits.detach().cpu().log_softmax(dim=-1)
     return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()
 
@@ -120,12 +115,14 @@ def largest_difference(
 def _show_heads(
     model: Any,
     prompts: list[RecallPrompt],
-    patterns: list[Float[torch.Tensor, "batch head query key"]],
+    patterns: list[Float[torch.Tensor, "batch head query_pos key_pos"]],
 ) -> None:
     """Show how much each head attends from the question to the answer in the context."""
+    # Both [batch]: indices into the first and the last axis of a pattern.
     batch = torch.arange(len(prompts))
     answer = torch.tensor([prompt.answer_position for prompt in prompts])
     print("attention from the question to the answer in the context, mean over the prompts:")
+    # Each pattern is [batch, head, query_pos, key_pos]; its mean over prompts is [head].
     by_head = torch.stack([p.cpu()[batch, :, -1, answer].mean(dim=0) for p in patterns])
     for layer, heads in enumerate(by_head.tolist()):
         shown = "  ".join(
@@ -133,5 +130,5 @@ def _show_heads(
         )
         device = model.placement.device_map[f"blocks.{layer}"]
         print(f"  L{layer} on {device}  {shown}".rstrip())
-    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
+    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])  # by_head: [layer, head]
     print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")

@@ -44,19 +44,16 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         *("onions", "peppers", "potatoes", "mushrooms", "olives", "eggs"),
     ),
 }
-"""What can follow each verb."""
+"""The words that can follow each verb."""
 
 
 @dataclass(frozen=True)
 class RecallPrompt:
     """A prompt whose next word only its context tells."""
 
-    text: str
-    """The prompt, one space between any two tokens; it ends with the verb of the question."""
-    answer: str
-    """The word that should come next: the object of the fact asked for."""
-    answer_position: int
-    """The token of the context that is the answer, ``<bos>`` (which is not in `text`) being 0."""
+    text: str  # with one space between any two tokens; it ends with the verb of the question
+    answer: str  # the word that should come next: the object of the fact asked for
+    answer_position: int  # of the answer in the context; 0 is <bos>, which is not in `text`
 
 
 def recall_prompts(n: int, seed: int, n_facts: int) -> list[RecallPrompt]:
@@ -73,4 +70,5 @@ def sample_prompt(rng: random.Random, n_facts: int) -> RecallPrompt:
     asked = rng.randrange(n_facts)
     facts = [f"{name} {verb} {what} ." for name, what in zip(names, objects)]
     text = " ".join([*facts, names[asked], verb])
+    # <bos> and then four tokens a fact: name, verb, object, full stop.
     return RecallPrompt(text, answer=objects[asked], answer_position=4 * asked + 3)

@@ -32,17 +32,16 @@ from tl_devicefix.placement.devices import (
 )
 from tl_devicefix.simulation import simulate
 
+# 18 MB of float32; odd, so that the last vector access is partial.
 _COPY_ELEMENTS = 4_500_003
-"""Elements of the large copy (18 MB of float32); odd, so that the last vector access is partial."""
 _SMALL = 1023
+# The size of matrices, and how many products of them take longer than a backward of one number.
 _BUSY = 4096, 20
-"""The size of matrices, and how many products of them take longer than a backward of one number."""
 _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
-_LONGEST = 8
-"""Devices that a model is spread over: the shipped checkpoint has as many blocks."""
+_LONGEST = 8  # devices in a row, because the shipped checkpoint has as many blocks
 _SIMULATED = 4
 _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devicefix")
 
@@ -66,9 +65,11 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
+    # Ordered pairs, because a copy may be wrong in one direction alone.
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
     checks += [_check_streams(device) for device in devices if module_with_streams(device)]
+    # The devices after the first eight too, in rows of eight.
     for start in range(_LONGEST, n_devices, _LONGEST):
         checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
@@ -82,6 +83,7 @@ def _verdict(checks: list[bool], good: str) -> bool:
 def _check_copy(source: torch.device, target: torch.device) -> bool:
     """Return True if copies between two devices arrive intact, read through the CPU."""
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
+    # Not contiguous, empty, and of no dimension, because these take other paths.
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
         int((sent.to(source).to(target).cpu() != sent).sum())
@@ -92,11 +94,9 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 
 
 def _check_streams(device: torch.device) -> bool:
-    """Return True if a gradient keeps its memory until another stream has read it.
-
-    torch's autograd says so to the device's guard (`recordDataPtrOnStream`), which a backend may
-    lack; then gradients in flight are wrong without an error.
-    """
+    """Return True if a gradient keeps its memory until another stream has read it."""
+    # torch's autograd says so to the device's guard (`recordDataPtrOnStream`), which a backend may
+    # lack; then gradients in flight are wrong without an error.
     module = torch.get_device_module(device.type)
     size, products = _BUSY
     main, side = module.current_stream(device), module.Stream(device)
@@ -121,6 +121,7 @@ def _check_streams(device: torch.device) -> bool:
     read_late.register_hook(keep_busy)
     ((read_late * weight).sum() + read_last.sum()).backward()
     assert x.grad is not None
+    # d/dx of 2 x * 5 + 3 x; less where zeros were written before the gradient was read
     wrong = int((x.grad != 2 * 5 + 3).sum())
     print(f"gradients between streams of {device}: " + ("ok" if wrong == 0 else f"{wrong} WRONG"))
     return wrong == 0
@@ -128,6 +129,7 @@ def _check_streams(device: torch.device) -> bool:
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:
     """Return True if the shipped checkpoint gives transformers' numbers on n devices."""
+    # Quiet, because TransformerLens prints a line for each load.
     with contextlib.redirect_stdout(io.StringIO()):
         model = load_checkpoint(n_devices, home)
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])

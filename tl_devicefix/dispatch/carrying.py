@@ -1,9 +1,8 @@
 """Bring what a component takes or returns to a device; skip blocks whose output is known.
 
 When a forward skips blocks, everything else runs as usual: tokens are embedded, masks and positions
-are made, and the first block that runs gets the residual stream as if those before it had run.
-TransformerLens's `start_at_layer` is no replacement, because a Bridge's runs the blocks before it
-all the same, and a HookedTransformer's needs masks made by hand.
+are made. TransformerLens's `start_at_layer` would not do, because a Bridge runs the blocks before
+it all the same, and a HookedTransformer needs masks made by hand.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -23,19 +22,24 @@ from tl_devicefix.fusing.one_forward import made_once
 from tl_devicefix.placement.devices import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import plain
+from tl_devicefix.types import Model
+
+T = TypeVar("T")
+BlockOutput: TypeAlias = torch.Tensor | tuple[Any, ...]
+"""The residual stream, alone or first in a tuple."""
 
 
-def move(value: Any, device: torch.device) -> Any:
+def move(value: T, device: torch.device) -> T:
     """Bring a tensor to a device, one of another host too; leave anything else alone."""
-    value = plain(value)
-    if isinstance(value, torch.Tensor) and value.device != device:
+    moved: Any = plain(value)
+    if isinstance(moved, torch.Tensor) and moved.device != device:
         run = current_run()
-        return value.to(device) if run is None else run.send(value, device)
-    return value
+        moved = moved.to(device) if run is None else run.send(moved, device)
+    return moved
 
 
-def bring_home(output: Any, home: torch.device) -> Any:
-    """Bring a tensor, or the tensors in what a component returns, to the home device."""
+def bring_home(output: T, home: torch.device) -> T:
+    """Bring a tensor, or the tensors in a tuple, list or dict, to the home device."""
     if isinstance(output, torch.Tensor):
         return move(output, home)
     return mapped(output, lambda part: bring_home(part, home))
@@ -43,12 +47,7 @@ def bring_home(output: Any, home: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class CarryTo(Around):
-    """Brings a component's arguments to its device. Nothing else moves the residual stream there.
-
-    The other arguments are a block's own KV cache, and masks and rotary tables, which are copied
-    once in a forward for each device. For a block of another host we move no tensors, and only hand
-    over the turn of a run in flight.
-    """
+    """Brings a component's arguments to its device; only this moves the residual stream there."""
 
     device: torch.device
 
@@ -57,41 +56,42 @@ class CarryTo(Around):
         if SkipBlock.of(module) is not None:  # because it reads none of them
             return args, kwargs
         if is_elsewhere(self.device):
+            # No tensor can be there: a run in flight only waits for its turn on the other host.
             with moving_to(self.device):
                 return args, kwargs
-        if args:  # what other hosts compute is awaited in their turn, not in that of this device
+        if args:
+            # Before `moving_to`, because a run waits for another host's result in that host's turn.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
-            residual = vars(module).get("_start_residual")  # of a Bridge's `start_at_layer`
+            # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.
+            residual = vars(module).get("_start_residual")
             if residual is not None:
                 vars(module)["_start_residual"] = move(residual, self.device)
-            if args:
+            if args:  # the residual stream: [batch, pos, d_model]
                 args = (move(args[0], self.device), *map(self._on_device, args[1:]))
-            carried = {
+            return args, {
                 name: move(value, self.device) if name in _STREAM else self._on_device(value)
                 for name, value in kwargs.items()
-                if value is not None
             }
-            return args, {**kwargs, **carried}
 
     def _on_device(self, value: Any) -> Any:
-        if value is None:
-            return None
         if isinstance(value, torch.Tensor):
-            return value if value.device == self.device else self._copied_once(value)
+            if value.device == self.device:
+                return value
+            # Once a forward, because all blocks get the same mask and rotary tables; and anew with
+            # gradients, because a copy that was made without them is in no graph.
+            what = type(self), torch.is_grad_enabled()
+            return made_once((value,), what, self.device, lambda: move(value, self.device))
+        # A block's own entry of a HookedTransformer's KV cache.
         if hasattr(value, "past_keys") and hasattr(value, "past_values"):
             value.past_keys = move(value.past_keys, self.device)
             value.past_values = move(value.past_values, self.device)
             return value
         return mapped(value, self._on_device)
 
-    def _copied_once(self, tensor: torch.Tensor) -> torch.Tensor:
-        what = type(self), torch.is_grad_enabled()
-        return made_once((tensor,), what, self.device, lambda: move(tensor, self.device))
 
-
+# Not copied once a forward, because each block gets another tensor by these names.
 _STREAM = ("hidden_states", "residual")
-"""Names of the residual stream, which each block has another of."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class BringHome(Around):
 
     home: torch.device
 
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
         """Return the output, at home."""
         with moving_to(self.home):
             return bring_home(output, self.home)
 
 
-def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) -> None:
+def carry(model: Model, placement: Placement, brings_home: Callable[[str], bool]) -> None:
     """Bring arguments to all components, and outputs home from those that `brings_home` names."""
     for component, module in placement.modules_of(model):
         CarryTo(component.device).attach(module)
@@ -114,7 +114,7 @@ def carry(model: Any, placement: Placement, brings_home: Callable[[str], bool]) 
             BringHome(placement.home).attach(module)
 
 
-def not_carried_to(model: Any, placement: Placement) -> list[str]:
+def not_carried_to(model: Model, placement: Placement) -> list[str]:
     """Return the components that nothing is carried to, because somebody put them in later."""
     if len(placement.devices) == 1:
         return []
@@ -128,25 +128,21 @@ def not_carried_to(model: Any, placement: Placement) -> list[str]:
     ]
 
 
-# --------------------------------------------------------------------------------------------
-# Blocks that a forward skips
-
-
 @contextlib.contextmanager
-def skipping(blocks: Sequence[nn.Module], first: int, output: Any) -> Iterator[None]:
-    """Within it, a forward begins at block `first` of all blocks; it may be their number.
-
-    `output` is what the block before has returned, in whatever form it does, and is left as it is.
-    """
+def skipping(
+    blocks: nn.ModuleList | Sequence[nn.Module], first: int, output: BlockOutput | None
+) -> Iterator[None]:
+    """Within it, a forward begins at block `first`, which may be after the last, from `output`."""
     with contextlib.ExitStack() as stack:
         for block in blocks[:first]:
+            # Earlier blocks return it too, because each hands something on to the next.
             SkipBlock(output, block is blocks[first - 1]).attach(block)
             stack.callback(SkipBlock.detach, block)
         yield
 
 
-def output_of(block: nn.Module, run: Callable[[], Any]) -> Any:
-    """Return the output of a block in a forward, which ends there."""
+def output_of(block: nn.Module, run: Callable[[], object]) -> BlockOutput:
+    """Return the output of a block in the forward that `run` calls, which ends there."""
     stop = StopAfter()
     stop.attach(block)
     try:
@@ -164,28 +160,33 @@ class _Reached(Exception):
 class StopAfter(Around):
     """Keeps a block's output, and ends the model's forward."""
 
-    output: Any
+    output: BlockOutput
 
-    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the block, and nothing after it."""
         self.output = run(*args, **kwargs)
         raise _Reached
 
 
 class SkipBlock(Around):
-    """Returns a block's known output; the last block's is a copy, because hooks may change it."""
+    """Returns a block's known output instead of running it."""
 
-    def __init__(self, output: Any, is_last: bool) -> None:
+    def __init__(self, output: BlockOutput | None, is_last: bool) -> None:
         self._output = output
         self._is_last = is_last
 
-    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
-        """Return the output."""
-        return copied(self._output) if self._is_last else self._output
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Return the output; the last skipped block's is a copy."""
+        if self._output is None or not self._is_last:
+            return self._output
+        # Because a hook of the next block may change it in place, and other runs start from it.
+        return change_stream(self._output, torch.Tensor.clone)
 
 
-def copied(output: Any) -> Any:
-    """Copy the residual stream in a block's output, which is a tensor or a tuple's first."""
+def change_stream(
+    output: BlockOutput, change: Callable[[torch.Tensor], torch.Tensor]
+) -> BlockOutput:
+    """Return a block's output with the residual stream in it changed."""
     if isinstance(output, torch.Tensor):
-        return output.clone()
-    return type(output)((output[0].clone(), *output[1:]))
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
@@ -18,7 +18,9 @@ from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
+from tl_devicefix.types import Model
 
+T = TypeVar("T")
 _ALIGNED = "_tl_devicefix_aligned"
 _UNFINISHED = "_tl_devicefix_unfinished"
 
@@ -29,15 +31,15 @@ WHY_REFUSED = (
 
 
 def align(
-    model: Any,
+    model: Model,
     placement: Placement,
     brings_home: Callable[[str], bool],
     is_own: IsOwn | None = None,
 ) -> None:
     """Make a model run over the devices of `placement`, replacing any earlier alignment.
 
-    A model on one device gets no hooks, unless blocks are offloaded. Outputs of the components for
-    which `brings_home` is True come home; without `is_own`, users attach no modules of torch's.
+    A model in one memory gets no hooks. The outputs of components for whose names `brings_home` is
+    True come home. Without `is_own`, users' modules get no `RunWhereItIs`.
     """
     unalign(model)
     if len(placement.memories) > 1:
@@ -48,7 +50,7 @@ def align(
         allow_mixing_in_hooks(model, placement.here)
 
 
-def unalign(model: Any) -> None:
+def unalign(model: Model) -> None:
     """Undo `align`."""
     detach(model)
     if model.__dict__.pop(_ALIGNED, False):
@@ -57,24 +59,25 @@ def unalign(model: Any) -> None:
     forbid_mixing_in_hooks(model)
 
 
-def is_aligned(model: Any) -> bool:
+def is_aligned(model: Model) -> bool:
     """Return True if the model runs over several devices, or has offloaded blocks."""
     return _ALIGNED in model.__dict__
 
 
-def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
     """Run the forward of either class, and bring its results home, also with `stop_at_layer`.
 
-    A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly. It runs
-    within `one_forward`.
+    It runs within `one_forward`.
     """
+    # A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
     if not is_aligned(self):
         return original(self, *args, **kwargs)
-    placement: Placement = self.placement
+    placement: Placement = vars(self)["placement"]
     look_through(self, placement.here)
     run = current_run()
+    # A hook may run the model again: the run then goes on at the device of the hook's block.
     with contextlib.nullcontext() if run is None else run.preserve_device():
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())
@@ -87,19 +90,19 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def changing_weights(model: Any) -> Iterator[None]:
+def changing_weights(model: Model) -> Iterator[None]:
     """Mark the model's weights as mixed within a `with` block, and for good after an error."""
     model.__dict__[_UNFINISHED] = True
-    yield
+    yield  # without `finally`, because after an error the weights stay mixed
     del model.__dict__[_UNFINISHED]
 
 
-def is_unfinished(model: Any) -> bool:
+def is_unfinished(model: Model) -> bool:
     """Return True if only some of the model's weights are processed."""
     return _UNFINISHED in model.__dict__
 
 
-def refuse_unfinished(model: Any) -> None:
+def refuse_unfinished(model: Model) -> None:
     """Refuse a model of which only some weights are processed."""
     if is_unfinished(model):
         raise RuntimeError(WHY_REFUSED)

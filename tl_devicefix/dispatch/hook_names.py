@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
+
+from transformer_lens.hook_points import NamesFilter
 
 from tl_devicefix.misspelt import UnknownName, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.types import Model
+
+T = TypeVar("T")
 
 _WHY = "an error that suggests a hook point's name"
 
 
 @patches("HookedTransformer", takes="self name hook", why=_WHY)
 @patches("TransformerBridge", takes="self name hook_fn", why=_WHY)
-def add_hook(original: Any, self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+def add_hook(
+    original: Callable[..., T], self: Model, name: object, *args: object, **kwargs: object
+) -> T:
     """See TransformerLens's `add_hook`.
 
     Raises:
@@ -23,21 +31,21 @@ def add_hook(original: Any, self: Any, name: Any, *args: Any, **kwargs: Any) -> 
     """
     try:
         return original(self, name, *args, **kwargs)
-    except (KeyError, AttributeError) as error:  # TransformerLens's classes differ
+    except (KeyError, AttributeError) as error:  # which of them depends on the model's class
         if _is_known(self, name):
             raise
-        cls: Any = UnknownName if isinstance(error, KeyError) else AttributeError
+        cls = UnknownName if isinstance(error, KeyError) else AttributeError
         raise cls(_sentence(self, name)) from error
 
 
 @patches("HookedTransformer", takes="self fwd_hooks bwd_hooks", why=_WHY)
 @patches("TransformerBridge", takes="self fwd_hooks bwd_hooks", why=_WHY)
-def hooks(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """See TransformerLens's `hooks`.
 
     Raises:
-        KeyError: if the model has no hook point of a name. TransformerLens 3's Bridge ignores the
-            hook, so there it is a warning.
+        KeyError: if the model has no hook point of a name. For TransformerLens 3's Bridge it is a
+            warning, because that ignores the hook.
     """
     given = (kwargs.get("fwd_hooks"), kwargs.get("bwd_hooks"), *args[:2])
     for name in (item[0] for some in given if isinstance(some, list | tuple) for item in some):
@@ -50,12 +58,12 @@ def hooks(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @patches("TransformerBridge", takes="self input fwd_hooks bwd_hooks", why=_WHY)
-def run_with_hooks(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def run_with_hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """See TransformerLens's `run_with_hooks`; names are checked as in `hooks`."""
     return hooks(lambda *_, **__: original(self, *args, **kwargs), self, *args[1:], **kwargs)
 
 
-def warn_of_unknown(model: Any, names_filter: Any) -> None:
+def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
     """Warn of names in a `names_filter` that the model lacks, because they are not cached."""
     names = [names_filter] if isinstance(names_filter, str) else names_filter
     for name in names if isinstance(names, list) else ():
@@ -63,7 +71,7 @@ def warn_of_unknown(model: Any, names_filter: Any) -> None:
             warnings.warn(f"names_filter: {_sentence(model, name)}", stacklevel=4)
 
 
-def warn_of_empty(names_filter: Any, selected: Any) -> None:
+def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
     """Warn of a `names_filter` function that has selected nothing."""
     if callable(names_filter) and not selected:
         warnings.warn(
@@ -73,13 +81,13 @@ def warn_of_empty(names_filter: Any, selected: Any) -> None:
         )
 
 
-def _is_known(model: Any, name: Any) -> bool:
+def _is_known(model: Model, name: object) -> bool:
     """Return True for the name of a hook point, and for a function."""
     # Not by hook_dict, because a Bridge makes it at each look: 75 ms for 80 layers.
     made = vars(model).get("_hook_registry", ())
     return not isinstance(name, str) or name in made or name in model.hook_dict
 
 
-def _sentence(model: Any, name: Any) -> str:
-    points = model.hook_dict
-    return f"this model has no hook point {shown(name)}{which_hook_point(name, points)}"
+def _sentence(model: Model, name: object) -> str:
+    near = which_hook_point(name, model.hook_dict) or "; see model.hook_dict"
+    return f"this model has no hook point {shown(name)}{near}"

@@ -1,6 +1,6 @@
 """Call torch functions that mix devices with their arguments on one device.
 
-1. torch is tried first, because some functions take several devices (`copy_`, `view_as`).
+1. torch is tried first.
 2. If it refuses, the arguments are copied to one device and the function is called again.
 3. Copies that it changed are written back.
 """
@@ -10,17 +10,22 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformer_lens.hook_points import HookPoint, LensHandle
+from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
+from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.scheduler import refuse_in_run
 from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import HOST, printed, version_of
 from tl_devicefix.placement.in_use import chosen_device, device_of_result, devices_in_use
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.types import Model
+
+T = TypeVar("T")
+Tensors = list[torch.Tensor]
 
 
 class OutsideBlocks:
@@ -43,13 +48,13 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         """Return the devices that may be mixed; torch refuses tensors on any other."""
         return self._devices
 
-    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+    def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
         """Return the device to copy to, if no tensor is changed in place or indexed."""
         return self._device
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _OF_AUTOGRAD or not on_several_devices(args, kwargs) or _thread.trying:
             return func(*args, **kwargs)
@@ -57,14 +62,16 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         devices = self.devices() & {tensor.device for tensor in tensors}
         if len(devices) < 2:
             return func(*args, **kwargs)
+        # torch goes first, because some functions take several devices (`copy_`, `view_as`).
         versions = [version_of(tensor) for tensor in tensors]
         changed = list(_changed_in_place(func, args, kwargs))
         try:
             _thread.trying = True
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
-            raise
+            raise  # a RuntimeError, too, but not one about devices
         except RuntimeError:
+            # torch counts no changes of inference tensors, and checks a lone one before it writes.
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [version_of(tensor) for tensor in tensors]:
                 raise  # because a second call might change something twice
@@ -75,17 +82,9 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         return self._join(func, args, kwargs, target, changed)
 
     def _join(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        target: torch.device,
-        changed: list[torch.Tensor],
-    ) -> Any:
-        """Call a function with its arguments on a device, and write back the changed copies.
-
-        Copies change with `out=` on several devices, `torch._foreach_*_` and running statistics.
-        """
+        self, func: Forward, args: Args, kwargs: Kwargs, target: torch.device, changed: Tensors
+    ) -> object:
+        """Call a function with its arguments on a device, and write back the changed copies."""
         others = self.devices() - {target}
         # id of a tensor -> the tensor, its copy, and the copy's version before the call
         copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
@@ -93,6 +92,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         def joined(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.device not in others:
                 return mapped(value, joined)
+            # One copy of each, because a function may take a tensor twice, and change it.
             if id(value) not in copies:
                 copy = value.to(target)
                 copies[id(value)] = value, copy, version_of(copy)
@@ -100,60 +100,59 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
 
         result = func(*joined(args), **joined(kwargs))
         del joined  # because it refers to itself, and so keeps the copies
+        # A copy changes by `out=` on several devices, `torch._foreach_*_` and running statistics.
         originals = {}
         for original, copy, version in copies.values():
             if version_of(copy) != version or any(original is tensor for tensor in changed):
                 original.copy_(copy)
             originals[id(copy)] = original
+        # Functions that change an argument return it, so the caller gets the original again.
         return originals.get(id(result), result)
 
 
 class _Thread(threading.local):
-    trying = False
-    """True while the innermost mode tries torch, because outer modes must not join then."""
+    """State of one thread: `trying` is True while the innermost mode tries torch."""
+
+    trying = False  # outer modes join nothing then, because the innermost one decides the device
 
 
 _thread = _Thread()
 
+# Left alone, because copies of their tensors would not be in the graph.
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-"""Left alone, because copies of their tensors would not be in the graph."""
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a tuple, list, dict or named tuple with each entry changed."""
-    if type(value) in (tuple, list):
-        return type(value)(change(entry) for entry in value)
-    if type(value) is dict:
-        return {key: change(entry) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    return value
+def mapped(value: T, change: Callable[[Any], object]) -> T:
+    """Return a tuple, list, dict or named tuple with each entry changed, and others as they are."""
+    whole: Any = value
+    # Not for subclasses, because their constructors may take something else.
+    if type(whole) in (tuple, list):
+        whole = type(whole)(change(entry) for entry in whole)
+    elif type(whole) is dict:
+        whole = {key: change(entry) for key, entry in whole.items()}
+    elif issubclass(type(whole), tuple) and hasattr(whole, "_make"):
+        whole = whole._make(map(change, whole))
+    return whole
 
 
-def on_several_devices(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True for arguments on several devices. Fast, because each torch function asks."""
+def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
+    """Return True for arguments on several devices."""
     first = None
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            if first is None:
-                first = value.device
-            elif value.device != first:
+    for value in (*args, *kwargs.values()):
+        # A generator for nested arguments only, because each torch function in a mode comes here.
+        for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+            first = first or tensor.device
+            if tensor.device != first:
                 return True
-        elif isinstance(value, (tuple, list, dict)):
-            for tensor in tensors_in(value):
-                if first is None:
-                    first = tensor.device
-                elif tensor.device != first:
-                    return True
     return False
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor; for a sparse one those of the dense tensor."""
     return tensor.numel() * tensor.element_size()
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -164,9 +163,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(tuple(value.values()))
 
 
-def _changed_in_place(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
+def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """Return the tensors that a torch function changes, judged by its name and arguments."""
     name = getattr(func, "__name__", "")
     if "out" in kwargs:
@@ -183,12 +180,15 @@ def _changed_in_place(
     return tensors_in(first if in_place else [])
 
 
+# Function -> its sixth argument, which says whether it updates the running statistics. They are
+# named here because torch counts no change of those of `batch_norm`.
 _WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-_STATISTICS = ((1, "mean"), (2, "var"))
+_STATISTICS = ((1, "mean"), (2, "var"))  # the arguments' positions
 
 
-def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Return the tensor that a function indexes: often a whole W_E, for a few of its rows."""
+def _indexed(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
+    """Return the tensor that a function indexes."""
+    # It stays where it is, because it may be a whole W_E, of which a few rows are read.
     position = _TABLES.get(getattr(func, "__name__", ""))
     if position is None:
         return iter(())
@@ -203,12 +203,8 @@ _TABLES = {
 }
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+def _argument(args: Args, kwargs: Kwargs, position: int, name: str) -> object:
     return args[position] if len(args) > position else kwargs.get(name)
-
-
-# --------------------------------------------------------------------------------------------
-# For a whole script
 
 
 class mix_devices(JoinedAt):
@@ -232,17 +228,13 @@ class mix_devices(JoinedAt):
     ...     stream = torch.stack(kept)  # which hooks of several blocks kept
     """
 
-    def __init__(self, *given: object) -> None:
-        if given:
-            raise TypeError(
-                "mix_devices() takes no device, because it brings tensors home: to bring them to "
-                "another one, write `with gather_on(device), mix_devices():`"
-            )
-        super().__init__(HOST, frozenset())  # unused, because `devices` and `target` are overridden
+    def __init__(self) -> None:
+        # Neither is used, because models may be loaded, and dropped, within the block.
+        super().__init__(HOST, frozenset())
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if getattr(func, "__name__", "") in _REGISTERING:
             tensor, hook = args
             return func(tensor, _in_any_thread(hook))
@@ -252,10 +244,10 @@ class mix_devices(JoinedAt):
         """Return the devices in use; none in code that torch compiles."""
         return frozenset() if torch.compiler.is_compiling() else devices_in_use()
 
-    def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
+    def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
         """Return home, or the device of an operand that is larger than all others together."""
         home = device_of_result(devices)
-        sizes = {id(tensor): bytes_of(tensor) for tensor in tensors if tensor.device in devices}
+        sizes = {id(tensor): tensor_bytes(tensor) for tensor in tensors if tensor.device in devices}
         largest = max(tensors, key=lambda tensor: sizes.get(id(tensor), -1))
         if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device
@@ -265,20 +257,22 @@ class mix_devices(JoinedAt):
 _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
 
 
-def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
     """Let a gradient hook, such as circuit-tracer's, mix devices in whichever thread it runs."""
 
+    # Without `updated`, because that would copy attributes of a callable object, such as a module.
     @functools.wraps(hook, updated=())
-    def mixing(gradient: torch.Tensor) -> Any:
+    def mixing(gradient: torch.Tensor) -> object:
+        # Modes are a thread's own, and on CUDA autograd calls hooks in threads of its own.
         with JoinedAt(gradient.device, devices_in_use()):
             result = hook(gradient)
-        is_elsewhere = isinstance(result, torch.Tensor) and result.device in devices_in_use()
-        return result.to(gradient.device) if is_elsewhere else result
+        if isinstance(result, torch.Tensor) and result.device in devices_in_use():
+            return result.to(gradient.device)
+        return result
 
     return mixing
 
 
-# --------------------------------------------------------------------------------------------
 # In hooks. A hook gets the activation on its block's device, but steering vectors and cached
 # activations are at home. While the hook runs, these are copied to the activation's device, and so
 # is the hook's result.
@@ -287,14 +281,14 @@ def _in_any_thread(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tenso
 _DEVICES = "_tl_devicefix_devices"
 
 
-def allow_mixing_in_hooks(model: Any, placement: Placement) -> None:
+def allow_mixing_in_hooks(model: Model, placement: Placement) -> None:
     """Let the hooks of a model that is on several devices use tensors from all of them."""
     for module in model.modules():
         if isinstance(module, HookPoint):
             module.__dict__[_DEVICES] = frozenset(placement.memories)
 
 
-def forbid_mixing_in_hooks(model: Any) -> None:
+def forbid_mixing_in_hooks(model: Model) -> None:
     """Undo `allow_mixing_in_hooks`."""
     for module in model.modules():
         module.__dict__.pop(_DEVICES, None)
@@ -306,49 +300,47 @@ def forbid_mixing_in_hooks(model: Any) -> None:
     why="a hook may use tensors of all the model's devices",
 )
 def add_hook(
-    original: Any,
-    self: Any,
-    hook: Any,
-    dir: str = "fwd",
+    original: Callable[..., object],
+    self: HookPoint,
+    hook: HookFunction,
+    dir: Literal["fwd", "bwd"] = "fwd",
     is_permanent: bool = False,
     level: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Wrap `HookPoint.add_hook`, so that hooks may mix the devices of a model.
-
-    TransformerLens's own hooks that cache activations are added in fewer steps, because there are
-    hundreds of them and they use one activation alone.
 
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
     """
     refuse_in_run(self)
+    # In fewer steps, because there are hundreds of them, and each uses its activation alone.
     if _is_caching(hook):
         if dir != "fwd" or args or kwargs:  # before other hooks, or by several names
             return original(self, hook, dir, is_permanent, level, *args, **kwargs)
         torchs = self.register_forward_hook(functools.partial(_keep, hook))
-        handle: Any = LensHandle(torchs, is_permanent, level)
+        handle = LensHandle(torchs, is_permanent, level)
         handle.user_hook = hook
         self.fwd_hooks.append(handle)
         return handle
     across = HookAcrossDevices(hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
-    for handles in (self.fwd_hooks, self.bwd_hooks):
-        for handle in handles:
-            if getattr(handle, "user_hook", None) is across:
-                handle.user_hook = hook
+    # Users know their hooks in `list_hooks()` by this.
+    for handle in (*self.fwd_hooks, *self.bwd_hooks):
+        if getattr(handle, "user_hook", None) is across:
+            handle.user_hook = hook
     return added
 
 
-def _is_caching(hook: Any) -> bool:
+def _is_caching(hook: HookFunction) -> bool:
     """Return True for the hooks that `run_with_cache` adds."""
     function = hook.func if isinstance(hook, functools.partial) else hook
     name = getattr(function, "__name__", "")
     return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
 
 
-def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
+def _keep(hook: HookFunction, point: HookPoint, inputs: object, activation: Any) -> object:
     """Call a hook in torch's form; its result replaces the activation."""
     conversion = vars(point).get("hook_conversion")
     if conversion is None:
@@ -357,7 +349,7 @@ def _keep(hook: Any, point: Any, inputs: Any, activation: Any) -> Any:
     return None if returned is None else conversion.revert(returned)
 
 
-def only_looks(hook: Any) -> bool:
+def only_looks(hook: object) -> bool:
     """Return True for TransformerLens's caching hooks, which leave the activation unchanged."""
     return getattr(hook, "func", None) is _keep
 
@@ -365,7 +357,7 @@ def only_looks(hook: Any) -> bool:
 class HookAcrossDevices:
     """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices."""
 
-    def __init__(self, hook: Any) -> None:
+    def __init__(self, hook: HookFunction) -> None:
         self.__wrapped__ = hook  # the name that `functools.wraps` uses
 
     def __repr__(self) -> str:
@@ -374,14 +366,14 @@ class HookAcrossDevices:
             return f"partial({self.__wrapped__.func!r},...)"
         return repr(self.__wrapped__)
 
-    def __call__(self, activation: Any, *, hook: Any) -> Any:
+    def __call__(self, activation: Any, *, hook: HookPoint) -> object:
         """Call the hook."""
         point = vars(hook).get("_target", hook)  # a Bridge's alias has the hook point itself
         devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
         # A Bridge's hook points may hand out tuples, or None.
         device = getattr(activation, "device", None)
         chosen = chosen_device(device)
-        if chosen is not None and device is not None:
+        if chosen is not None and device is not None:  # what it reads of caches lies on `chosen`
             devices |= {device, chosen}
         if not devices or device is None:
             return self.__wrapped__(activation, hook=hook)
@@ -398,7 +390,9 @@ class HookAcrossDevices:
         return _at(result, device, devices, hook.name)
 
 
-def _at(result: Any, device: torch.device, devices: frozenset[torch.device], name: str) -> Any:
+def _at(
+    result: object, device: torch.device, devices: frozenset[torch.device], name: str | None
+) -> object:
     """Bring a hook's result to its activation's device."""
     if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
         return (_at(result[0], device, devices, name),)

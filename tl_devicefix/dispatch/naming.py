@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from keyword import iskeyword
-from typing import Any
 
 from torch import nn
+
+from tl_devicefix.types import Model
 
 WRAPPED = "_original_component"
 """A Bridge's component holds the Hugging Face module that it wraps by this name."""
@@ -18,7 +19,7 @@ def expression(path: str) -> str:
     for part in path.split(".") if path else ():
         if part.isdigit():
             written += f"[{part}]"
-        elif iskeyword(part):  # as a Bridge's `mlp.in`
+        elif iskeyword(part):  # such as a Bridge's `mlp.in`
             written = f"getattr({written}, {part!r})"
         elif part.isidentifier():
             written += f".{part}"
@@ -39,30 +40,32 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def by_shortest_name(model: Any, is_one: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return modules of a kind by their shortest name, because a Bridge's have several."""
-    names: dict[Any, str] = {}
+def by_shortest_name(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Return modules of a kind by their shortest name."""
+    # With duplicates, because a Bridge's modules have several names, the shortest not the first.
+    names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_one(module):
             names[module] = min(names.get(module, name), name, key=len)
     return {name: module for module, name in names.items()}
 
 
-def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules like `model.named_modules()`.
 
     A Bridge's components are also among the Hugging Face model's modules. They get their own names
     ("blocks.3.attn.q"), and a wrapped module gets its component's name. The other modules of the
     Hugging Face model come last ("original_model.model").
     """
-    if not hasattr(model, "original_model"):
+    hf_model = getattr(model, "original_model", None)
+    if hf_model is None:
         yield from model.named_modules()
         return
     modules = by_shortest_name(model, lambda _: True)
     for path, module in modules.items():
         yield _as_known(path, modules), module
     known = set(modules.values())
-    for path, module in model.original_model.named_modules():
+    for path, module in hf_model.named_modules():
         if module not in known:
             yield f"original_model.{path}".rstrip("."), module
 

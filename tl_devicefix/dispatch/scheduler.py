@@ -6,9 +6,6 @@ and 3 over two devices:
 
     cuda:0   blocks 0-3   | 0 | 1 | 2 | 3 |
     cuda:1   blocks 4-7       | 0 | 1 | 2 | 3 |
-
-So a device gets the blocks of one run after those of another, and the first is done in half the
-time that both together would take.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +27,10 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.prefetch import drop_prefetched
 from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.in_use import setting
+from tl_devicefix.types import Model
+
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 class Abandoned(BaseException):
@@ -40,10 +41,10 @@ class DeviceQueue:
     """Gives each device to one run of a `pipeline_map` at a time: the oldest that asks for it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock guards the others
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[Run]] = defaultdict(list)
-        self._requested = -1
+        self._requested = -1  # the number of the run whose result the caller waits for
         self._is_over = False
 
     def request(self, number: int) -> None:
@@ -60,6 +61,7 @@ class DeviceQueue:
 
     def check(self) -> None:
         """Cancel the run that calls this, if nobody waits for results any more."""
+        # Without the lock, because each torch function of a run comes here.
         if self._is_over:
             raise Abandoned
 
@@ -87,6 +89,7 @@ class DeviceQueue:
             self._grant(device)
 
     def _grant(self, device: torch.device) -> None:
+        # The oldest first, because its result is fetched first, and only then may a new run begin.
         asking = self._asking[device]
         if asking and device not in self._holders:
             oldest = min(asking, key=lambda run: run.number)
@@ -102,10 +105,10 @@ class DeviceQueue:
                 self._changed.wait()
 
 
-class Streams(dict[torch.device, Any]):
+class Streams(dict[torch.device, torch.Stream]):
     """The streams of one view, a device each, on which tensors go from device to device."""
 
-    def __missing__(self, device: torch.device) -> Any:
+    def __missing__(self, device: torch.device) -> torch.Stream:
         stream = self[device] = torch.get_device_module(device.type).Stream(device)
         return stream
 
@@ -122,7 +125,7 @@ class Run:
         self.queue = queue
         self._streams = streams
         self.device: torch.device | None = None
-        self._thread = threading.get_ident()
+        self._thread = threading.get_ident()  # because autograd may call hooks in another
         # Tensors on the way to the next device, each with its source, which is read until then.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # The versions of tensors whose copies the host has waited for.
@@ -142,9 +145,11 @@ class Run:
         finally:
             self._sent = None
             self.release()
-            if sent:  # also after an error, as someone may have kept what arrives
+            if sent:
+                # The host waits, also after an error, because somebody may have kept what arrives.
                 self._streams[device].synchronize()
                 computing = torch.get_device_module(device.type).current_stream(device)
+                # The allocator took the copies on our stream, and would free them in its order.
                 while sent:  # without names, which would hold tensors while the run waits
                     sent.pop()[1].record_stream(computing)
         self.acquire(device)
@@ -160,6 +165,7 @@ class Run:
         if self._sent is None or module is None:
             return tensor.to(device)
         with contextlib.ExitStack() as stack:
+            # On streams of the view, because those that compute have kernels of later runs queued.
             if tensor.device.type == device.type:
                 source = self._streams[tensor.device]
                 if not self._is_computed(tensor):
@@ -171,11 +177,9 @@ class Run:
         return copy
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
-        """Return True if the host has waited for this tensor before; from now on it has.
-
-        A mask is sent to each device. Without this it would wait for all kernels that other runs
-        have queued at home meanwhile.
-        """
+        """Return True if the host has waited for this tensor before; from now on it has."""
+        # Because a mask goes to each device, and would wait at each for all kernels that other runs
+        # have queued at home meanwhile.
         if tensor.is_inference():  # because torch does not count their changes
             return False
         is_computed = self._computed.get(tensor) == tensor._version
@@ -186,6 +190,7 @@ class Run:
         """Release the device that the run holds, if any, and what is prefetched there."""
         device, self.device = self.device, None
         if device is not None:
+            # Because the next run prefetches there too: memory is for two blocks.
             drop_prefetched(device)
             self.queue.release(self, device)
 
@@ -202,16 +207,14 @@ class Run:
                     self.acquire(before)
 
     def wait_for_earlier(self) -> None:
-        """Block until all earlier results have been fetched, as in a sequential loop.
-
-        Other runs may use the device meanwhile.
-        """
+        """Block until all earlier results have been fetched, as in a sequential loop."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "a backward hook may not draw random numbers or call backward() in a run in "
                 "flight, because autograd calls it in a thread that all runs share: do so before "
                 "the backward, or pass max_in_flight=1"
             )
+        # Without the device, because earlier runs need it before their results can be fetched.
         device = self.device
         self.release()
         self.queue.wait_until_requested(self.number)
@@ -245,13 +248,13 @@ def running(run: Run) -> Iterator[None]:
             run.release()
 
 
-def with_view_of(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[[Model, Item], T]:
     """Return a run that is called with a view of a model, and within which the model is refused."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
     refused = _current.get().refused.union((model,), points)
 
-    def refusing(view: Any, item: Any) -> Any:
+    def refusing(view: Model, item: Item) -> T:
         with setting(_current, _current.get()._replace(refused=refused)):
             return run(view, item)
 
@@ -268,34 +271,29 @@ def refuse_in_run(module: nn.Module) -> None:
         )
 
 
-_STAYS = contextlib.nullcontext()
-
-
 def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Within it, a run in flight sends tensors to a device; after it, the run holds the device."""
     run = current_run()
-    return _STAYS if run is None else run.moving_to(device)
+    return contextlib.nullcontext() if run is None else run.moving_to(device)
 
 
+# Reentrant, because `to_str_tokens` calls `to_tokens`.
 _reads_text = threading.RLock()
-
-
 _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 
 
 @patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 @patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
-def reading(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method that calls the tokenizer, which keeps how to pad between calls."""
+def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
+    """Wrap a method that calls the tokenizer."""
+    # One at a time, because a call sets the padding side on the tokenizer, and reads it again.
     with contextlib.nullcontext() if current_run() is None else _reads_text:
         return original(self, *args, **kwargs)
 
 
-def take_own_tokenizer(model: Any) -> None:
-    """Have a run's view change a copy's padding side: other runs read the tokenizer's meanwhile.
-
-    What is behind the copy is shared, and is told the side at each call.
-    """
-    if current_run() is not None and model.tokenizer is not None:
-        model.tokenizer = copy.copy(model.tokenizer)
+def take_own_tokenizer(view: Model) -> None:
+    """Give a run's view a copy of the tokenizer, whose padding side a method is about to set."""
+    # A shallow copy, because the Rust tokenizer behind it is told the side at each call.
+    if current_run() is not None and view.tokenizer is not None:
+        view.tokenizer = copy.copy(view.tokenizer)

@@ -21,7 +21,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.mixing import JoinedAt, bytes_of, tensors_in
+from tl_devicefix.dispatch.mixing import JoinedAt, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, joined, listed
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.prefetch import pin
@@ -29,16 +29,13 @@ from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
+from tl_devicefix.types import Model
 
 _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
-"""Returns True if the model's own class has such a module: takes the model, path and module."""
-
-
-# --------------------------------------------------------------------------------------------
-# Modules that run where they are
+"""Takes a model, a path and the module there; True if the model's own class puts such there."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class RunWhereItIs(Around):
     devices: frozenset[torch.device]
     """The devices of the model."""
 
-    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the module's output on the device of its input."""
         back = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
         device = device_of_weights(module) or back
@@ -59,7 +56,8 @@ class RunWhereItIs(Around):
 
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
-    """Return the device of a module's weights, also of SAELens's wrapper, which hides its SAE."""
+    """Return the device of a module's weights; None if it has none."""
+    # In attributes too, because SAELens's wrapper keeps its SAE in `vars`, not among its modules.
     modules = [value for value in vars(module).values() if isinstance(value, nn.Module)]
     tensors = (t for m in (module, *modules) for t in (*m.parameters(), *m.buffers()))
     return next((tensor.device for tensor in tensors), None)
@@ -70,74 +68,67 @@ def runs_where_it_is(module: nn.Module) -> bool:
     return RunWhereItIs.of(module) is not None
 
 
-def attached_modules(
-    model: Any, placement: Placement, is_own: IsOwn | None = None
-) -> Iterator[nn.Module]:
-    """Return the outermost modules in the components that are not TransformerLens's.
-
-    Modules of torch that TransformerLens itself uses are left out, by their device and by `is_own`.
-    """
+def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
+    """Return the outermost modules in the components that are not TransformerLens's."""
+    # A module of torch's class counts only if it is elsewhere and `is_own` does not know it,
+    # because TransformerLens has some, too.
     inside: set[nn.Module] = set()
     for name, device in placement.device_map.items():
-        own = (None, device, placement.stored_on(name))
+        own = (None, device, placement.stored_on(name))  # None without weights
         for path, module in model.get_submodule(name).named_modules(prefix=name):
             package = package_of(type(module))
             if module in inside or package == "transformer_lens":
                 continue
             elsewhere = device_of_weights(module) not in own
-            if package != "torch" or (elsewhere and not (is_own and is_own(model, path, module))):
+            if package != "torch" or (elsewhere and not is_own(model, path, module)):
                 inside.update(module.modules())
                 yield module
 
 
-def detach(model: Any) -> None:
+def detach(model: Model) -> None:
     """Let all modules run without `RunWhereItIs`."""
+    # From a list, because a module that was taken out of the model has to be free of it, too.
     for module in model.__dict__.pop(_ATTACHED, ()):
         RunWhereItIs.detach(module)
 
 
-def _run_where_it_is(model: Any, placement: Placement, module: nn.Module) -> None:
+def _run_where_it_is(model: Model, placement: Placement, module: nn.Module) -> None:
     if not runs_where_it_is(module):
         RunWhereItIs(frozenset(placement.memories)).attach(module)
         model.__dict__.setdefault(_ATTACHED, []).append(module)
 
 
-# --------------------------------------------------------------------------------------------
-# Tensors that are brought to their component
-
-
-def watch(model: Any, placement: Placement, is_own: IsOwn | None = None) -> None:
+def watch(model: Model, placement: Placement, is_own: IsOwn | None = None) -> None:
     """Move misplaced parts to their component, now and before each forward."""
     watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
     watching.bring_in(model, placement)
 
 
-def look_through(model: Any, placement: Placement) -> None:
+def look_through(model: Model, placement: Placement) -> None:
     """Move in parts that were assigned since the last forward."""
-    watching: Watch | None = model.__dict__.get(_WATCH)
-    if watching is not None and not watching.is_as_seen():
+    watching: Watch = model.__dict__[_WATCH]
+    if not watching.is_as_seen():
         watching.bring_in(model, placement)
 
 
 class Watch:
-    """Snapshot of the modules and tensors of each component after the last check.
-
-    It moves misplaced ones back. It holds no module, because a replaced module has to be freed at
-    once. A copied or unpickled model is checked anew.
-    """
+    """Snapshot of the modules and tensors of each component; moves in what was put in since."""
 
     def __init__(self, is_own: IsOwn | None) -> None:
         self._is_own = is_own
         self._warned_of: set[str] = set()
+        # Weak, because a module that is replaced has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
-        self._seen: Any = None
+        self._seen: tuple[list[int], list[torch.device]] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+    # Copies have no snapshot, because a copied or unpickled model has other modules.
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         copied = Watch(self._is_own)
-        copied._warned_of |= self._warned_of
+        copied._warned_of |= self._warned_of  # because each view of a model has such a copy
         return copied
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Watch], tuple[IsOwn | None]]:
         return Watch, (self._is_own,)
 
     def is_as_seen(self) -> bool:
@@ -150,7 +141,7 @@ class Watch:
         devices = [value.device for module in modules for _, value, _ in held_tensors(module)]
         return children, devices
 
-    def bring_in(self, model: Any, placement: Placement) -> None:
+    def bring_in(self, model: Model, placement: Placement) -> None:
         """Move misplaced parts to their component, and warn once."""
         with torch.inference_mode(False), torch.no_grad():
             self._attach(model, placement)
@@ -167,12 +158,13 @@ class Watch:
                 moved.append(tensor)
                 if tensor.is_weight:
                     move_parameter(tensor.value, tensor.planned)
-                else:  # because another block may share it
+                else:
+                    # Copied once for each device, because blocks may share a buffer.
                     key = id(tensor.value), tensor.planned
                     if key not in copies:
                         copies[key] = tensor.value.to(tensor.planned)
                     tensor.module._buffers[tensor.name] = copies[key]
-            if moved:
+            if moved:  # some perhaps to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
@@ -180,7 +172,7 @@ class Watch:
         _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])
         self._warned_of |= {tensor.full_name for tensor in left}
 
-    def _attach(self, model: Any, placement: Placement) -> None:
+    def _attach(self, model: Model, placement: Placement) -> None:
         """Attach `RunWhereItIs` to users' modules, and detach it from TransformerLens's."""
         attached = set(model.__dict__.get(_ATTACHED, ()))
         for module in model.modules():
@@ -188,18 +180,16 @@ class Watch:
                 RunWhereItIs.detach(module)
         if self._is_own is not None:
             detach(model)
-            for module in list(attached_modules(model, placement, self._is_own)):
+            for module in list(_attached(model, placement, self._is_own)):
                 _run_where_it_is(model, placement, module)
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A parameter or buffer of a model, and its planned device."""
+    """A parameter or buffer of a model: the module that holds it, and its planned device."""
 
-    path: str
-    """The name of the module that holds it."""
-    name: str
-    """Its name in that module."""
+    path: str  # the module's name
+    name: str  # in the module
     module: nn.Module
     value: torch.Tensor
     is_weight: bool
@@ -229,7 +219,7 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield name, value, is_weight
 
 
-def _elsewhere(model: Any, placement: Placement) -> Iterator[PlacedTensor]:
+def _elsewhere(model: Model, placement: Placement) -> Iterator[PlacedTensor]:
     """Yield misplaced tensors, without those in modules that run on their own device."""
     for component, root in placement.modules_of(model):
         names = {id(module): path for path, module in root.named_modules(prefix=component.name)}
@@ -252,8 +242,8 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
-    """Return a function that tells whether components on several devices share a module."""
+def _shared(model: Model, placement: Placement) -> Callable[[nn.Module | torch.Tensor], bool]:
+    """Return a function that tells if components on several devices share a module or weight."""
     places: dict[int, set[torch.device]] = defaultdict(set)
     for component, root in placement.modules_of(model):
         for module in root.modules():
@@ -263,7 +253,6 @@ def _shared(model: Any, placement: Placement) -> Callable[[Any], bool]:
 
 
 def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
-    """Warn once for all of them."""
     sentences = []
     if moved:
         first = moved[0]
@@ -284,5 +273,5 @@ def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
 
 
 def _named(tensors: list[PlacedTensor]) -> str:
-    size = sum({id(tensor.value): bytes_of(tensor.value) for tensor in tensors}.values())
+    size = sum({id(tensor.value): tensor_bytes(tensor.value) for tensor in tensors}.values())
     return f"{listed([tensor.full_name for tensor in tensors])} ({gib(size)})"

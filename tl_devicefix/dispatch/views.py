@@ -1,10 +1,13 @@
 """Views of a model: the same weights, with hook points, hooks and hook contexts of their own.
 
-Runs that are in flight together each have a view, so that no hook of one is seen by another. Its
-modules are counterparts of the model's: of the same class, with the same tensors. What a module
-holds is the same object in its counterpart, but for what is a module's own (its hooks, its dicts of
-parameters, buffers and children) and for what leads to a module of the model: a list, a bound
-method, a closure. That leads to the counterpart.
+Runs that are in flight together each have a view, so that no hook of one is seen by another. Each
+module has a counterpart in the view, of the same class, with the same tensors:
+
+    module.W_Q, module.cfg          the same objects
+    module._modules, ._forward_hooks, .fwd_hooks
+                                    dicts and lists of the counterpart's own
+    a list, method, closure or handle that leads to a module of the model
+                                    one like it, that leads to the counterpart
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,49 +31,52 @@ from tl_devicefix.dispatch.mixing import HookAcrossDevices
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
+Module = TypeVar("Module", bound=nn.Module)
 _AS_MADE = "_tl_devicefix_as_made"
 
 
-def view_of(model: Any, builder: ViewBuilder | None = None) -> Any:
-    """A view of a model: a model of the same class with the same weights, and modules of its own.
+def view_of(model: Module, builder: ViewBuilder | None = None) -> Module:
+    """Return a view of a model: of the same class, with the same weights and its own modules.
 
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
     same objects. The model's hooks are there, in their order, and get the view's hook points;
     a hook that was added with a closure over the model has the view there. No `__init__` is called.
-    A new `builder` has afterwards what belongs to the view.
+    A new `builder` knows the counterparts in the view afterwards.
     """
     builder = ViewBuilder() if builder is None else builder
-    view = builder.of(model)
-    vars(view).pop(_AS_MADE, None)  # of a model that is a view
+    view: Module = builder.of(model)
+    vars(view).pop(_AS_MADE, None)  # because the model may be a view itself
     vars(view)[_AS_MADE] = _AsMade(view, builder)
     return view
 
 
-def restore(view: Any) -> None:
-    """Bring a view back to what it was when it was made: modules, hooks, contexts, attributes.
+def restore(view: nn.Module) -> None:
+    """Bring a view back to its state when it was made: modules, hooks, contexts, attributes.
 
-    Values of weights, the config and what else it shares with the model are left as they are.
+    Values of weights, the config and all else that it shares with the model stay as they are.
     """
     vars(view)[_AS_MADE].restore(view)
 
 
 class _AsMade:
-    """What a view was like when it was made; it does not hold the view, which would live on."""
+    """Snapshot of a view when it was made. It does not hold the view, which would live on."""
 
-    def __init__(self, view: Any, builder: ViewBuilder) -> None:
+    def __init__(self, view: nn.Module, builder: ViewBuilder) -> None:
         self._of_view = dict(vars(view))
         others = [vars(holder) for holder in builder.holders if holder is not view]
         self._others = [(attributes, dict(attributes)) for attributes in others]
-        self._empty = [container for container in builder.containers if not container]  # most are
+        # Apart, because a model of 80 layers has 38 000 empty ones, which `any` checks in 1 ms.
+        self._empty = [container for container in builder.containers if not container]
         self._filled = [(each, contents_of(each)) for each in builder.containers if each]
 
-    def restore(self, view: Any) -> None:
+    def restore(self, view: nn.Module) -> None:
         """Bring it back."""
         if any(self._empty):
             for container in self._empty:
                 container.clear()
         for container, contents in self._filled:
             now = contents_of(container)
+            # By identity, because tensors have no `==` that gives one truth.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
         for attributes, as_made in [(vars(view), self._of_view), *self._others]:
@@ -79,10 +85,11 @@ class _AsMade:
                 for name in attributes.keys() - as_made.keys() - {_AS_MADE}:
                     del attributes[name]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of a view, and a view of one, has nothing to be restored to."""
 
 
+# Classes of values that lead to no module. They come first, because most values are of them.
 _PLAIN = frozenset(
     (
         *(str, int, float, bool, bytes, complex, type(None), type, frozenset),
@@ -93,21 +100,17 @@ _PLAIN = frozenset(
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
 
 _LIBRARIES = (*LIBRARIES, "sae_lens")
+# Objects of these packages' classes get counterparts, because they know modules, or keep a run's
+# state. Other objects in a model are shared, because they may be a user's lists of results.
 _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "accelerate.hooks", "torch.nn.modules.module"),
-    *(
-        "tl_devicefix.around",
-        "tl_devicefix.dispatch",
-        "tl_devicefix.offload",
-        "tl_devicefix.hooked_transformer",
-        "tl_devicefix.transformer_bridge",
-    ),
+    *("tl_devicefix.around", "tl_devicefix.dispatch", "tl_devicefix.offload"),
+    *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     "tl_devicefix.simulation.backward",
 )
-"""Where the classes are of which a model's modules hold objects that know modules or the run."""
 _OF_USERS = (LensHandle, HookAcrossDevices)
-"""What holds a user's hook, beside classes that say so by `holds_users_hook`."""
+"""Classes that hold a user's hook, beside those that say so by `holds_users_hook`."""
 _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
@@ -115,39 +118,39 @@ _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
 
 
 class ViewBuilder:
-    """Makes the counterparts in one view: of a model's modules, and of what else it needs its own.
-
-    In a function's closure or a partial's arguments, and in a user's hook, only modules of the
-    model are exchanged: what else a user put there is the user's, such as a list of results.
-    """
+    """Makes the counterparts in one view: of a model's modules, and of what leads to them."""
 
     def __init__(self) -> None:
-        self.holders: list[Any] = []
-        """Those of what has attributes: modules, and objects such as a Bridge's conversions."""
+        self.holders: list[object] = []
+        """Counterparts with attributes: modules, and objects such as a Bridge's conversions."""
         self.containers: list[Any] = []
-        """Dicts, lists and sets of their own."""
+        """Dicts, lists and sets of the counterparts' own."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
-        self._to_fill: list[tuple[type, dict[str, Any]]] = []
+        self._to_fill: list[tuple[type, dict[str, object]]] = []
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
 
     def of(self, model: nn.Module) -> Any:
-        """The counterpart of a model, complete."""
+        """Return the counterpart of a model, complete."""
         hf_model = getattr(model, "original_model", model)  # of a Bridge
         self._of_model = {id(module) for module in (*model.modules(), *hf_model.modules())}
         counterpart = self(model)
+        # In a loop, because recursion would go as deep as modules lead from one to another.
         while self._to_fill:
             self._fill(*self._to_fill.pop())
+        # Last, because a handle refers to its dict of hooks, whose counterpart has to be there.
         for handle, its_counterpart in self._handles:
-            its_counterpart.__setstate__(self._state(handle))
+            hooks, number, *others = handle.__getstate__()
+            extra = tuple(map(self.counterpart_of, others[0])) if others else ()
+            its_counterpart.__setstate__((self.counterpart_of(hooks), number, extra))
         return counterpart
 
-    def counterpart_of(self, value: Any) -> Any:
-        """The counterpart of a value that has one; the value if it has none."""
+    def counterpart_of(self, value: object) -> Any:
+        """Return the counterpart of a value, or the value if it has none."""
         return self._counterparts.get(id(value), value)
 
-    def __call__(self, value: Any) -> Any:
-        """What a view has in a value's place: its counterpart, or the value."""
+    def __call__(self, value: object) -> Any:
+        """Return the counterpart of a value, which is made now if it needs one."""
         kind: type = type(value)
         if kind in _PLAIN:
             return value
@@ -156,22 +159,24 @@ class ViewBuilder:
             return counterpart
         return _rule(kind)(self, value)
 
-    def _deep_copy(self, value: Any) -> Any:
+    def _deep_copy(self, value: object) -> object:
         counterpart = self._counterparts[id(value)] = copy.deepcopy(value)
         return counterpart
 
-    def _holder(self, value: Any) -> Any:
+    def _holder(self, value: object) -> object:
         kind = type(value)
+        # Known before it is filled, because what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
-        attributes.pop(BOUND, None)  # the view's block binds its own modules
+        attributes.pop(BOUND, None)  # because the view's block binds its own modules
+        # Not by setattr, because classes of modules have their own.
         object.__setattr__(counterpart, "__dict__", attributes)
         self._to_fill.append((kind, attributes))
         self.holders.append(counterpart)
         return counterpart
 
-    def _fill(self, kind: type, attributes: dict[str, Any]) -> None:
-        """Exchange what a counterpart holds."""
+    def _fill(self, kind: type, attributes: dict[str, object]) -> None:
+        """Put counterparts in the places of a counterpart's attributes."""
         for name, value in attributes.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
@@ -183,8 +188,8 @@ class ViewBuilder:
             else:
                 attributes[name] = self(value)
 
-    def _own(self, value: Any) -> Any:
-        """A container that the counterpart has its own of, whatever is in it."""
+    def _own(self, value: Any) -> object:
+        """Return a container that is the counterpart's own, whatever is in it."""
         counterpart = self._counterparts.get(id(value))
         if counterpart is None:
             counterpart = self._counterparts[id(value)] = type(value)()
@@ -193,9 +198,9 @@ class ViewBuilder:
                 refill(counterpart, list(map(self, contents_of(value))))
         return counterpart
 
-    def _container(self, value: Any) -> Any:
-        """A container that leads to what has a counterpart, of its own; any other is shared."""
-        self._counterparts[id(value)] = value  # a container within itself
+    def _container(self, value: Any) -> object:
+        """Return a new container if it leads to modules, and otherwise the same one."""
+        self._counterparts[id(value)] = value  # because a container may be within itself
         parts = contents_of(value)
         counterparts = [self(part) for part in parts]
         if all(map(is_, parts, counterparts)):
@@ -209,18 +214,21 @@ class ViewBuilder:
         self._counterparts[id(value)] = counterpart
         return counterpart
 
-    def _in_function(self, value: Any) -> Any:
-        """What a function of a view has in place of a value of its closure or arguments."""
+    # In a function's closure or a partial's arguments, and in a user's hook, only what leads to
+    # modules of the model is exchanged. Everything else there is the user's, such as a list of
+    # results, which has to be the same in all views.
+
+    def _in_function(self, value: object) -> Any:
         # Not `isinstance`, because a proxy of a module says that it is one.
         is_of_user = issubclass(type(value), nn.Module) and id(value) not in self._of_model
         if is_of_user or isinstance(value, (dict, list, tuple, set)):
             return value
         return self(value)
 
-    def _function(self, value: Any) -> Any:
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
         if not value.__closure__ and not vars(value):
             return value
-        self._counterparts[id(value)] = value  # a function that calls itself
+        self._counterparts[id(value)] = value  # because a function may call itself
         cells = tuple(map(self._cell, value.__closure__ or ()))
         attributes = {name: self._in_function(part) for name, part in vars(value).items()}
         unchanged = all(map(is_, cells, value.__closure__ or ()))
@@ -231,24 +239,25 @@ class ViewBuilder:
         )
         counterpart.__kwdefaults__ = value.__kwdefaults__
         functools.update_wrapper(counterpart, value)
-        counterpart.__dict__ = attributes  # so it does not lead to the function that it is made of
+        # Anew, because `update_wrapper` has left `__wrapped__`, which leads to the model.
+        counterpart.__dict__ = attributes
         self._counterparts[id(value)] = counterpart
         return counterpart
 
-    def _cell(self, cell: Any) -> Any:
-        """The same cell where it holds no module: functions may share it, and write to it."""
+    def _cell(self, cell: types.CellType) -> types.CellType:
         try:
             value = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # because the variable is not assigned yet
             return cell
         counterpart = self._in_function(value)
+        # The same cell where nothing changes, because functions may share it, and write to it.
         return cell if counterpart is value else types.CellType(counterpart)
 
-    def _method(self, value: Any) -> Any:
+    def _method(self, value: types.MethodType) -> types.MethodType:
         owner = self._in_function(value.__self__)
         return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
 
-    def _partial(self, value: Any) -> Any:
+    def _partial(self, value: Any) -> object:
         parts = [value.func, *value.args, *value.keywords.values()]
         counterparts = [self._in_function(part) for part in parts]
         if all(map(is_, parts, counterparts)):
@@ -265,23 +274,17 @@ class ViewBuilder:
         self._handles.append((value, counterpart))
         return counterpart
 
-    def _state(self, handle: RemovableHandle) -> Any:
-        """A handle's state, as torch has it pickled, of the counterpart's hooks."""
-        hooks, number, *others = handle.__getstate__()
-        extra = tuple(map(self.counterpart_of, others[0])) if others else ()
-        return self.counterpart_of(hooks), number, extra
-
-    def _proxy(self, value: Any) -> Any:
-        referent = value.__repr__.__self__  # a proxy hands this on to what it stands for
+    def _proxy(self, value: Any) -> object:
+        # A Bridge's block puts proxies of itself and its attention into closures. A proxy hands
+        # this method on to the object that it stands for, which it gives in no other way.
+        referent = value.__repr__.__self__
         return weakref.proxy(self(referent)) if isinstance(referent, nn.Module) else value
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_own(kind: type, name: str) -> bool:
-    """Whether each object of a class has a container of its own by this name.
-
-    Of modules: what torch and TransformerLens keep hooks in, and what is private to a library.
-    """
+    """Return True if each object of a class has a container of its own by this name."""
+    # A module shares others, because a user may have put them there: `model.results = []`.
     return (
         not issubclass(kind, nn.Module)
         or name in _OF_MODULES
@@ -291,12 +294,12 @@ def _is_own(kind: type, name: str) -> bool:
 
 
 def contents_of(container: Any) -> list[Any]:
-    """What is in a container; of a dict, the keys and then the values."""
+    """Return the entries of a container; for a dict, the keys and then the values."""
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
 def refill(container: Any, contents: list[Any]) -> None:
-    """Have these contents in a dict, list or set, and no others."""
+    """Give a dict, list or set these contents, in place, because others may hold it."""
     container.clear()
     if isinstance(container, dict):
         n = len(contents) // 2
@@ -307,11 +310,11 @@ def refill(container: Any, contents: list[Any]) -> None:
         container.extend(contents)
 
 
-def _same(builder: ViewBuilder, value: Any) -> Any:
+def _same(builder: ViewBuilder, value: object) -> object:
     return value
 
 
-_RULES: dict[type, Callable[[ViewBuilder, Any], Any]] = {
+_RULES: dict[type, Callable[[ViewBuilder, Any], object]] = {
     types.FunctionType: ViewBuilder._function,
     types.MethodType: ViewBuilder._method,
     functools.partial: ViewBuilder._partial,
@@ -322,14 +325,15 @@ _RULES: dict[type, Callable[[ViewBuilder, Any], Any]] = {
 
 
 @functools.lru_cache(maxsize=4096)
-def _rule(kind: type) -> Callable[[ViewBuilder, Any], Any]:
-    """What becomes of a value of a class."""
+def _rule(kind: type) -> Callable[[ViewBuilder, Any], object]:
+    """Return the function that makes counterparts for values of a class."""
     if kind in _RULES:
         return _RULES[kind]
     if issubclass(kind, nn.Module):
         return ViewBuilder._holder
     if issubclass(kind, (dict, list, tuple, set)):
         return ViewBuilder._container
+    # Frozen objects are shared, because no run changes them.
     is_frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or is_frozen:
         return _same
@@ -339,5 +343,5 @@ def _rule(kind: type) -> Callable[[ViewBuilder, Any], Any]:
 
 
 def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
-    """Whether a class is of one of these packages."""
+    """Return True if a class is defined in one of these packages."""
     return f"{kind.__module__}.".startswith(tuple(f"{package}." for package in packages))

@@ -7,19 +7,20 @@ of it are fused too, and models that are not fused pay nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
+import torch
 from torch import nn
 
 from tl_devicefix.monkeypatch.applying import is_enabled, original
 
-Model = TypeVar("Model", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
 """The attribute of a fused module for cached facts about it. Copies and views have none."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
-"""Why a module that is to be fused cannot be; None if it can. Other modules lack it."""
+"""The attribute that says why a module asked to fuse cannot; None if it can. Others lack it."""
 
 KINDS: list[type[Fused]] = []
 """Mixins for the modules that can be fused; each class of models adds its own."""
@@ -28,43 +29,43 @@ KINDS: list[type[Fused]] = []
 class Fused(nn.Module):
     """Mixin for the class of a fused module; it comes before TransformerLens's class.
 
-    Write `fits(module)`, and a `forward` that calls `super().forward` where it may not run; it may
-    run only if `is_enabled()`.
+    Write its class methods, and a `forward`. It has to call `super().forward` if `is_enabled()` is
+    False, and wherever it has no rules.
     """
 
-    _unfused: type
+    _unfused: type[nn.Module]
 
     @classmethod
-    def fits(cls, module: Any) -> bool:
+    def fits(cls, module: nn.Module) -> bool:
         """Return True if this is the mixin for a module."""
         raise NotImplementedError
 
     @classmethod
-    def is_block(cls, module: Any) -> bool:
+    def is_block(cls, module: nn.Module) -> bool:
         """Return True if a module that fits is a block, which `report` has a line for."""
         return cls.fits(module)
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
+    def why_not(cls, module: nn.Module) -> str | None:
         """Return why a module would run TransformerLens's forward now; None if it would not."""
         raise NotImplementedError
 
     @classmethod
-    def why_pattern(cls, module: Any) -> str | None:
+    def why_pattern(cls, module: nn.Module) -> str | None:
         """Return why a fused block builds a pattern though nobody hooks it; None if it does not."""
         raise NotImplementedError
 
     @classmethod
-    def prepare(cls, module: Any) -> str | None:
-        """Get a module ready to be fused; return why it cannot be, if so."""
+    def prepare(cls, module: nn.Module) -> str | None:
+        """Get a module ready to be fused; return why it cannot be, or None."""
         raise NotImplementedError
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        # Because pickle finds a class by its name, which is that of the class that is not fused.
         state = {name: value for name, value in vars(self).items() if name != BOUND}
-        kind: Any = type(self)
-        return _made, (kind.__mro__[1], kind._unfused), state
+        return _made, (type(self).__mro__[1], self._unfused), state
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fused:
         vars(self).pop(BOUND, None)  # because it holds the weights that are about to be replaced
         return super()._apply(fn, recurse)
 
@@ -88,39 +89,40 @@ class Methods:
         return None
 
 
-def own_method(module: Any) -> str | None:
+def own_method(module: nn.Module) -> str | None:
     """Return the name of a method that a module has in place of its class's, but for `forward`."""
     for name, value in vars(module).items():
         is_method = isinstance(getattr(type(module), name, None), FunctionType)
+        # Not `forward`, because an offloaded block has its own, which callers look for themselves.
         if is_method and name != "forward" and callable(value):
             return name
     return None
 
 
-def _made(mixin: Any, kind: type) -> Any:
+def _made(mixin: type, kind: type) -> nn.Module:
     return object.__new__(_fused_class(mixin, kind))
 
 
 @functools.cache
-def _fused_class(mixin: type[Fused], kind: Any) -> Any:
+def _fused_class(mixin: type, kind: type) -> Any:
     # The original's names, because others recognise TransformerLens's classes by them.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_unfused": kind}
     return type(kind.__name__, (mixin, kind), named)
 
 
-def class_of(module: Any) -> Any:
+def class_of(module: object) -> Any:
     """Return a module's class as TransformerLens has it, also if the module is fused."""
     return getattr(type(module), "_unfused", type(module))
 
 
-def fuse_blocks(model: Model) -> Model:
+def fuse_blocks(model: Module) -> Module:
     """Have a model's blocks run as one function of their weights each, which takes less time.
 
     A fused block builds no attention scores and no pattern unless you hook them, so memory grows
     with the tokens and not with their square. Hooks of every kind, weights, config flags, training
-    mode and modules that you assign act as ever, from the next block on. A method, function, class
-    or `forward` that you exchange acts once you fuse again. Numbers equal TransformerLens's to
-    float32 rounding, not to the bit; rows of padding that see no token may differ.
+    mode and modules that you assign take effect from the next block on. A method, function, class
+    or `forward` that you exchange takes effect once you fuse again. Numbers equal TransformerLens's
+    to float32 rounding, not to the bit; rows of padding that see no token may differ.
 
         tl_devicefix.fuse_blocks(model)
         tl_devicefix.report(model)  # each block: fused, or why not
@@ -138,13 +140,14 @@ def fuse_blocks(model: Model) -> Model:
         TypeError: if it is no module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_blocks takes a model, but this is a {type(model).__name__}")
+        given = f"fuse_blocks takes a model, but this is a {type(model).__name__}"
+        raise TypeError(f"{given}: give a HookedTransformer or a TransformerBridge")
     for module in fusable(model):
         set_fused(module, True)
     return model
 
 
-def unfuse_blocks(model: Model) -> Model:
+def unfuse_blocks(model: Module) -> Module:
     """Have a model's blocks run TransformerLens's forward again.
 
     Args:
@@ -158,7 +161,7 @@ def unfuse_blocks(model: Model) -> Model:
     return model
 
 
-def fusable(model: Any) -> Iterator[Any]:
+def fusable(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that can be fused."""
     if kind_of(model) is not None:
         yield model
@@ -167,49 +170,45 @@ def fusable(model: Any) -> Iterator[Any]:
             yield from fusable(child)
 
 
-def kind_of(module: Any) -> type[Fused] | None:
+def kind_of(module: nn.Module) -> type[Fused] | None:
     """Return the mixin for a module; None if it cannot be fused."""
     return next((kind for kind in KINDS if kind.fits(module)), None)
 
 
-def is_block(module: Any) -> bool:
+def is_block(module: nn.Module) -> bool:
     """Return True for a block of a model."""
     return any(kind.is_block(module) for kind in KINDS)
 
 
-def is_fused(module: Any) -> bool:
+def is_fused(module: nn.Module) -> bool:
     """Return True if a block was asked to run fused, here or on its host."""
     return _WHY_NOT in vars(module)
 
 
-def set_fused(module: Any, asked: bool) -> None:
+def set_fused(module: nn.Module, asked: bool) -> None:
     """Fuse or unfuse a module; for a block on another host, only record it."""
-    kind: Any = kind_of(module)
     attributes, unfused = vars(module), class_of(module)
-    attributes.pop(BOUND, None)
+    kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
+    attributes.pop(BOUND, None)  # because fusing again has to find exchanged code
     attributes.pop(_WHY_NOT, None)
+    why = kind.prepare(module) if asked and kind is not None else None
     if asked:
-        attributes[_WHY_NOT] = None
-    if kind is None or hasattr(unfused, "is_remote"):
-        return
-    if asked:
-        attributes[_WHY_NOT] = kind.prepare(module)
-    is_ready = asked and attributes[_WHY_NOT] is None
-    module.__class__ = _fused_class(kind, unfused) if is_ready else unfused
+        attributes[_WHY_NOT] = why
+    if kind is not None:
+        module.__class__ = _fused_class(kind, unfused) if asked and why is None else unfused
 
 
-def report_of(module: Any) -> str:
+def report_of(module: nn.Module) -> str:
     """Return "fused", "not fused" and why, or "fused, with a pattern" and why, of a block."""
     if not is_fused(module):
         return "not fused"
     kind = kind_of(module)
+    if kind is None:
+        return f"not fused: a {class_of(module).__name__} computes in its own way"
+    why = vars(module)[_WHY_NOT] or kind.why_not(module)
     if not is_enabled():
-        why: str | None = "TransformerLens is unpatched"
-    elif kind is None:
-        why = f"a {class_of(module).__name__} computes in its own way"
-    else:
-        why = vars(module)[_WHY_NOT] or kind.why_not(module)
-    if why is not None or kind is None:
+        why = "TransformerLens is unpatched"
+    if why is not None:
         return f"not fused: {why}"
     pattern = kind.why_pattern(module)
     return "fused" if pattern is None else f"fused, with a pattern: {pattern}"

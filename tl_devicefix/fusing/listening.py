@@ -27,7 +27,7 @@ RECORDING = "transformers.utils.output_capturing"
 """The module of the hooks by which transformers records the outputs that it is asked for."""
 
 
-def records(hook: Any) -> bool:
+def records(hook: object) -> bool:
     """Return True for a hook by which transformers records outputs of layers."""
     return getattr(hook, "__module__", None) == RECORDING
 
@@ -52,7 +52,7 @@ class Listeners:
     """Finds the modules of a fused block that have hooks.
 
     Args:
-        named: the modules, each with the name that `look` gives for it.
+        named: the modules, each with the name that `look` gives for it. Several may have one name.
         are_harmless: returns True for a dict of hooks that need not be called.
     """
 
@@ -68,7 +68,7 @@ class Listeners:
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless
         # In one assignment, because several threads may run a model: the number up to which all
-        # hooks are known, the names of what has some, and its attributes.
+        # hooks are known, the names of the modules that have some, and their attributes.
         self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
 
     def is_current(self) -> bool:
@@ -79,13 +79,13 @@ class Listeners:
         """Return the names of the modules that have hooks now."""
         as_of, hooked, listened = self._seen
         is_new = as_of != RemovableHandle.next_id
-        # Where there were hooks, some may have gone.
+        # A removal changes no number, so modules that had hooks are looked at each time.
         if is_new or (hooked and not all(map(any, map(hooks_of, listened)))):
             self._seen = _, hooked, _ = self._now()
         return hooked
 
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
-        as_of = RemovableHandle.next_id
+        as_of = RemovableHandle.next_id  # first, because another thread may add hooks meanwhile
         if _has_any_global_hook():
             return -1, self._names, []  # look again next time, because such a hook may go
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
@@ -102,7 +102,7 @@ def unsupported_mode() -> str | None:
     """Return what torch is doing that fused blocks have no rules for; None if nothing."""
     if _has_any_global_hook():
         return "torch has hooks for every module"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, grad, jvp and so on
         return "torch.func transforms it"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode autograd is on"

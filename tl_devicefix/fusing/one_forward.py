@@ -13,19 +13,19 @@ from tl_devicefix.placement.devices import module_with_streams, version_of
 from tl_devicefix.placement.in_use import setting
 
 Made = TypeVar("Made")
-_this_forward: ContextVar[dict[Any, Any] | None] = ContextVar("tl_devicefix_forward", default=None)
-
-
+_this_forward: ContextVar[dict[object, Any] | None] = ContextVar(
+    "tl_devicefix_forward", default=None
+)
 FACTS = "facts"
 """The key of facts that other hosts need to run blocks of this forward."""
 
 
-def one_forward(*facts: Any) -> contextlib.AbstractContextManager[None]:
-    """Within it, `kept_in_forward` is one dict, which begins with `facts` by their classes."""
-    return setting(_this_forward, {type(fact): fact for fact in facts})
+def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `kept_in_forward` is one dict; `facts` are in it by class."""
+    return setting(_this_forward, dict[object, Any](zip(map(type, facts), facts)))
 
 
-def kept_in_forward() -> dict[Any, Any]:
+def kept_in_forward() -> dict[object, Any]:
     """Return the dict of this thread's forward; a new one outside of a forward."""
     kept = _this_forward.get()
     return {} if kept is None else kept
@@ -44,23 +44,23 @@ def made_once(
 ) -> Made:
     """Compute a value of some tensors on a device, once in a forward.
 
-    Recomputed if an input was modified in place, or on another stream of the device, because that
-    stream would not wait for this one.
+    It is computed again if one of the tensors was modified in place. It is also computed again on
+    another stream of the device, because that stream would not wait for this one.
 
     Args:
-        of: the tensors. They are kept, because a freed tensor's id may be reused.
+        of: the tensors.
         what: everything else that the value depends on.
         device: the device of the value.
         make: computes it.
     """
     kept, key = kept_in_forward(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in kept:
-        kept[key] = of, make()
+        kept[key] = of, make()  # the tensors too, because a freed tensor's id may be reused
     made: Made = kept[key][1]
     return made
 
 
-def _stream_of(device: torch.device) -> Any:
+def _stream_of(device: torch.device) -> Hashable:
     """Return this thread's stream; None for a device without streams."""
     if device.type == "cpu":
         return None
@@ -69,7 +69,6 @@ def _stream_of(device: torch.device) -> Any:
 
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
-    """Return a tensor's id and version; torch counts no versions in inference mode."""
-    if tensor is None:
-        return None
-    return id(tensor), version_of(tensor)
+    """Return a tensor's id and version; None for no tensor."""
+    # Inference tensors have no version, because torch does not count it.
+    return None if tensor is None else (id(tensor), version_of(tensor))

@@ -15,7 +15,7 @@ Mask = Bool[torch.Tensor, "batch 1 query_pos key_pos"]
 def without_blind_rows(mask: Mask) -> Mask:
     """Let a query that sees no key see all, because a kernel may make NaN of the mean of nothing.
 
-    Only rows of padding see none. NaN there would reach other rows, as zero times NaN is NaN.
+    Only rows of padding see none. NaN there would reach other rows, because zero times NaN is NaN.
     """
     return mask | ~mask.any(dim=-1, keepdim=True)
 
@@ -31,30 +31,32 @@ def attend(
 ) -> Float[torch.Tensor, "batch head_index query_pos d_head"]:
     """Return the values of each head, mixed as its pattern would mix them.
 
-    Scores are multiplied with `scale`, and then `bias` is added. Without a mask, a query sees all
-    keys, or if `is_causal` those up to its own.
+    Scores are multiplied by `scale`, and then `bias` is added. Without a mask, a query sees all
+    keys, or if `is_causal`, the keys up to its own.
     """
-    dtype = v.dtype
-    if bias is not None and dtype.itemsize < 4:
-        q, k, v = q.float(), k.float(), v.float()  # because 16 bits do not hold what is added
-    if not q.dtype == k.dtype == v.dtype:
-        q, k = q.to(v.dtype), k.to(v.dtype)
+    dtype, attn_mask = v.dtype, mask
     if bias is not None:
-        if is_causal:
+        if is_causal:  # because SDPA takes no bias beside it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-        bias = bias.to(v.dtype)[None]
-        # A copy, because a backward cannot save what was made in inference mode.
-        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+        if dtype.itemsize < 4:
+            q, k, v = q.float(), k.float(), v.float()  # because 16 bits do not hold the bias
+        bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
+        # A copy, because a backward cannot save a tensor made in inference mode.
+        attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
         is_causal = False
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": scale}
+    if not q.dtype == k.dtype == v.dtype:  # because a hook may have changed one
+        q, k = q.to(v.dtype), k.to(v.dtype)
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        # Where torch would build the scores, it would also repeat keys by itself.
+    enable_gqa = groups > 1
+    if enable_gqa:
         choose: Any = torch._fused_sdp_choice  # its stub lacks the optional arguments
-        choice = choose(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=True)
-        if choice != SDPBackend.MATH.value:
-            options["enable_gqa"] = True
-        else:
-            k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
-    z = F.scaled_dot_product_attention(q, k, v, **options)
+        choice = choose(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)
+        # Because where no kernel but the one that builds scores takes groups, another may take
+        # repeated keys.
+        if choice == SDPBackend.MATH.value:
+            enable_gqa = False
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))  # [batch, head_index, ...]
+    z = F.scaled_dot_product_attention(
+        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )  # [batch, head_index, query_pos, d_head]
     return z if z.dtype == dtype else z.to(dtype)

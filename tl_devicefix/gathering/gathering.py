@@ -1,37 +1,45 @@
-"""Stacked weights of all blocks, and results from them, read on one device.
+"""Stacked weights of all blocks, and results from them, read at home or on `gather_on`'s device.
 
-That device is home, or the one of `gather_on`. Weights are copied there when they are used, block
-by block; the model stays where it is.
+Weights are copied there when they are used, block by block; the model stays where it is.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
+from jaxtyping import Shaped
 
+from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import move
 from tl_devicefix.dispatch.mixing import JoinedAt, mapped
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import HOST, free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
+from tl_devicefix.types import Model
+
+T = TypeVar("T")
 
 
-def gathering_device(model: Any) -> torch.device | None:
+def gathering_device(model: object) -> torch.device | None:
     """Return the device on which to combine a model's weights; None if they are on one device."""
-    placement = getattr(model, "placement", None)
-    chosen = chosen_device(home_of(model))
-    if chosen is None and placement is not None and len(placement.memories) > 1:
-        return placement.home
-    return chosen
+    chosen, placement = chosen_device(home_of(model)), spread_placement(model)
+    return placement.home if chosen is None and placement is not None else chosen
 
 
-def home_of(model: Any) -> torch.device | None:
+def spread_placement(model: object) -> Placement | None:
+    """Return a model's placement if its weights lie in several memories; the host's counts."""
+    placement: Placement | None = getattr(model, "placement", None)
+    return None if placement is None or len(placement.memories) == 1 else placement
+
+
+def home_of(model: object) -> torch.device | None:
     """Return a model's home device; None if it has none."""
     device = getattr(getattr(model, "cfg", None), "device", None)
     return None if device is None else torch.device(device)
@@ -40,26 +48,30 @@ def home_of(model: Any) -> torch.device | None:
 class ReadAt(JoinedAt):
     """Within it, functions that are written for one device read a model on several.
 
-    Tensors of two devices meet on the device of the reading; stacks are made there, in one copy.
-    Weights that are offloaded come to the activations that they are used with. What the functions
-    bring home comes to the device instead, or, `in_place`, stays where it is until it is used: of a
-    W_U that is indexed, the rows are copied.
+    Args:
+        device: where tensors of two devices meet, and stacks are made, in one copy.
+        model: the model, or what a cache has in its place.
+        what: the name of what is read, for messages.
+        in_place: True if tensors that the functions bring home stay where they are until they meet
+            others, and False if they come to `device`.
     """
 
-    def __init__(self, device: torch.device, model: Any, what: str, in_place: bool) -> None:
+    def __init__(self, device: torch.device, model: object, what: str, in_place: bool) -> None:
         home, placement = home_of(model), getattr(model, "placement", None)
         memories = () if placement is None else placement.memories
         super().__init__(device, frozenset({device, home or device, *memories}))
         self._home, self._what, self._in_place = home, what, in_place
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
-        """The device of the reading; if what is offloaded meets one other device, that one."""
+        """Return the device of the reading."""
+        # Offloaded weights come to the one other device, because they are used on it as ever.
         others = devices - {HOST}
         return next(iter(others)) if len(others) == 1 and self._device != HOST else self._device
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        # If `in_place`, not yet, because of a W_U that is indexed next only a few rows are copied.
         is_brought = func is torch.Tensor.to and args[1:] in ((self._home,), (self._device,))
         if is_brought and not kwargs and args[0].device in self._devices:
             return args[0] if self._in_place else args[0].to(self._device)
@@ -68,7 +80,7 @@ class ReadAt(JoinedAt):
             are_tensors = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
             if are_tensors and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
                 check_room(sum(tensor.nbytes for tensor in tensors), self._device, self._what)
-                return _StackOn.apply(self._device, *tensors)
+                return _StackOn.apply(self._device, *tensors)  # [block, *part]
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -76,26 +88,30 @@ class _StackOn(torch.autograd.Function):
     """`torch.stack` of tensors on several devices, without a second copy; differentiable."""
 
     @staticmethod
-    def forward(device: torch.device, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        device: torch.device, *tensors: Shaped[torch.Tensor, "*part"]
+    ) -> Shaped[torch.Tensor, "block ..."]:
         first = tensors[0]
+        # Not `torch.stack` of copies, because a stack of a large model leaves no room for both.
         stack = torch.empty((len(tensors), *first.shape), dtype=first.dtype, device=device)
         for part, tensor in zip(stack, tensors):
-            part.copy_(tensor)
+            part.copy_(tensor)  # [*part]
         return stack
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        ctx.devices = [tensor.device for tensor in inputs[1:]]
+    def setup_context(ctx: Any, inputs: Args, output: torch.Tensor) -> None:
+        ctx.devices = [tensor.device for tensor in inputs[1:]]  # where the gradients have to be
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # [block, *part] -> [*part] of each block
         parts = zip(gradients[0].unbind(), ctx.devices, ctx.needs_input_grad[1:])
         return (None, *(part.to(device) if needed else None for part, device, needed in parts))
 
 
 def check_room(needed: int, device: torch.device, what: str) -> None:
     """Check that a device has room for a tensor before it is copied."""
-    on_cpu = device.type == "cpu"
+    on_cpu = device.type == "cpu"  # of which `free_memory` knows nothing
     room = psutil.virtual_memory().available if on_cpu else free_memory(device)
     if room is not None and needed > room:
         other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
@@ -107,15 +123,12 @@ def check_room(needed: int, device: torch.device, what: str) -> None:
 
 def read_together(
     device: torch.device | None,
-    model: Any,
+    model: object,
     what: str,
-    read: Callable[[], Any],
+    read: Callable[[], T],
     in_place: bool = True,
-) -> Any:
-    """Call a function that was written for one device, and bring its result to this device.
-
-    Without a device, only call it. See `ReadAt` for the rest.
-    """
+) -> T:
+    """Call `read` within `ReadAt`, and bring its result to the device; without one, only call."""
     if device is None:
         return read()
     with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
@@ -135,7 +148,7 @@ _GATHERS = "weights of several devices are read at home, or on the device of `ga
 @patches("HookedTransformer", *_SINGLE, "W_pos", *_OF_BLOCKS, *_OF_SEVERAL, why=_GATHERS)
 @patches("TransformerBridge", *_SINGLE, *STACKED, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
-def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a property that returns a weight, a stack of all blocks' weights, or their product."""
     what = f"model.{original.__name__}"
     read = functools.partial(original, self, *args, **kwargs)
@@ -143,18 +156,21 @@ def gathered(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @patches("HookedTransformer", *_OF_KEY_VALUE_HEADS, why=_GATHERS)
-def of_key_value_heads(original: Any, self: Any) -> Any:
+def of_key_value_heads(
+    original: Callable[..., Shaped[torch.Tensor, "block head ..."]], self: Model
+) -> Shaped[torch.Tensor, "block head ..."]:
     """Wrap `HookedTransformer.W_K` and `W_V`: grouped heads are repeated after stacking."""
-    name, attn = original.__name__, self.blocks[0].attn
-    device = gathering_device(self)
+    attn: Any = self.blocks[0].attn
+    name, device = original.__name__, gathering_device(self)
     if device is None or not hasattr(attn, f"_{name}"):
         return gathered(original, self)
 
     what = f"model.{name}"
 
     def repeated() -> torch.Tensor:
+        # [block, key_head, ...]: after stacking, because repeated ones would be copied from afar.
         stack = torch.stack([getattr(block.attn, f"_{name}") for block in self.blocks])
         check_room(stack.nbytes * attn.repeat_kv_heads, device, what)
-        return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)
+        return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)  # [block, head, ...]
 
     return read_together(device, self, what, repeated)

@@ -5,12 +5,10 @@ Importing it registers the patches of its package.
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformer_lens import HookedTransformer as model_class
+from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch.views import view_of
-from tl_devicefix.hooked_transformer import (  # noqa: F401  # which have patches
+from tl_devicefix.hooked_transformer import (  # noqa: F401  # because they have patches
     config,
     forward,
     fused,
@@ -25,19 +23,20 @@ from tl_devicefix.placement.placement import Placement
 __all__ = ["model_class", "option_names", "view_of"]
 
 NAME = "HookedTransformer"
-RUN_METHODS = ("forward", "run_with_hooks", "input_to_embed")
-SETUP_HINT = "the model was set up", "model.setup()"
-read_blueprint = HookedBlueprint.read
-HAS_DROPOUT = False  # always in training mode, and without dropout
+model_class = HookedTransformer
+run_methods = ("forward", "run_with_hooks", "input_to_embed")
+setup_hint = "the model was set up", "model.setup()"
+read_blueprint = HookedBlueprint
+has_dropout = False  # because a HookedTransformer has none
 
 
-def passes_stream_alone(model: Any) -> bool:
+def passes_stream_alone(model: HookedTransformer) -> bool:
     """Return True, because a HookedTransformer's blocks pass on nothing else."""
     return True
 
 
-def realign(model: Any, placement: Placement | None) -> None:
-    """See `Adapter.realign`."""
+def realign(model: HookedTransformer, placement: Placement | None) -> None:
+    """Update the config and the hooks after parts were moved or assigned."""
     moving.share_buffers(model)
     if placement is not None:
         moving.settle(model, placement)

@@ -7,36 +7,37 @@ import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformer_lens
-from transformer_lens import HookedTransformer
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
+from transformers import PreTrainedTokenizerBase
 
 from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, known_config, read_config, torch_dtype
-from tl_devicefix.fusing.kv_cache import let_go
+from tl_devicefix.fusing.kv_cache import drop_room
 from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.hooked_transformer.config import model_config, official_name
+from tl_devicefix.hooked_transformer.config import Options, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
-from tl_devicefix.hooked_transformer.loading import applicable_steps
+from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
-from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.twin import Numbers
+
+ConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
 
 
 class HookedGeneration:
     """Generating with TransformerLens's KV cache, from prompts of `seq_len` tokens."""
 
-    def __init__(self, model: Any, batch_size: int, seq_len: int) -> None:
+    def __init__(self, model: HookedTransformer, batch_size: int, seq_len: int) -> None:
         self._model = model
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
         # The mask that TransformerLens would make by the tokenizer.
         self._mask = torch.ones_like(self._tokens)
-        # TransformerLens 3 renamed it.
+        # Looked up, because TransformerLens 3 renamed it.
         in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
         kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
         self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
@@ -50,10 +51,10 @@ class HookedGeneration:
         for entry in self._kv_cache.entries:
             for name in ("past_keys", "past_values"):
                 cached = getattr(entry, name)
-                batch, _, *heads = cached.shape
+                batch, _, *heads = cached.shape  # [batch, pos, kv_head, d_head]
                 setattr(entry, name, cached.new_empty(batch, length, *heads))
-            let_go(entry)
-        mask = self._kv_cache.previous_attention_mask
+            drop_room(entry)
+        mask = self._kv_cache.previous_attention_mask  # [batch, pos]
         self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
 
     def last_token(self) -> None:
@@ -66,30 +67,26 @@ class HookedGeneration:
 class HookedBlueprint:
     """A HookedTransformer as `from_pretrained` would load it."""
 
-    def __init__(self, name: str, cfg: Any, cls: Any, is_named: bool, options: Any) -> None:
-        self.name, self._cfg, self._cls, self._options = name, cfg, cls, options
-        self._is_named = is_named
-        self.dtype, self.n_ctx, self.n_layers = cfg.dtype, cfg.n_ctx, cfg.n_layers
-
-    @classmethod
-    def read(
-        cls,
-        config_or_model_name: Any,
+    def __init__(
+        self,
+        config_or_model_name: ConfigOrName,
         dtype: torch.dtype | str | None,
-        options: dict[str, Any],
-        model_class: Any = None,
-    ) -> HookedBlueprint:
-        """See `blueprint`."""
-        cfg = _config_at_full_size(config_or_model_name, dtype, options)
-        name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
-        is_named = isinstance(config_or_model_name, str | os.PathLike)
-        return cls(name, cfg, model_class or HookedTransformer, is_named, options)
+        options: Options,
+        model_class: type[HookedTransformer] | None = None,
+    ) -> None:
+        cfg = self._cfg = _config_at_full_size(config_or_model_name, dtype, options)
+        self.name = str(getattr(config_or_model_name, "model_name", config_or_model_name))
+        self._is_named = isinstance(config_or_model_name, str | os.PathLike)
+        self._cls, self._options = model_class or HookedTransformer, options
+        self.dtype, self.n_ctx, self.n_layers = cfg.dtype, cfg.n_ctx, cfg.n_layers
 
     def sizes(self) -> tuple[ComponentSize, ...]:
         """Return the sizes of its components, in the order they run."""
         return component_sizes(self._cfg)
 
-    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+    def make(
+        self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> HookedTransformer:
         """Make the model over simulated devices, in the memory layout of a load."""
         cfg = copy.deepcopy(self._cfg)
         if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
@@ -107,9 +104,8 @@ class HookedBlueprint:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
             return  # transformers knows nothing about a HookedTransformerConfig
-        takes = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
-        defaults = {name: parameter.default for name, parameter in takes.parameters.items()}
-        steps = applicable_steps(self._cfg, {**defaults, **self._options})
+        arguments = bind_arguments(HookedTransformer, (self.name,), {})
+        steps = applicable_steps(self._cfg, {**arguments, **self._options})
         hf_config = known_config(official_name(self.name)) or read_config(self.name)
         check_hooked_numbers(hf_config, self._cfg, steps, numbers)
 
@@ -120,17 +116,17 @@ class HookedBlueprint:
     generation = HookedGeneration
 
 
-def option_names(config_or_model_name: Any) -> Sequence[str]:
+def option_names(config_or_model_name: ConfigOrName) -> Sequence[str]:
     """Return the options on which a named model's config depends."""
     if not isinstance(config_or_model_name, str | os.PathLike):
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
-    of_config = [name for name in takes if name not in _SAID_OTHERWISE]
-    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code", *_OF_NO_SIZE)
+    of_config = [name for name in takes if name not in _SET_ELSEWHERE]
+    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code", *_NO_EFFECT_ON_SIZE)
 
 
-_SAID_OTHERWISE = ("model_name", "device", "n_devices", "dtype", "kwargs")
-_OF_NO_SIZE = (
+_SET_ELSEWHERE = ("model_name", "device", "n_devices", "dtype", "kwargs")
+_NO_EFFECT_ON_SIZE = (
     *("center_writing_weights", "center_unembed", "fold_value_biases"),
     *("refactor_factored_attn_matrices", "default_padding_side", "checkpoint_label"),
 )
@@ -138,12 +134,12 @@ _OF_NO_SIZE = (
 
 
 def _config_at_full_size(
-    config_or_model_name: Any, dtype: torch.dtype | str | None, options: dict[str, Any]
-) -> Any:
+    config_or_model_name: ConfigOrName, dtype: torch.dtype | str | None, options: Options
+) -> HookedTransformerConfig:
     """Return the config that `from_pretrained` would make with these options."""
     if isinstance(config_or_model_name, str | os.PathLike):
         weight_dtype = torch.float32 if dtype is None else torch_dtype(dtype)
-        sized = {name: value for name, value in options.items() if name not in _OF_NO_SIZE}
+        sized = {name: value for name, value in options.items() if name not in _NO_EFFECT_ON_SIZE}
         options = {"fold_ln": True, **sized}
         name = os.fspath(config_or_model_name)
         return model_config(name, prefer_known=True, dtype=weight_dtype, device="cpu", **options)
@@ -163,7 +159,7 @@ _OF_LINEAR = {
     "W_O": (2, 0, 1),
     **dict.fromkeys(("W_in", "W_gate", "W_out", "W_U"), (1, 0)),
 }
-"""Parameter -> its dimensions, slowest first, where the checkpoint has an nn.Linear."""
+"""Parameter -> its dimensions, slowest first, if the checkpoint has an nn.Linear."""
 
 _OF_CONV1D = {**dict.fromkeys(("W_Q", "W_K", "W_V"), (1, 0, 2)), "W_U": (1, 0)}
 """The same for transformers' Conv1D, whose weight is transposed."""
@@ -174,10 +170,11 @@ def _empty_as_loaded(
 ) -> torch.Tensor:
     """Make a parameter without values in the memory layout of a load.
 
-    A load keeps the checkpoint's layout (`weight_processing/slices.py`), of which TransformerLens's
-    shapes are mostly transposed views. TransformerLens's own copies, and so the memory of a
-    forward, depend on it. An `architecture` of None means a model from no checkpoint.
+    An `architecture` of None means a model from no checkpoint.
     """
+    # A load keeps the checkpoint's layout (`weight_processing/slices.py`), of which
+    # TransformerLens's shapes are mostly transposed views. TransformerLens's own copies, and so
+    # the memory of a forward, depend on it.
     orders = _OF_CONV1D if architecture == "GPT2LMHeadModel" else _OF_LINEAR
     order = orders.get(name.rpartition(".")[2]) if architecture else None
     if order is None or len(order) != like.dim():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.components import (
     Embed,
     LayerNorm,
@@ -28,10 +28,10 @@ POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
 
 
-def component_names(cfg: Any) -> tuple[str, ...]:
+def component_names(cfg: HookedTransformerConfig) -> tuple[str, ...]:
     """Return the components of a HookedTransformer with this config, in the order they run."""
     names = ["embed"]
-    if cfg.positional_embedding_type != "rotary":
+    if cfg.positional_embedding_type != "rotary":  # because TransformerLens makes it for ALiBi, too
         names.append("pos_embed")
     names += [f"blocks.{layer}" for layer in range(cfg.n_layers)]
     if cfg.normalization_type is not None:
@@ -39,42 +39,41 @@ def component_names(cfg: Any) -> tuple[str, ...]:
     return (*names, "unembed")
 
 
-def component_sizes(cfg: Any) -> tuple[ComponentSize, ...]:
+def component_sizes(cfg: HookedTransformerConfig) -> tuple[ComponentSize, ...]:
     """Return the components' sizes, in the order they run.
 
     We build TransformerLens's own modules on the meta device, so the sizes are right for every
     architecture and version.
     """
-    block_sizes: dict[Any, ComponentSize] = {}
+    block_sizes: dict[str | None, ComponentSize] = {}
     sizes = []
     for name in component_names(cfg):
         if name.startswith("blocks."):
             kind = attention_kind(cfg, int(name.split(".")[1]))
-            if kind not in block_sizes:
+            if kind not in block_sizes:  # one of each kind, because making a module takes time
                 block_sizes[kind] = _size_on_meta(name, cfg)
-            size = block_sizes[kind]
             shared = f"{kind or 'global'} attention"
-            sizes.append(replace(size, name=name, shared=shared))
+            sizes.append(replace(block_sizes[kind], name=name, shared=shared))
         else:
             sizes.append(_size_on_meta(name, cfg))
     return tuple(sizes)
 
 
-def attention_kind(cfg: Any, layer: int) -> str | None:
-    """Return a block's kind of attention ("global", "local"), the only difference of blocks."""
+def attention_kind(cfg: HookedTransformerConfig, layer: int) -> str | None:
+    """Return a block's kind of attention ("global", "local"); blocks differ in nothing else."""
     return cfg.attn_types[layer] if cfg.attn_types else None
 
 
-def _size_on_meta(name: str, cfg: Any) -> ComponentSize:
+def _size_on_meta(name: str, cfg: HookedTransformerConfig) -> ComponentSize:
     module = empty_component(name, cfg)
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     buffers = sum(b.numel() * b.element_size() for b in module.buffers())
     return ComponentSize(name, weights, buffers)
 
 
-def empty_component(name: str, cfg: Any) -> nn.Module:
-    """Make TransformerLens's module of this name on meta, as it is before any change."""
-    with torch.device("meta"):
+def empty_component(name: str, cfg: HookedTransformerConfig) -> nn.Module:
+    """Make TransformerLens's own module of this name, on the meta device."""
+    with torch.device("meta"):  # because sizes and classes need no memory
         if name.startswith("blocks."):
             return TransformerBlock(cfg, int(name.split(".")[1]))
         if name == "ln_final":
@@ -82,7 +81,7 @@ def empty_component(name: str, cfg: Any) -> nn.Module:
         return {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}[name](cfg)
 
 
-def is_own(model: Any, path: str, module: nn.Module) -> bool:
+def is_own(model: HookedTransformer, path: str, module: nn.Module) -> bool:
     """Return True if TransformerLens itself has a module of this class there."""
     component = component_of(path)
     try:
@@ -92,9 +91,10 @@ def is_own(model: Any, path: str, module: nn.Module) -> bool:
     return type(own) is type(module)
 
 
-def final_norm_class(cfg: Any) -> type[nn.Module]:
-    """Return the class of `ln_final`; `final_rms` makes an LN an RMS, as TransformerLens does."""
-    rms = cfg.normalization_type.startswith("RMS") or cfg.final_rms
-    if cfg.normalization_type.endswith("Pre"):
-        return RMSNormPre if rms else LayerNormPre
-    return RMSNorm if rms else LayerNorm
+def final_norm_class(cfg: HookedTransformerConfig) -> type[nn.Module]:
+    """Return the class of `ln_final`."""
+    kind = str(cfg.normalization_type)
+    is_rms = kind.startswith("RMS") or cfg.final_rms  # `final_rms` makes an RMS of an LN
+    if kind.endswith("Pre"):
+        return RMSNormPre if is_rms else LayerNormPre
+    return RMSNorm if is_rms else LayerNorm

@@ -12,13 +12,15 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import transformer_lens.loading_from_pretrained as tl_loading
+from torch import nn
 from transformer_lens import HookedTransformerConfig
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from tl_devicefix.checkpoints.hub import (
     as_saved,
@@ -41,23 +43,26 @@ from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
 
+Options = dict[str, Any]
+"""Arguments of TransformerLens's loaders, or fields of its config, by name."""
+
 
 def model_config(
-    model_name: str, prefer_known: bool = False, hf_model: Any = None, **kwargs: Any
-) -> Any:
+    model_name: str, prefer_known: bool = False, hf_model: nn.Module | None = None, **kwargs: Any
+) -> HookedTransformerConfig:
     """Return the HookedTransformerConfig for `model_name`, with one device.
 
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
             another checkpoint on the hub.
-        prefer_known: ask the hub only for what `known_configs` lacks. To plan with: a checkpoint
-            that is loaded decides for itself.
+        prefer_known: ask the hub only for configs that `known_configs` lacks. This is for planning,
+            because a checkpoint that is loaded decides for itself.
         hf_model: the model that is loaded under this name, whose own config then counts.
-        kwargs: what `transformer_lens.loading_from_pretrained.get_pretrained_model_config` takes.
+        kwargs: as for `transformer_lens.loading_from_pretrained.get_pretrained_model_config`.
 
     Raises:
-        ValueError: if the name is none of these, its config cannot be fetched, or the architecture
-            is not one TransformerLens has.
+        ValueError: if the name is none of these, its config cannot be fetched, or TransformerLens
+            lacks the architecture.
     """
     hf_config = None
     if hf_model is not None:
@@ -85,7 +90,7 @@ def model_config(
     return cfg
 
 
-def _config_of_live(hf_model: Any) -> Any:
+def _config_of_live(hf_model: nn.Module) -> PretrainedConfig:
     """Return a live model's config with the model's class, without quantisation."""
     model = out_of_wrappers(hf_model)
     config: Any = copy.deepcopy(model.config)
@@ -121,10 +126,10 @@ def is_listed(model_name: str) -> bool:
 
 
 def _config_by_name(
-    name: str, transformers_config: Any = None, token: Any = None, **kwargs: Any
-) -> Any:
-    """Return TransformerLens's config, for which AutoConfig gives `transformers_config`."""
-    readable = _ReadableAutoConfig(transformers_config, token)
+    name: str, hf_config: PretrainedConfig | None = None, token: object = None, **kwargs: Any
+) -> HookedTransformerConfig:
+    """Return TransformerLens's config, by `hf_config`, or else the hub's."""
+    readable = _ReadableAutoConfig(hf_config, token)
     try:
         with one_load, mock.patch.object(tl_loading, "AutoConfig", readable):
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
@@ -134,7 +139,7 @@ def _config_by_name(
             f"the config of {name!r} cannot be fetched: check the connection, or give a local "
             f"directory with its config.json: {reason}"
         ) from error
-    architecture = cfg.original_architecture
+    architecture = str(cfg.original_architecture)
     if architecture in _OTHER_CLASSES:
         raise ValueError(
             f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
@@ -152,7 +157,7 @@ class _UnguessedPath(str):
     def lower(self) -> str:
         return ""
 
-    def startswith(self, *_: Any) -> bool:
+    def startswith(self, *_: object) -> bool:
         return False
 
     def __contains__(self, _: object) -> bool:
@@ -160,7 +165,7 @@ class _UnguessedPath(str):
 
 
 # Architectures that TransformerLens configures by official name only. We start from this name, and
-# replace its sizes by those in config.json.
+# replace its sizes by config.json's.
 _CONFIGURED_BY_NAME = {
     "GemmaForCausalLM": "google/gemma-2b",
     "Gemma2ForCausalLM": "google/gemma-2-2b",
@@ -169,7 +174,6 @@ _CONFIGURED_BY_NAME = {
     "OlmoForCausalLM": "allenai/OLMo-1B-hf",
     "Olmo2ForCausalLM": "allenai/OLMo-2-0425-1B",
 }
-
 
 # Architectures that TransformerLens converts for other classes than HookedTransformer.
 _OTHER_CLASSES = {
@@ -182,8 +186,8 @@ _OTHER_CLASSES = {
 
 
 def _config_of_directory(
-    path: str, kwargs: dict[str, Any], on_hub: str | None = None, hf_config: Any = None
-) -> Any:
+    path: str, kwargs: Options, on_hub: str | None = None, hf_config: PretrainedConfig | None = None
+) -> HookedTransformerConfig:
     """Return the config of a directory.
 
     Args:
@@ -196,8 +200,8 @@ def _config_of_directory(
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
-    architecture = (hf_config.architectures or [None])[0]
-    if architecture is None:
+    architecture = (hf_config.architectures or [""])[0]
+    if not architecture:
         raise ValueError(f"config.json in {called!r} names no architecture: add 'architectures'")
     try:
         with reading_config(called):
@@ -209,7 +213,7 @@ def _config_of_directory(
             "convert to a HookedTransformer: try TransformerBridge, of 3.9 or later"
         ) from error
     cfg.load_in_4bit = False  # because packed weights arrive dequantised
-    cfg.trust_remote_code = trusted  # which TransformerLens sets for some architectures
+    cfg.trust_remote_code = trusted  # because TransformerLens trusts some architectures unasked
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
     cfg.tokenizer_name = path if has_tokenizer(path) else None
@@ -217,8 +221,8 @@ def _config_of_directory(
 
 
 def _config_of_architecture(
-    architecture: str, hf_config: Any, path: str, kwargs: dict[str, Any]
-) -> Any:
+    architecture: str, hf_config: PretrainedConfig, path: str, kwargs: Options
+) -> HookedTransformerConfig:
     """Make the config of an architecture from transformers' config."""
     if architecture in _CONFIGURED_BY_NAME:
         if _CONFIGURED_BY_NAME[architecture] not in tl_loading.OFFICIAL_MODEL_NAMES:
@@ -239,14 +243,13 @@ def _config_of_architecture(
 class _ReadableAutoConfig:
     """Stands in for AutoConfig; its configs have the names that TransformerLens reads."""
 
-    def __init__(self, hf_config: Any, token: Any) -> None:
-        self._hf_config = hf_config
-        self._token = token
+    def __init__(self, hf_config: PretrainedConfig | None, token: object) -> None:
+        self._hf_config, self._token = hf_config, token
 
-    def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(self, *args: str, **kwargs: Any) -> PretrainedConfig:
         if self._token is not None:
             kwargs["token"] = self._token
-        hf_config = self._hf_config or as_saved(AutoConfig.from_pretrained(*args, **kwargs))
+        hf_config: Any = self._hf_config or as_saved(AutoConfig.from_pretrained(*args, **kwargs))
         # TransformerLens 2.x reads n_ctx of GPT-2, but transformers no longer saves it. 3.9 reads
         # partial_rotary_factor of Phi, but transformers 5 keeps it in rope_parameters.
         if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
@@ -266,7 +269,7 @@ class _ReadableAutoConfig:
     why="n_devices counts devices of the config's own type",
     until="3",
 )
-def config_post_init(original: Any, self: Any) -> None:
+def config_post_init(original: Callable[..., None], self: HookedTransformerConfig) -> None:
     """Wrap `HookedTransformerConfig.__post_init__`, which counts CUDA devices for any device.
 
     Within `tl_devicefix.simulate`, several devices are simulated ones by default.
@@ -280,23 +283,22 @@ def config_post_init(original: Any, self: Any) -> None:
     original(self)
     self.n_devices = n_devices
     if n_devices > 1:
-        consecutive(resolve(self.device), n_devices)
+        consecutive(resolve(str(self.device)), n_devices)
 
 
-def overlooked(architecture: str, hf_config: Any) -> dict[str, Any]:
-    """Set fields of config.json that some TransformerLens versions replace by a default."""
+def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:
+    """Return fields of config.json that some TransformerLens versions replace by a default."""
     if architecture == "LlamaForCausalLM":
         return _rope(hf_config)
     if architecture == "GPTNeoXForCausalLM":
-        parallel = {"parallel_attn_mlp": hf_config.use_parallel_residual}
-        return _rope(hf_config) | parallel
+        return {**_rope(hf_config), "parallel_attn_mlp": hf_config.use_parallel_residual}
     if architecture == "GPT2LMHeadModel":
         name = "scale_attn_by_inverse_layer_idx"
         return {name: getattr(hf_config, name, False)}
     return {}
 
 
-def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
+def _sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
     """Return the sizes for which OLMo and Gemma have the same names."""
     return {
         "d_model": hf_config.hidden_size,
@@ -312,11 +314,10 @@ def _sizes(hf_config: Any, d_head: int) -> dict[str, Any]:
     }
 
 
-def olmo_sizes(hf_config: Any) -> dict[str, Any]:
+def olmo_sizes(hf_config: PretrainedConfig) -> Options:
     """Return the sizes of an OLMo or OLMo 2, by TransformerLens's names."""
-    sizes = _sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads)
     return {
-        **sizes,
+        **_sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads),
         "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # fixed in OLMo's LayerNorm
         "act_fn": hf_config.hidden_act,
         "attn_types": ["global"] * hf_config.num_hidden_layers,
@@ -324,7 +325,7 @@ def olmo_sizes(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def gemma_sizes(hf_config: Any) -> dict[str, Any]:
+def gemma_sizes(hf_config: PretrainedConfig) -> Options:
     """Return the sizes of a Gemma, by TransformerLens's names."""
     sizes = {
         **_sizes(hf_config, hf_config.head_dim),
@@ -348,7 +349,7 @@ def gemma_sizes(hf_config: Any) -> dict[str, Any]:
     return sizes
 
 
-def _gemma_activation(hf_config: Any) -> str:
+def _gemma_activation(hf_config: PretrainedConfig) -> str:
     """Return the activation of a Gemma; Gemma 1 has an older name for it."""
     if hf_config.model_type != "gemma":
         return str(hf_config.hidden_activation)
@@ -357,7 +358,7 @@ def _gemma_activation(hf_config: Any) -> str:
     return "gelu_pytorch_tanh" if activation == "gelu" else activation
 
 
-def _gemma_rope(hf_config: Any) -> dict[str, Any]:
+def _gemma_rope(hf_config: PretrainedConfig) -> Options:
     """Return the rotary bases of a Gemma; Gemma 3 has another one for local attention."""
     # transformers 5 has them in rope_parameters, for Gemma 3 by kind of attention.
     rope = getattr(hf_config, "rope_parameters", None) or {}
@@ -372,14 +373,14 @@ def _gemma_rope(hf_config: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in _config_fields()}
 
 
-def _rope(hf_config: Any) -> dict[str, Any]:
+def _rope(hf_config: PretrainedConfig) -> Options:
     """Return rotary settings, because TransformerLens takes a default base for unlisted names."""
     # transformers 5 has both in rope_parameters, 4 in rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
     theta = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))
     theta = theta or getattr(hf_config, "rotary_emb_base", None)
-    settings: dict[str, Any] = {} if theta is None else {"rotary_base": theta}
+    settings: Options = {} if theta is None else {"rotary_base": theta}
     if rope.get("rope_type", rope.get("type")) == "llama3":
         settings |= {
             "use_NTK_by_parts_rope": True,

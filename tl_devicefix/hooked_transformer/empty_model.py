@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformer_lens import HookedTransformer
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.components import TransformerBlock
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tl_devicefix.checkpoints.hub import has_tokenizer, is_checkpoint_directory
 from tl_devicefix.hooked_transformer.components import attention_kind
@@ -20,21 +20,23 @@ from tl_devicefix.placement.workers import one_load
 
 
 def empty_model(
-    cls: Any,
-    cfg: Any,
-    tokenizer: Any,
-    default_padding_side: Any = None,
+    cls: type[HookedTransformer],
+    cfg: HookedTransformerConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    default_padding_side: str | None = None,
     hf_model: nn.Module | None = None,
-) -> Any:
+) -> HookedTransformer:
     """Return a model whose parameters have shapes but no values; its buffers are real.
 
-    Where `hf_model` scales its rotary frequencies, the rotary tables are those of transformers.
+    If `hf_model` scales its rotary frequencies, the rotary tables are those of transformers.
     """
     name = cfg.tokenizer_name or ""
     if tokenizer is None and is_checkpoint_directory(name) and has_tokenizer(name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
-    # TransformerLens 2 and 3 have different defaults.
-    side = {} if default_padding_side is None else {"default_padding_side": default_padding_side}
+    # Left out if it is None, because TransformerLens 2 and 3 have different defaults.
+    side: dict[str, Any] = (
+        {} if default_padding_side is None else {"default_padding_side": default_padding_side}
+    )
     with one_load, _components_without_values():
         model = cls(cfg, tokenizer, move_to_device=False, **side)
     if hf_model is not None and cfg.positional_embedding_type == "rotary":
@@ -46,12 +48,13 @@ def empty_model(
 def _components_without_values() -> Iterator[None]:
     """Make HookedTransformer's constructor, not a subclass's, create empty parameters."""
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: HookedTransformer, *args: object, **kwargs: object) -> None:
+        # Not a subclass's own parameters, because no checkpoint has values for these.
         with torch.device("meta"):
             installed_init(self, *args, **kwargs)
         _give_buffers(self)
 
-    installed_init = HookedTransformer.__init__
+    installed_init: Callable[..., None] = HookedTransformer.__init__
     HookedTransformer.__init__ = init  # type: ignore[method-assign]
     try:
         yield
@@ -59,11 +62,8 @@ def _components_without_values() -> Iterator[None]:
         HookedTransformer.__init__ = installed_init  # type: ignore[method-assign]
 
 
-def _give_buffers(model: Any) -> None:
-    """Make the buffers of a HookedTransformer that was constructed on meta, on the CPU.
-
-    Blocks of one kind of attention share them.
-    """
+def _give_buffers(model: HookedTransformer) -> None:
+    """Make a model's buffers on the CPU; blocks of one kind of attention share them."""
     made: dict[str | None, nn.Module] = {}
     for layer, block in enumerate(model.blocks):
         kind = attention_kind(model.cfg, layer)

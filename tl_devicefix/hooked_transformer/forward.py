@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
 from tl_devicefix.fusing.kv_cache import prompts
 from tl_devicefix.fusing.one_forward import one_forward
-from tl_devicefix.hooked_transformer.moving import placement_of, remember
+from tl_devicefix.hooked_transformer.moving import placement_by, remember
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.placement.in_use import setting
+
+if TYPE_CHECKING:  # because TransformerLens 2 has it elsewhere
+    from transformer_lens.utilities import LocallyOverridenDefaults
+
+Original = Callable[..., Any]
 
 
 @patches(
@@ -20,8 +28,8 @@ from tl_devicefix.placement.in_use import setting
     takes="self input return_type start_at_layer stop_at_layer",
     why="what leaves the model is at home",
 )
-def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.forward`, whose results are at home; blocks share masks and positions.
+def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: Any) -> object:
+    """Wrap `HookedTransformer.forward`: results are at home; blocks share masks and positions.
 
     Raises:
         RuntimeError: if the model's weights are only partly processed.
@@ -37,8 +45,8 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     why="fused blocks look for padding once",
     since="3.8",
 )
-def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`HookedTransformer.generate`, whose new tokens are never padding."""
+def generate(original: Original, self: HookedTransformer, *args: Any, **kwargs: Any) -> object:
+    """Wrap `HookedTransformer.generate`: fused blocks take none of its new tokens for padding."""
     with setting(prompts, {}):
         return original(self, *args, **kwargs)
 
@@ -50,7 +58,7 @@ def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     why="runs in flight do not change what others read",
     until="3",
 )
-def override_defaults(original: Any, self: Any) -> Any:
+def override_defaults(original: Original, self: LocallyOverridenDefaults) -> object:
     """Wrap `LocallyOverridenDefaults.__enter__`, which changes a model's config and tokenizer.
 
     A run in flight changes copies, because other runs read the model's own meanwhile.
@@ -60,14 +68,14 @@ def override_defaults(original: Any, self: Any) -> Any:
         if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
             take_own_tokenizer(model)
         if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
-            placement = placement_of(model.cfg)
+            placement = placement_by(model.cfg)
             model.cfg = copy.copy(model.cfg)
-            if placement is not None:
+            if placement is not None:  # known by the config, which is a new one now
                 remember(model.cfg, placement)
     return original(self)
 
 
-def _differs(value: Any, default: Any) -> bool:
+def _differs(value: object, default: object) -> bool:
     # A missing argument is None, or in TransformerLens 2 a string.
     return value in (True, False, "left", "right") and value != default
 
@@ -78,13 +86,13 @@ def _differs(value: Any, default: Any) -> bool:
     why="hook points without hooks are left alone, which takes a third of a forward's time",
 )
 def remove_all_hook_fns(
-    self: Any, direction: str = "both", including_permanent: bool = False, level: int | None = None
+    self: HookedTransformer,
+    direction: str = "both",
+    including_permanent: bool = False,
+    level: int | None = None,
 ) -> None:
-    """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks.
-
-    TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`, which takes
-    as long as a third of a small model's forward.
-    """
+    """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks."""
+    # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`.
     for point in self.hook_points():
         for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
             if handles and direction in (one_way, "both"):

@@ -1,7 +1,7 @@
 """A block of a HookedTransformer as one function of its weights.
 
 Hook points are called if they have hooks. A norm, an MLP or an attention is called as a module if
-it is of an unknown kind, or has a hook on a value that the function does not compute, such as
+it is of an unknown kind, or if it has a hook on a value that the function does not compute, such as
 scores.
 """
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from packaging.version import Version
 from torch import nn
+from transformer_lens import HookedTransformerConfig
 from transformer_lens.components import (
     MLP,
     AbstractAttention,
@@ -44,17 +45,11 @@ from tl_devicefix.placement.devices import has_values
 Residual = Float[torch.Tensor, "batch pos d_model"]
 Weight = Float[torch.Tensor, "d_out d_in"]
 Bias = Float[torch.Tensor, " d_out"]
+Modules = dict[str, Any]  # by name
 
-SINCE = Version("3.8.dev0")
-"""The first TransformerLens whose blocks compute in this way."""
-_Names = dict[type, tuple[str, ...]]
-"""Class -> its parameters as TransformerLens makes them."""
-_NORMS: _Names = {
-    LayerNorm: ("w", "b"),
-    LayerNormPre: (),
-    RMSNorm: ("w",),
-    RMSNormPre: (),
-}
+SINCE = Version("3.8.dev0")  # because earlier blocks compute in other ways
+_Names = dict[type, tuple[str, ...]]  # class -> its parameters, as TransformerLens makes them
+_NORMS: _Names = {LayerNorm: ("w", "b"), LayerNormPre: (), RMSNorm: ("w",), RMSNormPre: ()}
 _MLPS: _Names = {
     MLP: ("W_in", "b_in", "W_out", "b_out"),
     GatedMLP: ("W_gate", "W_in", "b_in", "W_out", "b_out"),
@@ -73,7 +68,7 @@ class FusedBlock(Fused):
     """A `TransformerBlock` that is fused."""
 
     @classmethod
-    def fits(cls, module: Any) -> bool:
+    def fits(cls, module: nn.Module) -> bool:
         """See `Fused`."""
         return isinstance(module, TransformerBlock)
 
@@ -89,7 +84,7 @@ class FusedBlock(Fused):
         return _why_pattern(module.attn) if is_known else "its attention is not known"
 
     @classmethod
-    def prepare(cls, module: Any) -> str | None:
+    def prepare(cls, module: nn.Module) -> str | None:
         """Put the weights of q, k and v side by side in memory, and those of gate and input."""
         if installed() < SINCE:
             return f"transformer_lens {installed()} is older than 3.8"
@@ -107,24 +102,25 @@ class FusedBlock(Fused):
         self,
         resid_pre: Residual,
         shortformer_pos_embed: Residual | None = None,
-        past_kv_cache_entry: Any = None,
+        past_kv_cache_entry: kv_cache.Entry | None = None,
         attention_mask: Padding | None = None,
     ) -> Residual:
-        """Run the block as one function, or where it has to be as installed."""
+        """Run the block as one function, or TransformerLens's forward where that has no rules."""
         inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-        if not is_enabled() or unsupported_mode() or _why_flags(self.cfg):
-            return super().forward(*inputs)  # type: ignore[no-any-return]
+        cfg: Any = self.cfg
+        if not is_enabled() or unsupported_mode() or _why_flags(cfg):
+            return super().forward(*inputs)
         bound: Bound | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = Bound(self)
-        return _run(self.cfg, bound, *inputs)
+        return _block(cfg, bound, *inputs)
 
 
 KINDS.append(FusedBlock)
 _METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint))
 
 
-def _why_flags(cfg: Any) -> str | None:
+def _why_flags(cfg: HookedTransformerConfig) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
     return None
@@ -133,24 +129,24 @@ def _why_flags(cfg: Any) -> str | None:
 class Bound:
     """Cached facts about a fused block, valid until a module in it is exchanged."""
 
-    def __init__(self, block: Any) -> None:
-        self.modules = block._modules
+    def __init__(self, block: nn.Module) -> None:
+        self.modules: Modules = block._modules
         named = [(name, module) for name, module in block.named_modules() if name]
         self.listeners = Listeners((_part(name), module) for name, module in named)
         self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
         """Modules that are always called, because they may do anything."""
-        parts = block._modules.items()
         parametrized = (m for m in block.modules() if type(m) is not HookPoint)
         self._all_parameters = [module._parameters for module in parametrized]
         self._names = list(map(tuple, self._all_parameters))
-        self.as_modules = self.always.union(n for n, part in parts if not _is_known(n, part))
+        unknown = (name for name, part in self.modules.items() if not _is_known(name, part))
+        self.as_modules = self.always.union(unknown)
         # Not for an offloaded block, because its weights are elsewhere next time.
         self._keeps = "forward" not in block.__dict__
-        parts = (block._modules[name] for name in ("attn", "mlp") if name in block._modules)
-        self._parameters = [part._parameters for part in parts]
+        parts = (self.modules.get(name) for name in ("attn", "mlp"))
+        self._parameters = [part._parameters for part in parts if part is not None]
         # One assignment, because several threads may run a model.
         self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
-        self._ignored: tuple[Any, Any, bool] = None, None, False
+        self._ignored: tuple[object, object, bool] = None, None, False
 
     def is_current(self) -> bool:
         """Return True if no module was exchanged, and no parameter named anew, since then."""
@@ -158,9 +154,9 @@ class Bound:
         names = list(map(tuple, self._all_parameters))
         return self.listeners.is_current() and names == self._names
 
-    def ignores_wholly(self, attn: Any) -> bool:
-        """Return True if scores that do not count are minus infinity, which users can change."""
-        ignored = attn._buffers["IGNORE"]
+    def ignores_wholly(self, attn: nn.Module) -> bool:
+        """Return True if masked scores are minus infinity, which users can change."""
+        ignored: torch.Tensor = attn.get_buffer("IGNORE")
         state = fingerprint(ignored)
         if state != self._ignored[0]:
             is_inf = not has_values(ignored) or bool(ignored.isneginf())
@@ -169,7 +165,7 @@ class Bound:
         return self._ignored[2]
 
     def weights(self) -> _Weights:
-        """Return views of the weights, as matmuls take them."""
+        """Return views of the weights, in the shapes that matmuls take."""
         if torch.is_grad_enabled():
             return _Weights(self.modules, self.as_modules)
         now = [w for named in self._parameters for w in named.values() if w is not None]
@@ -184,20 +180,20 @@ class Bound:
         return weights
 
 
-def _is_foreign(name: str, module: Any) -> bool:
+def _is_foreign(name: str, module: nn.Module) -> bool:
     is_point = type(module) is HookPoint
     has_own = "forward" in vars(module) or (not is_point and own_method(module) is not None)
     return has_own or (".hook_" in f".{name}" and not is_point)
 
 
 def _part(name: str) -> str:
-    """Return the name under which hooks on a module count: a hook point's own, or its part's."""
+    """Return the name under which a module's hooks count: a hook point's own, or its part's."""
     first, _, rest = name.partition(".")
     return f"attn.{rest.partition('.')[0]}" if first == "attn" and rest else first
 
 
 def _is_known(name: str, module: Any) -> bool:
-    """Return True if a child of a block computes as this module knows it."""
+    """Return True if this file has rules for a child of a block."""
     of_name: dict[str, _Names] = {"attn": _ATTENTIONS, "mlp": _MLPS}
     kinds = of_name.get(name, _NORMS)
     if name.startswith("hook_") or (type(module) is nn.Identity and kinds is _NORMS):
@@ -220,7 +216,7 @@ def _why_pattern(attn: Any) -> str | None:
         return "it has attention sinks"
     if cfg.use_attn_result or cfg.ungroup_grouped_query_attention:
         return "use_attn_result or ungroup_grouped_query_attention is set"
-    if (why := _why_flags(cfg)) is not None:  # of the attention's own config
+    if (why := _why_flags(cfg)) is not None:  # by its own config, which may not be the block's
         return why
     if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
         return "its positions depend on the length"
@@ -231,14 +227,10 @@ def _why_pattern(attn: Any) -> str | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------
-# Weights
-
-
 class _Weights:
     """Views of a block's weights. A view that would be a copy is made at each use."""
 
-    def __init__(self, modules: dict[str, Any], as_modules: frozenset[str]) -> None:
+    def __init__(self, modules: Modules, as_modules: frozenset[str]) -> None:
         self.are_views = True
         self.qkv: tuple[Weight, Bias] | None = None
         self.gate_in: Weight | None = None
@@ -250,15 +242,14 @@ class _Weights:
     def _of_attention(self, attn: Any) -> None:
         named = attn._parameters
         W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = (named[n] for n in _ATTENTIONS[type(attn)])
-        # [head_index d_model d_head] -> [(head_index d_head), d_model]
+        # [head, d_model, d_head] -> [head * d_head, d_model], as nn.Linear has it
         self.q = self._view(W_Q, W_Q.mT.flatten(0, 1)), self._view(b_Q, b_Q.flatten())
         self.k = self._view(W_K, W_K.mT.flatten(0, 1)), self._view(b_K, b_K.flatten())
         self.v = self._view(W_V, W_V.mT.flatten(0, 1)), self._view(b_V, b_V.flatten())
-        # [head_index d_head d_model] -> [d_model, (head_index d_head)]
-        self.o = self._view(W_O, W_O.flatten(0, 1)).T
+        self.o = self._view(W_O, W_O.flatten(0, 1)).T  # [d_model, head * d_head]
         self.n_heads, self.n_kv_heads, self.d_head = b_Q.shape[0], b_K.shape[0], b_K.shape[1]
         if not torch.is_grad_enabled():
-            weight, bias = map(_joint, zip(self.q, self.k, self.v))
+            weight, bias = map(_joint, zip(self.q, self.k, self.v))  # [all heads * d_head, ...]
             if weight is not None and bias is not None:
                 self.qkv = weight, bias
 
@@ -268,16 +259,16 @@ class _Weights:
 
     def _of_mlp(self, mlp: Any) -> None:
         named = mlp._parameters
-        self.inp, self.out = named["W_in"].T, named["W_out"].T
+        self.inp, self.out = named["W_in"].T, named["W_out"].T  # [d_mlp, d_model] and back
         self.b_in, self.b_out = named["b_in"], named["b_out"]
         self.gate = named["W_gate"].T if "W_gate" in named else None
         if self.gate is not None and not torch.is_grad_enabled():
-            self.gate_in = _joint((self.gate, self.inp))
+            self.gate_in = _joint((self.gate, self.inp))  # [2 * d_mlp, d_model]
 
 
 def _joint(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """Return tensors that lie side by side as one, along their first dimension; None otherwise."""
-    first, at = parts[0], parts[0].data_ptr()
+    """Return tensors that lie side by side in memory as one, along their first dimension."""
+    first, at = parts[0], parts[0].data_ptr()  # the address at which the next one has to begin
     for part in parts:
         if not part.is_contiguous() or part.data_ptr() != at or part.dtype != first.dtype:
             return None
@@ -304,25 +295,21 @@ def _lay_side_by_side(block: Any) -> None:
 def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
     """Put parameters behind each other in one memory, their dimensions in this order."""
     if any(not has_values(p) or p.device != parameters[0].device for p in parameters):
-        return
+        return  # because these cannot lie side by side
     together = torch.cat([p.permute(axes).flatten() for p in parameters])
     sizes = [p.numel() for p in parameters]
     for parameter, part in zip(parameters, together.split(sizes)):
         shape = [parameter.shape[axis] for axis in axes]
-        # Each order here is its own inverse.
+        # The same axes, because each order here is its own inverse.
         parameter.data = part.view(shape).permute(axes)
 
 
-# --------------------------------------------------------------------------------------------
-# The block
-
-
-def _run(
-    cfg: Any,
+def _block(
+    cfg: HookedTransformerConfig,
     bound: Bound,
     resid_pre: Residual,
     shortformer_pos_embed: Residual | None,
-    entry: Any,
+    entry: kv_cache.Entry | None,
     padding: Padding | None,
 ) -> Residual:
     modules, hooked = bound.modules, bound.listeners.look() | bound.always
@@ -330,16 +317,16 @@ def _run(
     weights = bound.weights()
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in hooked else x  # type: ignore[no-any-return]
+        return modules[name](x) if name in hooked else x
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in called else _norm(modules[name], x)  # type: ignore[no-any-return]
+        return modules[name](x) if name in called else _norm(modules[name], x)
 
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
     if is_post_norm:
         q_in = k_in = v_in = resid_pre
-    elif "ln1" in hooked:  # the installed forward normalises three times, which hooks see
+    elif "ln1" in hooked:  # three times, because TransformerLens does so, and hooks count
         q_in, k_in, v_in = (norm("ln1", resid_pre) for _ in range(3))
     else:
         q_in = k_in = v_in = norm("ln1", resid_pre)
@@ -353,7 +340,7 @@ def _run(
         or not bound.ignores_wholly(attn)
     ):
         if k_in is q_in and not is_post_norm:
-            # As the installed forward has them: a hook before it may edit one in place.
+            # Apart, because a hook may edit one in place, and TransformerLens keeps them apart.
             q_in, k_in = q_in + 0.0, k_in + 0.0
         attn_out = attn(
             query_input=q_in,
@@ -370,7 +357,7 @@ def _run(
     if is_post_norm:
         attn_out = norm("ln1", attn_out)
     attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
-    if attn_out.device != resid_pre.device:
+    if attn_out.device != resid_pre.device:  # because a user's module may live elsewhere
         resid_pre = resid_pre.to(attn_out.device)
     is_parallel, mlp_out = cfg.parallel_attn_mlp, None
     if cfg.attn_only or is_parallel:
@@ -379,7 +366,7 @@ def _run(
         resid_mid = point("hook_resid_mid", resid_pre + attn_out)  # [batch, pos, d_model]
     if not cfg.attn_only or is_parallel:
         mlp_in = resid_mid
-        if cfg.use_hook_mlp_in:
+        if cfg.use_hook_mlp_in:  # a clone, because the hook may edit it in place
             mlp_in = point("hook_mlp_in", resid_mid.clone())
         if not is_post_norm or is_parallel:
             mlp_in = norm("ln2", mlp_in)
@@ -390,7 +377,7 @@ def _run(
         if is_post_norm:
             mlp_out = norm("ln2", mlp_out)
         mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    if cfg.attn_only or is_parallel:
+    if cfg.attn_only or is_parallel:  # after the MLP, which reads resid_pre
         resid_mid = resid_pre + attn_out
     resid_post = resid_mid if mlp_out is None else resid_mid + mlp_out
     return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
@@ -403,9 +390,9 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
         return x
     dtype, w, b = norm.cfg.dtype, weights.get("w"), weights.get("b")
     if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
-        return norm(x)  # type: ignore[no-any-return]
+        return norm(x)  # because torch's kernels take one dtype and one device
     if b is not None and b.dtype != dtype:
-        return norm(x)  # type: ignore[no-any-return]
+        return norm(x)
     if kind is RMSNorm or kind is RMSNormPre:
         return torch.rms_norm(x, x.shape[-1:], w, norm.eps)
     return torch.layer_norm(x, x.shape[-1:], w, b, norm.eps)
@@ -413,7 +400,7 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
     if x.device != weights.out.device or x.dtype != weights.out.dtype:
-        return mlp(x)  # type: ignore[no-any-return]
+        return mlp(x)  # because F.linear takes one device and one dtype
     if weights.gate is None:
         post = mlp.act_fn(F.linear(x, weights.inp, weights.b_in))  # [batch, pos, d_mlp]
     else:
@@ -421,32 +408,27 @@ def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
             pre, linear = F.linear(x, weights.gate_in).chunk(2, -1)  # [batch, pos, d_mlp]
         else:
             pre, linear = F.linear(x, weights.gate), F.linear(x, weights.inp)
-        post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)
-    return F.linear(post, weights.out, weights.b_out)
-
-
-# --------------------------------------------------------------------------------------------
-# Attention
+        post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)  # [batch, pos, d_mlp]
+    return F.linear(post, weights.out, weights.b_out)  # [batch, pos, d_model]
 
 
 def _attention(
     attn: Any,
     weights: _Weights,
-    called: Any,
+    called: frozenset[str],
     hooked: frozenset[str],
     inputs: tuple[Residual, Residual, Residual],
-    entry: Any,
+    entry: kv_cache.Entry | None,
     padding: Padding | None,
 ) -> Residual:
     """Attention by SDPA, from the normalised inputs of queries, keys and values."""
     cfg, modules = attn.cfg, attn._modules
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if f"attn.{name}" in hooked else x  # type: ignore[no-any-return]
+        return modules[name](x) if f"attn.{name}" in hooked else x
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        is_called = f"attn.{name}" in called
-        return modules[name](x) if is_called else _norm(modules[name], x)  # type: ignore[no-any-return]
+        return modules[name](x) if f"attn.{name}" in called else _norm(modules[name], x)
 
     n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
     batch, n = inputs[0].shape[:2]
@@ -454,24 +436,24 @@ def _attention(
     # Not with hooks on them, because one that is kept would keep the memory of all three.
     if joint is not None and hooked.isdisjoint(_OF_QKV):
         parts = n_heads, n_kv_heads, n_kv_heads
-        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)
+        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)  # all heads
         q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
     else:
         q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
         k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, n, n_kv_heads, d_head))
         v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, n, n_kv_heads, d_head))
     if cfg.use_qk_norm:
-        q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)
+        q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)  # each head by itself
         k = norm("k_norm", k.reshape(-1, d_head)).view(k.shape)
     elif cfg.original_architecture in _WHOLE_VECTOR_NORMS:
-        q = norm("q_norm", q.flatten(2)).view(q.shape)
+        q = norm("q_norm", q.flatten(2)).view(q.shape)  # all heads together
         k = norm("k_norm", k.flatten(2)).view(k.shape)
     if cfg.clip_qkv is not None:
         q, k, v = (x.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for x in (q, k, v))
     offset = 0
     if entry is not None:
         offset = entry.past_keys.size(1)
-        k, v = kv_cache.append(entry, k, v)
+        k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head, d_head]
     tables = _tables(attn, q, offset, padding, entry)
     if cfg.positional_embedding_type == "rotary":
 
@@ -479,7 +461,7 @@ def _attention(
             of_keys = tables.of_keys
             return _rotated(attn, keys, *(table[:, start:] for table in of_keys))
 
-        q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))
+        q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))  # [batch, pos, head, d_head]
         k = rotate(k) if entry is None else kv_cache.rotated_keys(entry, k, tables.names, rotate)
         if entry is not None and "attn.hook_rot_k" in hooked:
             k = k.clone()  # because a hook may write to it, and the cache keeps rotated keys
@@ -487,28 +469,30 @@ def _attention(
     bias = None
     if cfg.positional_embedding_type == "alibi":
         bias = alibi_table(attn, k.shape[1], q.device)[:, -q.shape[1] :, : k.shape[1]]
-    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
     z = sdpa.attend(*by_head, 1 / attn.attn_scale, tables.mask, tables.is_causal, bias)
     z = z.transpose(1, 2)  # [batch, pos, head, d_head]
     if "attn.hook_z" in hooked:
         # A hook may edit it in place, and SDPA's backward needs its result.
         z = modules["hook_z"](z.clone() if z.requires_grad else z)
-    return F.linear(z.to(weights.o.dtype).flatten(2), weights.o, weights.b_O)
+    return F.linear(z.to(weights.o.dtype).flatten(2), weights.o, weights.b_O)  # [..., d_model]
 
 
 class _Tables(NamedTuple):
     """The tables that a block's attention reads: positions and mask."""
 
     of_queries: tuple[torch.Tensor, ...] = ()
-    """Cosines and sines of the queries' positions; `of_keys`, of the keys'."""
+    """Cosines and sines of the queries' positions."""
     of_keys: tuple[torch.Tensor, ...] = ()
     mask: sdpa.Mask | None = None
     is_causal: bool = False
-    names: tuple[Any, ...] | None = None
+    names: tuple[object, ...] | None = None
     """Equal for two forwards if the same keys are known to have the same positions in both."""
 
 
-def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None, entry: Any) -> _Tables:
+def _tables(
+    attn: Any, q: Heads, offset: int, padding: Padding | None, entry: kv_cache.Entry | None
+) -> _Tables:
     """Return the tables of a block's attention, made once in a forward for all like it."""
     cfg, n = attn.cfg, q.shape[1]
     cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)
@@ -522,14 +506,14 @@ def _tables(attn: Any, q: Heads, offset: int, padding: Padding | None, entry: An
         of_keys, names = of_queries, None
         if cos is not None and sin is not None:
             of_keys = _positions(cos, sin, offset + n, pads, cfg.rotary_adjacent_pairs)
-            of_queries = tuple(table[:, offset:] for table in of_keys)
+            of_queries = tuple(table[:, offset:] for table in of_keys)  # [..., pos, 1, rotary_dim]
             names = None if pads is not None else (state_of(cos), state_of(sin))
         if direction != "causal":
             return _Tables(of_queries, of_keys, names=names)
         sees_all = window is None or n + offset <= window
-        if pads is None and sees_all and (n == 1 or offset == 0):
+        if pads is None and sees_all and (n == 1 or offset == 0):  # flash takes no mask
             return _Tables(of_queries, of_keys, None, n > 1, names)
-        mask = attn._make_causal_mask(n, n + offset, offset, q.device)
+        mask = attn._make_causal_mask(n, n + offset, offset, q.device)  # [1, 1, pos, key_pos]
         if pads is not None:
             mask = sdpa.without_blind_rows(mask & pads[:, None, None, :].bool())
         return _Tables(of_queries, of_keys, mask, False, names)
@@ -564,7 +548,7 @@ def _positions(
         cos, sin = cos[None, :n_keys, None], sin[None, :n_keys, None]
     else:
         # As `get_offset_position_ids`: padding before the first token is at 0.
-        positions = (padding.cumsum(dim=1) - 1).clamp(min=0).to(cos.device)
+        positions = (padding.cumsum(dim=1) - 1).clamp(min=0).to(cos.device)  # [batch, key_pos]
         cos, sin = cos[positions, None, :], sin[positions, None, :]
     if in_pairs:
         signed = torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
@@ -575,12 +559,12 @@ def _positions(
 
 
 def _rotated(attn: Any, x: Heads, cos: torch.Tensor, sin: torch.Tensor) -> Heads:
-    """Return queries or keys with their positions: TransformerLens's `apply_rotary`."""
+    """Return queries or keys, rotated as by TransformerLens's `apply_rotary`."""
     dim = attn.cfg.rotary_dim
     turned = x if dim == x.shape[-1] else x[..., :dim]
     if attn.cfg.rotary_adjacent_pairs:
         flipped = torch.stack((turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
     else:
         flipped = turned.roll(dim // 2, -1)
-    turned = torch.addcmul(turned * cos, flipped, sin)
+    turned = torch.addcmul(turned * cos, flipped, sin)  # [batch, pos, head, rotary_dim]
     return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)

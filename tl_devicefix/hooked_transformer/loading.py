@@ -7,7 +7,6 @@ Each device holds at most one component beyond the model:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
+from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 from tl_devicefix.checkpoints.hub import (
@@ -31,7 +32,7 @@ from tl_devicefix.checkpoints.live_weights import class_in_transformers, out_of_
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.fusing import fused
 from tl_devicefix.hooked_transformer.components import POST_NORM, component_sizes
-from tl_devicefix.hooked_transformer.config import is_listed, model_config, official_name
+from tl_devicefix.hooked_transformer.config import Options, is_listed, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
@@ -43,14 +44,9 @@ from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
-from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import let_go
-from tl_devicefix.twin import (
-    Numbers,
-    choice_of_numbers,
-    refuse_parts_beyond_config,
-)
+from tl_devicefix.twin import Numbers, choice_of_numbers, refuse_parts_beyond_config
 from tl_devicefix.weight_processing import Steps
 
 _log = logging.getLogger(__name__)
@@ -63,28 +59,29 @@ _log = logging.getLogger(__name__)
     "max_memory",
 )
 def from_pretrained(
-    cls: Any,
-    *args: Any,
+    cls: type[HookedTransformer],
+    *args: object,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     fuse_blocks: bool = False,
     numbers: Numbers | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> HookedTransformer:
     """Load a model, its weights folded, over one or several devices.
 
-    Every argument of the installed `HookedTransformer.from_pretrained`, and:
+    It takes every argument of the installed `HookedTransformer.from_pretrained`, and:
 
     Args:
-        device_map: instead of `n_devices`: "balanced" or "auto", "sequential", one device, or a
+        device_map: instead of `n_devices`, "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
-            (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
+            (`{0: "20GiB", 1: "40GiB"}`). All devices of the dict are used, unless `n_devices` says
+            how many.
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
-        numbers: what to do if a HookedTransformer with this config would not give transformers'
-            numbers, as a tiny twin of it shows before weights are read: "warn", which is the
-            default, "refuse", or "ignore", which does not look at the parts of `hf_model` either.
-            The environment variable TL_DEVICEFIX_NUMBERS sets another default.
+        numbers: "warn" (the default), "refuse" or "ignore". A tiny twin shows, before weights are
+            read, if a HookedTransformer with this config would not give transformers' numbers.
+            "ignore" does not look at the parts of `hf_model` either. The environment variable
+            TL_DEVICEFIX_NUMBERS sets another default.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
@@ -112,7 +109,7 @@ def from_pretrained(
     """
     handled = id(sys.exc_info()[1])  # because the caller's own error may be its context
     try:
-        model = _load(cls, _bind(cls, args, kwargs), device_map, max_memory, numbers)
+        model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, numbers)
     except BaseException as error:
         # Because its frames would keep the loaded weights as long as the error.
         let_go(error, but_not=[handled])
@@ -121,14 +118,14 @@ def from_pretrained(
 
 
 def _load(
-    cls: Any,
-    arguments: dict[str, Any],
+    cls: type[HookedTransformer],
+    arguments: Options,
     device_map: DeviceMap | None,
     max_memory: MaxMemory | None,
     numbers: Numbers | None,
-) -> Any:
+) -> HookedTransformer:
     """Load a model by all arguments of `from_pretrained`."""
-    hf_kwargs = arguments.pop("from_pretrained_kwargs", {})
+    hf_kwargs = arguments.pop("from_pretrained_kwargs", {})  # TransformerLens passes them on
     parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "numbers"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
@@ -140,38 +137,31 @@ def _load(
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
     steps = applicable_steps(cfg, arguments)
     warning = _check_numbers(model_name, cfg, arguments, steps, numbers, hf_kwargs)
-    placement = _place(cfg, arguments, device_map, max_memory)
+    n_devices, device = arguments["n_devices"], arguments["device"]
+    placement = decide_fitting(component_sizes(cfg), n_devices, device, device_map, max_memory)
+    if not arguments["move_to_device"]:
+        placement = placement.gathered_on(torch.device("cpu"))
     placement = placement.of_this_process
-    with contextlib.ExitStack() as stack:
-        remotes = stack.enter_context(
-            loading_elsewhere(
-                placement,
-                "HookedTransformer.from_pretrained",
-                model_name,
-                {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"},
-                **hf_kwargs,
-            )
-        )
-        with one_load:
+    for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"}
+    with loading_elsewhere(
+        placement, "HookedTransformer.from_pretrained", model_name, for_workers, **hf_kwargs
+    ) as remotes:
+        with one_load:  # because methods of all models are replaced meanwhile
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
+            hf_model = getattr(source, "hf_model", None)
+            tokenizer, side = arguments["tokenizer"], arguments["default_padding_side"]
             with tokenizers_fetched_with(model_name, hf_kwargs):
-                model = empty_model(
-                    cls,
-                    cfg,
-                    arguments["tokenizer"],
-                    arguments["default_padding_side"],
-                    getattr(source, "hf_model", None),
-                )
+                model = empty_model(cls, cfg, tokenizer, side, hf_model)
         fill(model, source, placement, steps)
     place(model, placement)  # the weights are on their devices, the buffers are not
     attach_blocks(model, remotes)
-    model.numbers_warning = warning
+    vars(model)["numbers_warning"] = warning
     if not arguments["move_to_device"]:
-        device = arguments["device"]
+        # As asked, because `move_model_modules_to_device` moves the weights there later.
         device = resolve(device) if isinstance(device, int) else device or default_device()
         model.cfg.device = str(device)
     if model.tokenizer is None:
-        logging.getLogger("tl_devicefix").warning(
+        _log.warning(
             "%r has no tokenizer (none of %s), so the model takes only tokens: pass "
             "tokenizer=AutoTokenizer.from_pretrained(...) to from_pretrained, or give it to "
             "model.set_tokenizer(...).",
@@ -182,7 +172,7 @@ def _load(
     return model
 
 
-def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
     """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
     signature = inspect.signature(original(cls, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)
@@ -195,22 +185,20 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return arguments
 
 
-def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(name: str, arguments: Options, hf_kwargs: Options) -> None:
     if hf_kwargs.get("load_in_8bit") or hf_kwargs.get("load_in_4bit"):
         raise ValueError(
             "HookedTransformer takes neither load_in_4bit nor load_in_8bit: load the quantised "
             "model with transformers and pass it as hf_model"
         )
-    if arguments.get("checkpoint_label") is not None:
+    if (label := arguments.get("checkpoint_label")) is not None:
         if arguments["checkpoint_value"] is not None:
             raise ValueError(
-                "Specify checkpoint_value or checkpoint_label, not both — they are aliases."
+                "checkpoint_value and checkpoint_label are one setting: give one, not both"
             )
-        arguments["checkpoint_value"] = arguments["checkpoint_label"]
-    checkpoint_named = any(
-        arguments.get(name) is not None for name in ("checkpoint_index", "checkpoint_value")
-    )
-    if checkpoint_named and not is_listed(name):
+        arguments["checkpoint_value"] = label
+    chosen = arguments.get("checkpoint_index"), arguments.get("checkpoint_value")
+    if chosen != (None, None) and not is_listed(name):
         raise ValueError(
             f"{name!r} is a single checkpoint: leave out checkpoint_index and checkpoint_value, "
             "which choose among the training checkpoints of a model that TransformerLens lists"
@@ -218,24 +206,22 @@ def _refuse_unsupported(name: str, arguments: dict[str, Any], hf_kwargs: dict[st
 
 
 def _load_config(
-    model_name: str, arguments: dict[str, Any], hf_kwargs: dict[str, Any], dtype: torch.dtype
-) -> Any:
+    model_name: str, arguments: Options, hf_kwargs: Options, dtype: torch.dtype
+) -> HookedTransformerConfig:
     passed_on = (
         *("checkpoint_index", "checkpoint_value", "fold_ln", "default_prepend_bos"),
         *("first_n_layers", "n_ctx"),
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
-    hf_model = arguments["hf_model"]
     # One device here, because TransformerLens would count CUDA devices.
-    return model_config(
-        model_name, hf_model=hf_model, dtype=dtype, device="cpu", **options, **hf_kwargs
-    )
+    options |= {"hf_model": arguments["hf_model"], "dtype": dtype, "device": "cpu"}
+    return model_config(model_name, **options, **hf_kwargs)
 
 
-def applicable_steps(cfg: Any, arguments: Mapping[str, Any]) -> Steps:
+def applicable_steps(cfg: HookedTransformerConfig, arguments: Mapping[str, Any]) -> Steps:
     """Return the requested processing without steps that do not apply to such a model."""
     steps = {name: arguments[name] for name in Steps.__dataclass_fields__ if name in arguments}
-    refused: dict[str, str] = {}
+    refused: dict[str, str] = {}  # as TransformerLens's own `from_pretrained` refuses them
     if cfg.positional_embedding_type == "shortformer":
         for name in ("fold_ln", "center_unembed", "center_writing_weights"):
             refused[name] = "a shortformer model"
@@ -253,11 +239,11 @@ def applicable_steps(cfg: Any, arguments: Mapping[str, Any]) -> Steps:
 
 def _check_numbers(
     model_name: str,
-    cfg: Any,
-    arguments: dict[str, Any],
+    cfg: HookedTransformerConfig,
+    arguments: Options,
     steps: Steps,
     numbers: Numbers | None,
-    hf_kwargs: dict[str, Any],
+    hf_kwargs: Options,
 ) -> str | None:
     """Run the tiny twin, and return its warning; None if there is none."""
     if choice_of_numbers(numbers) == "ignore" or _has_own_format(model_name):
@@ -271,7 +257,7 @@ def _check_numbers(
     if n_layers > cfg.n_layers and arguments.get("first_n_layers") is None:
         raise ValueError(
             f"hf_model has {n_layers} layers, but {model_name!r} has {cfg.n_layers}, so that the "
-            f"last {n_layers - cfg.n_layers} would be left out; give the model's own name or "
+            f"last {n_layers - cfg.n_layers} would be left out: give the model's own name or "
             f"directory, or first_n_layers={cfg.n_layers}"
         )
     refuse_parts_beyond_config(model)
@@ -281,35 +267,21 @@ def _check_numbers(
 
 def _has_own_format(model_name: str) -> bool:
     """Return True if it is a checkpoint in HookedTransformer's format, not transformers'."""
-    own = ("NeelNanda", "ArthurConmy", "Baidicoot")
+    own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # by owner, because TransformerLens does so
     return is_listed(model_name) and model_name.startswith(own)
 
 
-def _place(
-    cfg: Any, arguments: dict[str, Any], device_map: DeviceMap | None, max_memory: MaxMemory | None
-) -> Placement:
-    placement = decide_fitting(
-        component_sizes(cfg),
-        n_devices=arguments["n_devices"],
-        device=arguments["device"],
-        device_map=device_map,
-        max_memory=max_memory,
-    )
-    if arguments["move_to_device"]:
-        return placement
-    return placement.gathered_on(torch.device("cpu"))
-
-
 def _open_source(
-    model_name: str, cfg: Any, hf_model: Any, dtype: torch.dtype, hf_kwargs: dict[str, Any]
+    model_name: str,
+    cfg: HookedTransformerConfig,
+    hf_model: nn.Module | None,
+    dtype: torch.dtype,
+    hf_kwargs: Options,
 ) -> Source:
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
     if _has_own_format(model_name):
-        return StateDictSource(
-            # In float32 at least, because rounding comes once, after folding.
-            tl_loading.get_pretrained_state_dict(
-                model_name, cfg, dtype=torch.promote_types(dtype, torch.float32), **hf_kwargs
-            )
-        )
+        # In float32 at least, because rounding comes once, after folding.
+        hf_kwargs = {**hf_kwargs, "dtype": torch.promote_types(dtype, torch.float32)}
+        return StateDictSource(tl_loading.get_pretrained_state_dict(model_name, cfg, **hf_kwargs))
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)

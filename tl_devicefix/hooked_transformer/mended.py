@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from transformer_lens import HookedTransformer
 
 from tl_devicefix.monkeypatch.patch import patches
+
+Original = Callable[..., Any]
 
 
 @patches(
@@ -21,17 +25,17 @@ from tl_devicefix.monkeypatch.patch import patches
     until="3",
 )
 def create_alibi_multipliers(
-    original: Any, n_heads: int, device: torch.device | str | None = None
+    original: Original, n_heads: int, device: torch.device | str | None = None
 ) -> Float[torch.Tensor, " n_heads"]:
     """Wrap `AbstractAttention.create_alibi_multipliers`, for any number of heads.
 
-    TransformerLens's formula is right for powers of two only. For other numbers, ALiBi as published
-    and as in transformers takes the slopes for the power of two below, and then every other slope
-    for the power of two above.
+    TransformerLens's formula is right for powers of two only.
     """
+    # As published and as in transformers: the slopes for the power of two below, and then every
+    # other slope for the power of two above. 12 heads have the slopes of 8, and 4 of those of 16.
     power = 2 ** math.floor(math.log2(n_heads))
-    further: torch.Tensor = original(2 * power, device)[: 2 * (n_heads - power) : 2]
-    return torch.cat([original(power, device), further])
+    further = original(2 * power, device)[: 2 * (n_heads - power) : 2]  # [n_heads - power]
+    return torch.cat([original(power, device), further])  # [n_heads]
 
 
 @patches(
@@ -40,14 +44,15 @@ def create_alibi_multipliers(
     why="texts of unequal length are generated one by one, because padding would be attended to",
     until="3.0",
 )
-def generate(original: Any, self: Any, input: Any = "", *args: Any, **kwargs: Any) -> Any:
-    """Wrap `HookedTransformer.generate`: texts of unequal length are generated one by one.
+def generate(
+    original: Original, self: HookedTransformer, input: object = "", *args: object, **kwargs: Any
+) -> object:
+    """Wrap `HookedTransformer.generate`, and generate texts of unequal length one by one.
 
-    TransformerLens 2 and 3.0 drop the mask of padding here, so that only the longest text's result
-    is right. Tokens that you padded yourself go to TransformerLens's own method.
+    Tokens that you padded yourself go to TransformerLens's own method.
     """
-    wants_text = kwargs.get("return_type", "input") in ("input", "str")
-    if isinstance(input, list) and wants_text:
+    # TransformerLens 2 and 3.0 drop the mask of padding, so only the longest text would be right.
+    if isinstance(input, list) and kwargs.get("return_type", "input") in ("input", "str"):
         prepends = {name: kwargs[name] for name in ("prepend_bos",) if name in kwargs}
         lengths = {self.to_tokens(text, **prepends).shape[1] for text in input}
         if len(lengths) > 1:

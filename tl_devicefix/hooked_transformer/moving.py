@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import nn
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from tl_devicefix.around import Args, Around, Kwargs
 from tl_devicefix.dispatch import forward as running
@@ -25,7 +28,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 
-def place(model: Any, placement: Placement) -> None:
+def place(model: HookedTransformer, placement: Placement) -> None:
     """Move each component to its planned device, and the rest home; make the model run over them.
 
     The rest is, for example, a subclass's own parameters. Sets the model's `placement`,
@@ -36,7 +39,7 @@ def place(model: Any, placement: Placement) -> None:
     settle(model, placement)
 
 
-def settle(model: Any, placement: Placement) -> None:
+def settle(model: HookedTransformer, placement: Placement) -> None:
     """Record the present placement of the weights, and align the model with it."""
     _record(model, placement)
     model.cfg.device = str(placement.home)
@@ -51,16 +54,11 @@ def _record(model: Any, placement: Placement) -> None:
     remember(model.cfg, placement)
 
 
-def _tell_accelerate(model: Any, placement: Placement) -> None:
-    """Set transformers' marks of a spread model.
-
-    They keep `accelerate.Accelerator().prepare` and transformers' Trainer from moving it.
-    """
+def _tell_accelerate(model: HookedTransformer, placement: Placement) -> None:
+    """Mark a spread model as transformers does, so that accelerate and Trainer do not move it."""
     vars(model).pop("hf_device_map", None)
     if len(placement.memories) > 1:
-        model.hf_device_map = {
-            component.name: component.stored_on for component in placement.components
-        }
+        vars(model)["hf_device_map"] = {c.name: c.stored_on for c in placement.components}
 
 
 @patches(
@@ -69,12 +67,14 @@ def _tell_accelerate(model: Any, placement: Placement) -> None:
     why="keep the device's index; a dtype keeps the placement",
 )
 def to(
-    self: Any, device_or_dtype: torch.device | str | torch.dtype | int, print_details: bool = True
-) -> Any:
+    self: HookedTransformer,
+    device_or_dtype: torch.device | str | torch.dtype | int,
+    print_details: bool = True,
+) -> HookedTransformer:
     """Move the model to one device, or change its dtype in place.
 
     A dtype keeps the placement. A device gathers the whole model there and updates the placement;
-    its index is kept in `cfg.device`. A number is an index of a device of home's type.
+    `cfg.device` keeps its index. A number is the index of a device of home's type.
 
     Raises:
         ValueError: if the device does not exist.
@@ -85,7 +85,7 @@ def to(
         nn.Module.to(self, device_or_dtype)
         self.cfg.dtype = device_or_dtype
         return self
-    device = resolve_to_move(device_or_dtype, torch.device(self.cfg.device))
+    device = resolve_to_move(device_or_dtype, torch.device(str(self.cfg.device)))
     if print_details:
         print("Moving model to device: ", device)
     nn.Module.to(self, device)
@@ -94,35 +94,43 @@ def to(
 
 
 @patches("HookedTransformer", takes="self fn", why="inputs follow the weights when they move")
-def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+def _apply(
+    self: HookedTransformer, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> HookedTransformer:
     """Follow the weights when they are moved, also by a module that holds this one.
 
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
     refuse_to_convert(self, fn)
-    before = _devices(self)
+    before, placement = _devices(self), placement_of(self)
     nn.Module._apply(self, fn, recurse)
     if _devices(self) != before:
         share_buffers(self)
         _follow_weights(self)
-    elif getattr(self, "placement", None) is not None:  # because the dtype may have changed
+    elif placement is not None:
         share_buffers(self)
-        _record(self, self.placement.reweighed(self))
-        pin(self, self.placement)
+        placement = placement.reweighed(self)  # because the dtype may have changed
+        _record(self, placement)
+        pin(self, placement)
     return self
 
 
-def _follow_weights(model: Any) -> None:
+def _follow_weights(model: HookedTransformer) -> None:
     """Update config and placement after all weights were moved to one device."""
     devices = _devices(model)
     if len(devices) != 1:
         return
-    device = devices.pop()
+    device, placement = devices.pop(), placement_of(model)
     model.cfg.device = str(device)
-    if getattr(model, "placement", None) is not None:
-        settle(model, model.placement.gathered_on(device))
+    if placement is not None:
+        settle(model, placement.gathered_on(device))
     else:
         running.unalign(model)
+
+
+def placement_of(model: HookedTransformer) -> Placement | None:
+    """Return a model's placement; None if it has none."""
+    return getattr(model, "placement", None)
 
 
 def _devices(model: nn.Module) -> set[torch.device]:
@@ -134,9 +142,9 @@ def _devices(model: nn.Module) -> set[torch.device]:
     takes="self",
     why="place by the plan, not by whichever device has most free memory",
 )
-def move_model_modules_to_device(original: Any, self: Any) -> None:
+def move_model_modules_to_device(original: Callable[..., None], self: HookedTransformer) -> None:
     """Place the model by its config's `device` and `n_devices`."""
-    placement: Placement | None = getattr(self, "placement", None)
+    placement = placement_of(self)
     if placement is not None and placement.here is not placement:
         return  # a model over several hosts stays
     if placement is not None and _is_spread_by(placement, self.cfg):
@@ -145,30 +153,32 @@ def move_model_modules_to_device(original: Any, self: Any) -> None:
         sizes = component_sizes(self.cfg)
         place(self, decide_fitting(sizes, self.cfg.n_devices, self.cfg.device))
     elif placement is not None:
-        place(self, placement.gathered_on(resolve(self.cfg.device)))
+        place(self, placement.gathered_on(resolve(str(self.cfg.device))))
     else:
         original(self)
 
 
-def _is_spread_by(placement: Placement, cfg: Any) -> bool:
+def _is_spread_by(placement: Placement, cfg: HookedTransformerConfig) -> bool:
     """Return True if a config asks for a placement of several devices, or with offloaded blocks."""
-    if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
+    if len(placement.devices) == 1 and resolve(str(cfg.device)) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
 
 
 @patches("HookedTransformer", takes="self state", why="copies keep the placement")
-def __setstate__(self: Any, state: dict[str, Any]) -> None:
-    """Restore a copied or unpickled model, whose config is a new object.
-
-    It may have been loaded to other devices than it was saved from (`map_location`).
-    """
+def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
+    """Restore a copied or unpickled model, whose config is a new object."""
     nn.Module.__setstate__(self, state)
     placement: Placement | None = self.__dict__.get("placement")
     if placement is None:
         return
     _record(self, placement)
-    if _devices(self) != {c.stored_on for c in placement.here.components if c.weights}:
+    try:
+        devices = _devices(self)
+    except AttributeError:
+        return  # because a block is still being copied, whose hook led to the model
+    # Other devices than it was saved from, because torch.load has a `map_location`.
+    if devices != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
     else:
         pin(self, placement)
@@ -176,19 +186,21 @@ def __setstate__(self: Any, state: dict[str, Any]) -> None:
 
 def share_buffers(model: nn.Module) -> None:
     """Let the blocks of a model that was constructed, moved or converted share their buffers."""
-    shared: dict[Any, torch.Tensor] = {}
+    shared: dict[Hashable, torch.Tensor] = {}
     for module in model.modules():
         kind = getattr(module, "attn_type", None)
         for name, buffer in module._buffers.items() if kind is not None else ():
             if buffer is not None and not buffer.is_meta and type(buffer) is not RemoteTensor:
                 key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
                 first = shared.setdefault(key, buffer)
+                # Compared, because a user may have given one block other values.
                 if first is not buffer and torch.equal(first, buffer):
                     module._buffers[name] = first
 
 
-def align(model: Any, placement: Placement) -> None:
+def align(model: HookedTransformer, placement: Placement) -> None:
     """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
+    # Not of blocks, because their outputs go on to the next device.
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
     if model.cfg.positional_embedding_type != "alibi":
         return
@@ -213,21 +225,23 @@ class AlibiAt(Around):
         """Make the table if there is none that is long enough."""
         entry = kwargs.get("past_kv_cache_entry")
         past = 0 if entry is None else entry.past_keys.shape[1]
-        n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]
+        n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]  # [batch, pos, ...]
         if hasattr(block.attn, "alibi"):  # and is no other module
             alibi_table(block.attn, n_keys, self.device)
         return args, kwargs
 
 
-def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:
-    """Return an attention's ALiBi table on a device, [head_index, query_pos, key_pos]."""
+def alibi_table(
+    attn: Any, n_keys: int, device: torch.device
+) -> Float[torch.Tensor, "head_index query_pos key_pos"]:
+    """Return an attention's ALiBi table on a device, for at least `n_keys` keys."""
     table = attn.alibi
     is_short = table is None or table.shape[-1] < n_keys
     # SDPA saves it for backward, which torch refuses of a table from inference mode.
     if is_short or (table.is_inference() and torch.is_grad_enabled()):
         table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
     attn.alibi = table.to(device)
-    return attn.alibi  # type: ignore[no-any-return]
+    return attn.alibi
 
 
 @patches(
@@ -235,47 +249,48 @@ def alibi_table(attn: Any, n_keys: int, device: torch.device) -> torch.Tensor:
     takes="self",
     why="SAEs and the like run where they are, whatever block they are attached to",
 )
-def setup(original: Any, self: Any) -> Any:
-    """`HookedRootModule.setup`, which is called whenever a module has been attached or removed."""
-    result = original(self)
-    if is_aligned(self):
-        align(self, self.placement)
+def setup(original: Callable[..., object], self: HookedTransformer) -> object:
+    """Wrap `HookedRootModule.setup`, which is called after a module was attached or removed."""
+    result, placement = original(self), placement_of(self)
+    if placement is not None and is_aligned(self):
+        align(self, placement)
     return result
 
 
-_placements: dict[int, tuple[weakref.ref[Any], Placement]] = {}
-"""By the id of a model's config, because TransformerLens asks for a block's device by config alone.
-
-torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
-"""
+# By the id of a model's config, because TransformerLens asks for a block's device by config alone.
+# torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
+_placements: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
 
 
-def placement_of(cfg: Any) -> Placement | None:
-    """Return the placement of the model with this very config."""
+def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
+    """Return the placement of the model with this very config; None if it has none."""
     of_config, placement = _placements.get(id(cfg), (None, None))
+    # Compared, because a freed config's id may be reused before it is forgotten.
     return placement if of_config is not None and of_config() is cfg else None
 
 
-def remember(cfg: Any, placement: Placement) -> None:
-    """Make `placement_of` find a placement by a config, as long as the config exists."""
+def remember(cfg: HookedTransformerConfig, placement: Placement) -> None:
+    """Make `placement_by` find a placement by a config, as long as the config exists."""
     key = id(cfg)
     _placements[key] = weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement
 
 
 @patches(None, takes="index cfg device", why="the placement says where blocks lie", until="3")
 def get_device_for_block_index(
-    original: Any, index: int, cfg: Any, device: torch.device | str | None = None
+    original: Callable[..., torch.device | None],
+    index: int,
+    cfg: HookedTransformerConfig,
+    device: torch.device | str | None = None,
 ) -> torch.device | None:
-    """Return the device of a block, by the model's placement; in a forward, return None.
-
-    TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: a block's
-    `CarryTo` alone moves the residual stream, because in a run in flight it waits for the device.
-    Index 0 means home, because TransformerLens asks so where the tokens belong.
-    """
-    placement = placement_of(cfg)
+    """Return the device of a block, by the model's placement; in a forward, return None."""
+    placement = placement_by(cfg)
     if placement is None:
-        return original(index, cfg, device)  # type: ignore[no-any-return]
-    if index and device is None and is_in_forward():  # with a device, it asks for a KV cache
+        return original(index, cfg, device)
+    # TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: a block's
+    # `CarryTo` alone moves the residual stream, because in a run in flight it waits for the device.
+    # With a device, it asks for a KV cache.
+    if index and device is None and is_in_forward():
         return None
+    # Index 0 means home, because TransformerLens asks so where the tokens belong.
     of_block = placement.home if index == 0 else placement.device_of(f"blocks.{index}")
     return placement.home if is_elsewhere(of_block) else of_block

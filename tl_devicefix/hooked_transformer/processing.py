@@ -10,11 +10,12 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
-from transformer_lens import HookedTransformer
+from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.components import LayerNormPre, RMSNormPre
 
 from tl_devicefix.checkpoints.sources import (
@@ -26,18 +27,14 @@ from tl_devicefix.checkpoints.sources import (
 )
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import IS_2, component_names, final_norm_class
-from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.hooked_transformer.moving import placement_of, settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, is_block
 from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.weight_processing import (
-    Conventions,
-    Steps,
-    process_component,
-)
+from tl_devicefix.weight_processing import Conventions, Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing
 from tl_devicefix.weight_processing.steps import (
     Weights,
@@ -49,24 +46,23 @@ from tl_devicefix.weight_processing.steps import (
 _log = logging.getLogger(__name__)
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 _NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
-_MOST_AT_ONCE = 8
-"""The most threads, because more do not copy faster: memory is the limit."""
+_MOST_AT_ONCE = 8  # threads, because more do not copy faster: memory is the limit
 
 
 def _fold_norms(
-    model: Any, unit: str, weights: Weights, fold_biases: bool = True, center_weights: bool = True
+    cfg: HookedTransformerConfig,
+    unit: str,
+    weights: Weights,
+    fold_biases: bool = True,
+    center_weights: bool = True,
 ) -> None:
     keep = installed_conventions().keeps_folded_norms
     options = {"center_weights": center_weights, "keep_norms": keep}
     if is_block(unit):
         fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
     elif unit == "unembed":
-        fold_biases = fold_biases and not model.cfg.final_rms
+        fold_biases = fold_biases and not cfg.final_rms  # an RMS norm has no bias
         fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
-
-
-def _process(steps: Steps, model: Any, unit: str, weights: Weights) -> None:
-    process_component(unit, weights, model.cfg, steps, installed_conventions())
 
 
 @patches(
@@ -77,7 +73,11 @@ def _process(steps: Steps, model: Any, unit: str, weights: Weights) -> None:
     why=_FOLDS,
 )
 def one_step(
-    original: Any, self: Any, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+    original: FunctionType,
+    self: HookedTransformer,
+    state_dict: Mapping[str, torch.Tensor],
+    *args: object,
+    **kwargs: object,
 ) -> Weights:
     """Wrap a method of HookedTransformer that processes weights, such as `fold_layer_norm`.
 
@@ -89,13 +89,14 @@ def one_step(
     Raises:
         ValueError: if attention matrices cannot be refactored.
     """
-    method = original.__name__
-    step: Callable[..., None] = _fold_norms
+    method, conventions = original.__name__, installed_conventions()
+    step: Callable[..., None] = functools.partial(_fold_norms, self.cfg)
     if method != "fold_layer_norm":
         steps = Steps(**{method: True})
-        if not method.startswith("center"):  # the caller decides that
-            steps = steps.applicable(self.cfg, installed_conventions())
-        step = functools.partial(_process, steps)
+        if not method.startswith("center"):  # because TransformerLens's own always centre
+            steps = steps.applicable(self.cfg, conventions)
+        given: dict[str, Any] = {"cfg": self.cfg, "steps": steps, "conventions": conventions}
+        step = functools.partial(process_component, **given)
     source = StateDictSource(state_dict)
     result: Weights = {}
     for unit in dict.fromkeys(map(processing_unit, state_dict)):
@@ -103,7 +104,7 @@ def one_step(
         device, stored_on = _devices_of(self, unit)
         dtype = slicing.working_dtype(weights, torch.float32)
         copies = slicing.WorkingCopies(weights, device, dtype)
-        step(self, unit, copies, *args, **kwargs)
+        step(unit, copies, *args, **kwargs)
         for name, value in copies.items():
             dtype = weights[name].dtype if name in weights else self.cfg.dtype
             result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
@@ -112,7 +113,7 @@ def one_step(
 
 @patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
 def load_and_process_state_dict(
-    self: Any,
+    self: HookedTransformer,
     state_dict: Mapping[str, torch.Tensor],
     fold_ln: bool = True,
     center_writing_weights: bool = True,
@@ -140,9 +141,8 @@ def load_and_process_state_dict(
     refuse_weights(self.parameters())
     source, own = StateDictSource(self.fill_missing_keys(dict(state_dict))), self.state_dict()
     units = processing_units(self.cfg)
-    beside = [  # a subclass's own parameters
-        name for name in state_dict if name in own and processing_unit(name) not in units
-    ]
+    # Beside the components: a subclass's own parameters.
+    beside = [name for name in state_dict if name in own and processing_unit(name) not in units]
     for name in beside:
         _check_weight(name, state_dict[name], own[name])
     for unit in units:
@@ -154,7 +154,7 @@ def load_and_process_state_dict(
         fold_value_biases,
         refactor_factored_attn_matrices,
     ).applicable(self.cfg, installed_conventions())
-    placement: Placement | None = getattr(self, "placement", None)
+    placement = placement_of(self)
     with changing_weights(self):
         if steps.fold_ln and not any(name.endswith(_NORM_SUFFIXES) for name in state_dict):
             _log.warning("fold_ln=True, but the weights have no norms (folded already): skipped")
@@ -171,7 +171,7 @@ def load_and_process_state_dict(
 
 @patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")
 def process_weights_(
-    self: Any,
+    self: HookedTransformer,
     fold_ln: bool = True,
     center_writing_weights: bool = True,
     center_unembed: bool = True,
@@ -193,21 +193,21 @@ def process_weights_(
     )
 
 
-def fold_norm_modules(model: Any) -> None:
+def fold_norm_modules(model: HookedTransformer) -> None:
     """Replace LayerNorm by LayerNormPre, and RMSNorm by RMSNormPre, which have no weights."""
     if model.cfg.normalization_type not in ("LN", "RMS"):
         return
     pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
     model.cfg.normalization_type += "Pre"
     for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
-        for name in ("ln1", "ln2", "ln", "ln_final"):
+        for name in ("ln1", "ln2", "ln", "ln_final"):  # `ln` is inside of SoLU's MLP
             if module is not None and name in module._modules:
                 norm = final_norm_class(model.cfg) if name == "ln_final" else pre
                 setattr(module, name, norm(model.cfg))
     model.setup()
 
 
-def processing_units(cfg: Any) -> list[str]:
+def processing_units(cfg: HookedTransformerConfig) -> list[str]:
     """Return the components without ln_final, which is processed with the unembedding."""
     return [name for name in component_names(cfg) if name != "ln_final"]
 
@@ -215,19 +215,18 @@ def processing_units(cfg: Any) -> list[str]:
 def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) -> None:
     """Read, process and store every component of a model, each on its planned device.
 
-    Without a placement, each is where the model has it.
+    Without a placement, each stays on the device where the model has it.
 
     Raises:
-        ValueError: if the source has not the weights that the model's config asks for.
+        ValueError: if the source lacks weights that the model's config asks for.
         torch.OutOfMemoryError: saying which device has no room.
     """
     units = processing_units(model.cfg)
     if placement is not None:
         model.placement = placement
-        units = [unit for unit in units if unit in placement.here.device_map]
-    devices = [
-        _devices_of(model, unit)[0] for unit in units
-    ]  # an offloaded block is processed where it runs
+        units = [unit for unit in units if unit in placement.here.device_map]  # not other hosts'
+    # Where it runs, because an offloaded block would be processed slowly on the host.
+    devices = [_devices_of(model, unit)[0] for unit in units]
     if source.computes:
         devices = devices[:1] * len(units)  # because memory allows one at a time
     elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
@@ -240,7 +239,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
 
 
 def _fill_one(
-    model: Any, source: Source, placement: Placement | None, steps: Steps, unit: str
+    model: HookedTransformer, source: Source, placement: Placement | None, steps: Steps, unit: str
 ) -> None:
     with naming_full_devices(model, placement, unit):
         weights = source.read(unit, _devices_of(model, unit)[0])
@@ -248,30 +247,30 @@ def _fill_one(
         load_component(model, unit, weights, steps)
 
 
-def _devices_of(model: Any, unit: str) -> tuple[torch.device, torch.device]:
+def _devices_of(model: HookedTransformer, unit: str) -> tuple[torch.device, torch.device]:
     """Return the devices that run a component and store its weights."""
-    placement: Placement | None = getattr(model, "placement", None)
+    placement = placement_of(model)
     if placement is not None:
         return placement.device_of(unit), placement.stored_on(unit)
     device = next(model.get_submodule(unit).parameters()).device
     return device, device
 
 
-def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> None:
+def load_component(model: HookedTransformer, unit: str, weights: Weights, steps: Steps) -> None:
     """Process one unit's weights on the device that runs it, and store them, rounded once.
 
-    It works slice by slice, so that only one slice is held beyond the model and the source.
+    It takes slice after slice, so that only one slice is held beyond the model and the source.
     """
     device, stored_on = _devices_of(model, unit)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = slicing.working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
-    means = None
+    means = None  # over the whole vocabulary, because a slice has some of its tokens only
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
     left = dict(weights)  # stored after all slices, or never read by a step
-    carried: Weights = {}
+    carried: Weights = {}  # b_O, which sums over the heads of all slices
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
@@ -289,11 +288,13 @@ def load_component(model: Any, unit: str, weights: Weights, steps: Steps) -> Non
         slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
 
 
-def complete_unit(model: Any, unit: str, weights: Weights, source: Source | None = None) -> Weights:
+def complete_unit(
+    model: HookedTransformer, unit: str, weights: Weights, source: Source | None = None
+) -> Weights:
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
-        if component not in component_names(model.cfg):
+        if component not in component_names(model.cfg):  # ln_final, if nothing is normalised
             continue
         for leaf, own in model.get_submodule(component).state_dict().items():
             name = f"{component}.{leaf}"
@@ -306,19 +307,20 @@ def complete_unit(model: Any, unit: str, weights: Weights, source: Source | None
     return complete
 
 
-def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor, source: Any = None) -> None:
+def _check_weight(
+    name: str, weight: torch.Tensor, own: torch.Tensor, source: Source | None = None
+) -> None:
     # A tensor of one element fits a scalar, as in torch's load_state_dict (Apertus's alphas).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
         unread = getattr(source, "unread_settings", "")
-        remedy = ": try TransformerBridge, or check that weights and config are of one model"
         raise ValueError(
             f"{name} has shape {tuple(weight.shape)}, but this model's config asks for "
-            f"{tuple(own.shape)}{unread and f', as TransformerLens reads a checkpoint{unread}'}"
-            f"{remedy}"
+            f"{tuple(own.shape)}{unread and f', as TransformerLens reads a checkpoint{unread}'}: "
+            "try TransformerBridge, or check that weights and config are of one model"
         )
     if weight.is_meta:
         raise ValueError(
-            f"{name} is on the meta device, so it has a shape but no values; load the model that "
+            f"{name} is on the meta device, so it has a shape but no values: load the model that "
             "it comes from with its weights"
         )
 
@@ -330,24 +332,24 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
         return own
     if leaf == "w":
         return torch.ones(own.shape, dtype=own.dtype)
-    # ALiBi models have a W_pos, but never read it.
+    # W_pos, because ALiBi models have one, but never read it.
     if leaf in ("b", "bias", "W_pos") or leaf.lstrip("_").startswith("b_"):
         return torch.zeros(own.shape, dtype=own.dtype)
     raise ValueError(
         f"the weights have no {name} {tuple(own.shape)}, and nothing can stand in for a weight "
-        "matrix; check that the checkpoint is complete and of the architecture in its config"
+        "matrix: check that the checkpoint is complete and of the architecture in its config"
     )
 
 
 def _is_own_buffer(name: str) -> bool:
-    """Return True for masks and rotary tables: a model has its own, because n_ctx decides them."""
+    """Return True for masks and rotary tables, which a model has itself, by its n_ctx."""
     return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
 @functools.cache
 def installed_conventions() -> Conventions:
     """Return the conventions of the installed TransformerLens."""
-    # Search for this warning, because folding of MoE came with 3.0, went, and came back.
+    # By this warning and no version, because folding of MoE came with 3.0, went, and came back.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
     return Conventions(

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformer_lens import HookedTransformer
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer.components import component_sizes
@@ -25,7 +26,11 @@ from tl_devicefix.weight_processing import Steps
 
 
 def check_hooked_numbers(
-    hf_config: Any, cfg: Any, steps: Steps, numbers: Numbers | None = None, hf_class: Any = None
+    hf_config: PretrainedConfig,
+    cfg: HookedTransformerConfig,
+    steps: Steps,
+    numbers: Numbers | None = None,
+    hf_class: type[PreTrainedModel] | None = None,
 ) -> str | None:
     """Warn if a HookedTransformer with this config would not give transformers' numbers.
 
@@ -43,11 +48,11 @@ def check_hooked_numbers(
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
 
-    def run(hf_config: Any, steps: Steps = steps) -> float:
+    def run(hf_config: PretrainedConfig, steps: Steps = steps) -> float:
         return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
-        for step in fields(steps):
+        for step in fields(steps):  # each by itself, because one may be the fault
             without = functools.partial(run, steps=replace(steps, **{step.name: False}))
             if getattr(steps, step.name) and is_right(without, hf_config):
                 return f"pass {step.name}=False"
@@ -57,7 +62,12 @@ def check_hooked_numbers(
     return check_numbers(run, hf_config, called, numbers, advice)
 
 
-def difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
+def difference(
+    hf_config: PretrainedConfig,
+    cfg: HookedTransformerConfig,
+    steps: Steps,
+    hf_class: type[PreTrainedModel] | None,
+) -> float:
     """Return how far a HookedTransformer's twin is from transformers; see `Twin.difference`."""
     twin = Twin.of(
         hf_config,
@@ -71,8 +81,8 @@ def difference(hf_config: Any, cfg: Any, steps: Steps, hf_class: Any) -> float:
     return twin.difference(model(twin.tokens))
 
 
-def _shrunk(cfg: Any, twin: Twin) -> Any:
-    """Return the HookedTransformerConfig of the twin, shrunk like transformers' config."""
+def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig:
+    """Return the config of the twin, shrunk like transformers' config."""
     small = twin.hf_model.config
     of_experts = getattr(small, "num_local_experts", None) or getattr(small, "num_experts", None)
     sizes = {
@@ -91,19 +101,19 @@ def _shrunk(cfg: Any, twin: Twin) -> Any:
         "device": "cpu",
         "n_devices": 1,
         "dtype": torch.float32,
-        "tokenizer_name": None,
-        "n_params": None,
-        "seed": None,
+        "tokenizer_name": None,  # because the twin is given tokens
+        "n_params": None,  # because the config counts them anew
+        "seed": None,  # because it would set everybody's random numbers
     }
     if cfg.original_architecture == "Gemma3ForConditionalGeneration":
         sizes["original_architecture"] = type(twin.hf_model).__name__  # the text model alone
-    settings = cfg.to_dict()  # older versions have fewer
+    settings = cfg.to_dict()  # by its names, because older TransformerLens versions have fewer
     return type(cfg).from_dict({name: sizes.get(name, value) for name, value in settings.items()})
 
 
-def _hooked(hf_twin: nn.Module, cfg: Any, steps: Steps) -> Any:
+def _hooked(hf_twin: nn.Module, cfg: HookedTransformerConfig, steps: Steps) -> HookedTransformer:
     """Make a HookedTransformer of the twin's weights, as `from_pretrained` does."""
-    model = empty_model(HookedTransformer, cfg, None, hf_model=hf_twin)
+    model: Any = empty_model(HookedTransformer, cfg, None, hf_model=hf_twin)
     placement = decide_fitting(component_sizes(cfg), n_devices=1, device="cpu")
     model.placement = placement
     source = HuggingFaceSource(hf_twin, cfg)

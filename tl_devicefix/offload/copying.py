@@ -1,9 +1,7 @@
 """Copies of offloaded weights on a device, made while it computes; and what autograd keeps of them.
 
-Where a device has streams, copies are on a stream of their own. Their memory is allocated on the
-stream that computes, because the allocator then reuses it in that stream's order: a copy starts as
-soon as kernels that used the memory before are done, and the host, which runs ahead of the device,
-takes no more memory than one that waits.
+Where a device has streams, copies are on a stream of their own, into memory of the stream that
+computes. That stream waits for a block's copies before the block runs.
 """
 
 from __future__ import annotations
@@ -12,19 +10,24 @@ import contextlib
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tl_devicefix.placement.devices import HOST, module_with_streams, storage_of, version_of
 
-Place = tuple[nn.Module, str, torch.Tensor]
-"""A module, the name of one of its parameters, and that parameter, in host memory."""
+
+class Place(NamedTuple):
+    """A module, the name of one of its parameters, and that parameter, in host memory."""
+
+    module: nn.Module
+    name: str
+    host: nn.Parameter
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> Any:
+def _copy_stream(device: torch.device) -> torch.Stream:
     return module_with_streams(device).Stream(device)
 
 
@@ -41,14 +44,14 @@ class BlockCopy:
         self.weights: list[PrefetchedWeight] = []
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
-        self._done: Any = None
+        self._done: Any = None  # an event, where there are streams
         self._places: list[Place] = []
         self._copies: list[torch.Tensor] = []
         try:
             for place in places:
                 self._places.append(place)
-                self._copies.append(self._start(place[-1]))
-        except BaseException:
+                self._copies.append(self._start(place.host))
+        except BaseException:  # also an interrupt, because copies that have begun go on
             self._record()
             self.drop()
             raise
@@ -58,6 +61,8 @@ class BlockCopy:
     @torch.inference_mode(False)  # because torch does not count changes of inference tensors
     @torch.no_grad()
     def _start(self, host: torch.Tensor) -> torch.Tensor:
+        # On the stream that computes, because the allocator then reuses the memory in its order:
+        # the host, which runs ahead of the device, takes no more memory than one that waits.
         copy = torch.empty_like(host, device=self.device, requires_grad=False)
         if self._streams is None:
             return copy.copy_(host)
@@ -70,10 +75,10 @@ class BlockCopy:
 
     def _record(self) -> None:
         if self._streams is not None:
-            self._done = _copy_stream(self.device).record_event()
+            self._done = _copy_stream(self.device).record_event()  # behind all copies so far
 
     @staticmethod
-    def _state_of(places: Iterable[Place]) -> Any:
+    def _state_of(places: Iterable[Place]) -> list[tuple[object, ...]]:
         return [(id(module), name, id(host), fingerprint(host)) for module, name, host in places]
 
     def is_current(self, places: Iterable[Place]) -> bool:
@@ -95,6 +100,7 @@ class BlockCopy:
 
     def share(self) -> None:
         """Have this thread's stream wait for the copies, and the allocator for this stream."""
+        # Streams are a thread's own, and a hook may run a block in another thread.
         if self._streams is None:
             return
         stream = self._streams.current_stream(self.device)
@@ -104,12 +110,9 @@ class BlockCopy:
                 copy.record_stream(stream)
 
     def drop(self) -> None:
-        """Drop the copies.
-
-        The stream that allocated them waits for them first. Even an unused copy must arrive before
-        its memory is used for something else.
-        """
+        """Drop the copies."""
         if self._streams is not None:
+            # Because even an unused copy must arrive before its memory is used for something else.
             self._allocated_on.wait_event(self._done)
         self.weights, self._copies = [], []
 
@@ -125,7 +128,7 @@ def fingerprint(tensor: torch.Tensor) -> tuple[int, int | None]:
 
 
 class PrefetchedWeight:
-    """One weight on a device, in the place of a parameter in host memory."""
+    """A weight on a device, that takes the place of a parameter in host memory."""
 
     def __init__(self, place: Place, copy: torch.Tensor) -> None:
         self._module, self._name, self.host = place
@@ -135,6 +138,7 @@ class PrefetchedWeight:
 
     def swap_in(self) -> None:
         """Put the weight in the parameter's place."""
+        # No parameter, because it has a graph, by which its gradient becomes the parameter's.
         self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
     def swap_out(self) -> None:
@@ -144,7 +148,7 @@ class PrefetchedWeight:
         """
         if self._module._parameters.get(self._name) is not self.weight:
             return
-        self._module._parameters[self._name] = self.host  # type: ignore[assignment]
+        self._module._parameters[self._name] = self.host
         if fingerprint(self.weight) != self._fingerprint:
             with torch.no_grad():
                 self.host.copy_(self.weight)
@@ -158,17 +162,17 @@ class _Copied(torch.autograd.Function):
         return copy.detach()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    def setup_context(ctx: object, inputs: object, output: torch.Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].to(HOST), None
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].to(HOST), None  # because the parameter is there
 
 
 def keeping_on_host(
     weights: Iterable[PrefetchedWeight],
-) -> contextlib.AbstractContextManager[Any]:
+) -> contextlib.AbstractContextManager[object]:
     """Within it, autograd keeps parameters in host memory instead of their copies on a device.
 
     Backward copies each to the device again when it reaches it. A user's own hooks, such as
@@ -180,47 +184,44 @@ def keeping_on_host(
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
     def save(tensor: torch.Tensor) -> SavedTensor:
+        # By storage, because autograd keeps views of weights, too: transposed, or split by head.
         host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
             return SavedTensor(tensor.detach(), tensor._version)
         view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return SavedWeight(host, host._version, tensor.device, view)
+        return SavedTensor(host, host._version, tensor.device, view)
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.restore())
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor that autograd keeps: an activation, or the parameter of a `SavedWeight`."""
+    """A tensor that autograd keeps; for a weight, or a view of one, its parameter in host memory.
+
+    Attributes:
+        tensor: the tensor, or the parameter.
+        version: its version when it was kept.
+        device: where a weight has to be in backward; None for other tensors.
+        view: shape, strides and offset of a weight within its copy there.
+    """
 
     tensor: torch.Tensor
     version: int
+    device: torch.device | None = None
+    view: tuple[tuple[int, ...], tuple[int, ...], int] = ((), (), 0)
 
+    @torch.no_grad()
     def restore(self) -> torch.Tensor:
-        """Return the tensor, if it is unchanged; torch leaves that check to the hooks."""
+        """Return the tensor, or a copy of the parameter, if it is unchanged."""
+        # torch leaves this check to the hooks of saved tensors.
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tuple(self.tensor.shape)} on {self.tensor.device} is at "
                 f"version {self.tensor._version}; expected version {self.version} instead"
             )
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class SavedWeight(SavedTensor):
-    """A weight, or a view of one, of which autograd keeps the parameter in host memory.
-
-    `view` is the shape, strides and offset within a copy.
-    """
-
-    device: torch.device
-    view: tuple[tuple[int, ...], tuple[int, ...], int]
-
-    @torch.no_grad()
-    def restore(self) -> torch.Tensor:
-        """Return a copy on the device, if the parameter is unchanged."""
-        host = super().restore()
-        copy = torch.empty_like(host, device=self.device, requires_grad=False)
+        if self.device is None:
+            return self.tensor
+        copy = torch.empty_like(self.tensor, device=self.device, requires_grad=False)
         # Not non_blocking, because the parameter may be changed once backward has returned.
-        return copy.copy_(host).as_strided(*self.view)
+        return copy.copy_(self.tensor).as_strided(*self.view)

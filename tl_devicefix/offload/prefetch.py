@@ -10,10 +10,9 @@ While one block computes, the next one's weights are copied, so two blocks at a 
 after an error. `Prefetch` knows the order in which one forward runs its blocks. Blocks that a hook
 runs, or a forward that it starts, add their own copies.
 
-The runs of a `pipeline_map` share no copies. A run prefetches only to the device that it holds, and
-drops what it has prefetched when it releases the device, so the runs together have two blocks
-there. Only a run that waits inside of a block, as where a hook draws random numbers, keeps that
-block's weights meanwhile.
+Runs of a `pipeline_map` share no copies. Each prefetches to the device that it holds, and drops
+that when it releases the device, so all runs together have two blocks there. A run that waits in a
+block, such as for random numbers of a hook, keeps that block's weights meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,28 +30,29 @@ from tl_devicefix.fusing.one_forward import kept_in_forward
 from tl_devicefix.offload.copying import BlockCopy, Place, keeping_on_host
 from tl_devicefix.placement.devices import HOST, module_with_streams
 from tl_devicefix.placement.placement import Placement
+from tl_devicefix.types import Model
 
 # Threads may run one model, whose parameters are exchanged while others copy them.
 _exchanging = threading.RLock()
 
 
-def offload_blocks(model: Any, placement: Placement) -> None:
+def offload_blocks(model: Model, placement: Placement) -> None:
     """Have each offloaded block's weights on its device while it runs."""
-    for block, device in _offloaded_blocks(model, placement):
+    for block, device in _offloaded(model, placement):
         OffloadedForward(block, device).attach(block)
     pin(model, placement)
 
 
-def pin(model: Any, placement: Placement) -> None:
+def pin(model: Model, placement: Placement) -> None:
     """Pin the weights of offloaded blocks, because only pinned memory is copied asynchronously."""
-    for block, device in _offloaded_blocks(model, placement):
+    for block, device in _offloaded(model, placement):
         if module_with_streams(device) is not None:
             for parameter in block.parameters():
                 if parameter.device == HOST and not parameter.is_pinned():
                     parameter.data = parameter.data.pin_memory()
 
 
-def _offloaded_blocks(model: Any, placement: Placement) -> Iterator[tuple[nn.Module, torch.device]]:
+def _offloaded(model: Model, placement: Placement) -> Iterator[tuple[nn.Module, torch.device]]:
     for component in placement.components:
         if component.offloaded:
             yield model.get_submodule(component.name), component.device
@@ -68,7 +67,7 @@ class OffloadedForward(Around):
         self._runs = 0  # because a hook, or another thread, may run the block while it runs
         self._copy: BlockCopy | None = None
 
-    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> Any:
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the block's output."""
         prefetch = kept_in_forward().get(Prefetch)
         with contextlib.nullcontext(prefetch) if prefetch else Prefetch([]) as prefetch:
@@ -91,13 +90,13 @@ class OffloadedForward(Around):
             for name, parameter in module._parameters.items():
                 host = hosts.get(id(parameter), parameter)
                 if host is not None and host.device == HOST:
-                    yield module, name, host
+                    yield Place(module, name, host)
 
     # Functions of their own, because names in `forward` would keep weights that are swapped out.
 
     def _swap_in(self, prefetch: Prefetch) -> None:
         with _exchanging:
-            if self._runs and self._copy is not None:
+            if self._runs and self._copy is not None:  # another run of it is under way
                 self._copy.share()
             else:
                 # Known before they are in, because the next run undoes what an interrupt leaves.
@@ -121,7 +120,7 @@ class Prefetch:
         for block in blocks:
             self._to_run.setdefault(block.device, deque()).append(block)
         self._next: dict[torch.device, BlockCopy] = {}
-        self._last: dict[torch.device, BlockCopy] = {}
+        self._last: dict[torch.device, BlockCopy] = {}  # begun last, so they arrive last
 
     def __enter__(self) -> Prefetch:
         return self
@@ -140,6 +139,7 @@ class Prefetch:
                 pass
         copy = self._next.pop(device, None)
         if copy is not None and not copy.is_current(block.places()):
+            # Because a hook has changed the weights since, or runs a block out of turn.
             copy.drop()
             copy = None
         if copy is None:
@@ -165,6 +165,7 @@ class Prefetch:
 
     def __exit__(self, *error: object) -> None:
         """Drop copies that no block has used, and wait until parameters may be changed."""
+        # Because the user may write to a parameter once the forward has returned.
         for device in self._to_run:
             self.drop(device)
         for copy in self._last.values():
@@ -173,7 +174,7 @@ class Prefetch:
 
 @contextlib.contextmanager
 def prefetching(
-    model: Any, start_at_layer: int | None, stop_at_layer: int | None, *, is_in_flight: bool
+    model: Model, start_at_layer: int | None, stop_at_layer: int | None, *, is_in_flight: bool
 ) -> Iterator[None]:
     """Within it, a forward runs these blocks, and offloaded ones are copied before they run.
 

@@ -9,50 +9,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.scheduler import Run, current_run
 
+# Functions of torch that run in order, by name, because torch, torch.Tensor and torch.nn.functional
+# have each another object for one name.
 _ALWAYS = {
-    *("backward", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "rrelu", "rrelu_"),
-    *("feature_alpha_dropout_", "feature_dropout", "feature_dropout_"),
-    *("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_"),
-    *("gumbel_softmax", "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand"),
-    *("rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm"),
-    *("uniform_", "_sample_dirichlet", "_standard_gamma", "native_dropout"),
-    *("rrelu_with_noise", "rrelu_with_noise_"),
+    *("backward", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout"),
+    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax"),
+    *("multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
+    *("randn_like", "random", "randperm", "rrelu", "rrelu_with_noise", "uniform"),
+    *("_sample_dirichlet", "_standard_gamma", "gru", "lstm", "rnn_relu", "rnn_tanh"),
     *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
-    *("gru", "lstm", "rnn_relu", "rnn_tanh", "lobpcg", "pca_lowrank", "svd_lowrank"),
-    *("kaiming_normal_", "kaiming_uniform_", "orthogonal_", "sparse_", "trunc_normal_"),
-    *("xavier_normal_", "xavier_uniform_"),
+    *("lobpcg", "pca_lowrank", "svd_lowrank", "kaiming_normal", "kaiming_uniform", "orthogonal"),
+    *("sparse", "trunc_normal", "log_normal", "xavier_normal", "xavier_uniform"),
 }
-"""Functions of torch, by name, that run in order."""
-_UNLESS: dict[str, tuple[int, tuple[str, ...], Any]] = {
+# Functions that run in order unless an argument is zero: its position, names and default.
+_UNLESS: dict[str, tuple[int, tuple[str, ...], float]] = {
     **dict.fromkeys(
-        ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d"),
-        (2, ("training", "train"), True),
+        ("dropout", "dropout1d", "dropout2d", "dropout3d"), (2, ("training", "train"), True)
     ),
     "scaled_dot_product_attention": (4, ("dropout_p",), 0.0),
 }
-"""Functions of torch that run in order unless an argument is zero: name -> the argument's position,
-names and default."""
-
-_GRAD: Any = torch.Tensor.grad
+_GRAD: Any = torch.Tensor.grad  # a descriptor
 _OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
-"""Functions that read and set `.grad`."""
 
 
-def _is_in_order(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_in_order(func: Forward, args: Args, kwargs: Kwargs) -> bool:
     name = getattr(func, "__name__", "")
+    # Only of leaves that need it, because autograd adds up no others that runs share.
     if name.startswith("__"):
         return func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
-    name = name.partition(".")[0]  # "rand.default" is one of torch.ops.aten
+    # "rand.default" is one of torch.ops.aten, and "normal_" works in place.
+    name = name.partition(".")[0].rstrip("_")
     if name in _ALWAYS:
         return True
     if name not in _UNLESS:
@@ -70,26 +68,28 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)
 class InOrder(OutsideBlocks, TorchFunctionMode):
     """A mode in which a pipelined run waits for earlier ones before operations on shared state.
 
-    It also cancels a run that nobody waits for, at any operation outside of torch's autograd
-    engine, because errors within the engine end the process on simulated devices.
+    Args:
+        run: the run.
+        cancels: True if its next operation cancels the run once nobody waits for it.
     """
 
-    def __init__(self, run: Run, ends: bool = True) -> None:
+    def __init__(self, run: Run, cancels: bool = True) -> None:
         super().__init__()
         self._run = run
-        self._ends = ends
+        self._cancels = cancels
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
-        if self._ends:
+        if self._cancels:
             self._run.queue.check()
         if _is_in_order(func, args, kwargs):
             self._run.wait_for_earlier()
         if func is torch.autograd.grad:  # because its hooks may draw
             if _redispatch is not None:
-                with InOrder(self._run, ends=False):
+                # An error in torch's engine would end the process on simulated devices.
+                with InOrder(self._run, cancels=False):
                     return _redispatch(func, types, args, kwargs)
             self._run.wait_for_earlier()
         return func(*args, **kwargs)
@@ -102,8 +102,8 @@ _SEEDS = (
 """Functions of torch that read or set the state of a shared generator."""
 
 _lock = threading.RLock()
-_n_within = 0
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+_n_within = 0  # because several threads may be within it, and the last one puts all back
+_replaced: dict[tuple[ModuleType, str], tuple[Forward, Forward]] = {}
 """Owner and name -> torch's function and ours, while a thread is within `seeding_in_order`."""
 
 
@@ -131,9 +131,9 @@ def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
                     setattr(owner, name, own)
 
 
-def _after_earlier(own: Callable[..., Any]) -> Callable[..., Any]:
+def _after_earlier(own: Forward) -> Forward:
     @functools.wraps(own)
-    def in_order(*args: Any, **kwargs: Any) -> Any:
+    def in_order(*args: object, **kwargs: object) -> object:
         run = current_run()
         if run is not None:
             run.wait_for_earlier()

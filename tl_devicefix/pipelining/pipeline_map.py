@@ -9,20 +9,20 @@ Two devices, four runs; a run waits at a device until the run before it has left
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from inspect import signature
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
+from tqdm import tqdm
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.naming import WRAPPED
+from tl_devicefix.dispatch.naming import WRAPPED, joined
 from tl_devicefix.dispatch.scheduler import DeviceQueue, Run, Streams, running, with_view_of
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
@@ -32,19 +32,20 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
+from tl_devicefix.types import Model
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def pipeline_map(
-    model: Any,
-    run: Callable[[Any, Item], Result],
+    model: Model,
+    run: Callable[[Model, Item], Result],
     items: Iterable[Item],
     max_in_flight: int | None = None,
     *,
     progress: bool = False,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield ``run(model, item)`` for each item, in order, with several runs under way at a time.
 
     A loop uses one of a model's n devices at a time. Here, while one run is on the second device,
@@ -80,7 +81,7 @@ def pipeline_map(
         The results of `run`, in the order of the items. Fetching one begins the next run.
 
     Raises:
-        TypeError: if `model` is of neither class, `run` is no function, or `items` is no iterable.
+        TypeError: if `model` is of neither class, or `items` is no iterable.
         ValueError: if `max_in_flight` is less than 1.
         RuntimeError: if a run changed a parameter of the model, when its turn comes; if a run runs
             or hooks `model` itself; if the model's hooks changed between two results; if a run
@@ -93,58 +94,43 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    if not callable(run):
-        raise TypeError(
-            f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
-            "pipeline_map(model, run, items)"
-        )
     check_iterable("items", items)
-    make_view = functools.partial(adapter_of(model).view_of, model)
+    adapter_of(model)  # which refuses anything but a model
     run = with_view_of(model, run)
     max_in_flight = n_in_flight(model, max_in_flight)
-    hint = length_hint(items, -1)
-    total = None if hint < 0 else hint
-    bar = functools.partial(
-        hf_logging.tqdm, total=total, desc="Pipelined runs", disable=not progress
-    )
     if max_in_flight == 1:
-        return _in_a_loop(model, make_view, run, items, bar)
-    return _pipelined(model, make_view, run, items, max_in_flight, bar)
+        return _in_a_loop(model, run, items, progress)
+    return _pipelined(model, run, items, progress, max_in_flight)
 
 
 def refuse_arguments(
-    function: Callable[..., Any], calls: Callable[..., Any], model: Any, arguments: Iterable[str]
+    function: Callable[..., object], call: Callable[..., object], model: Model, given: Iterable[str]
 ) -> None:
-    """Refuse arguments that neither this function, the one that it calls, nor the forward has.
-
-    Only near misses for a Bridge, because it passes arguments on to transformers.
-    """
-    parameters = [signature(one).parameters for one in (function, calls, model.forward)]
+    """Refuse arguments of `function` that neither it, the `call` in it, nor the forward has."""
+    # Only near misses for a Bridge, because its forward passes any others on to transformers.
+    parameters = [signature(one).parameters for one in (function, call, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
     names = itertools.chain(*parameters)
-    refuse_unknown(f"{function.__name__}()", arguments, names, passes_on=passes_on)
+    refuse_unknown(f"{function.__name__}()", given, names, passes_on=passes_on)
 
 
-def n_in_flight(model: Any, max_in_flight: int | None) -> int:
+def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     """Return the largest number of runs in flight; see `pipeline_map`."""
     n_devices = len(_devices_of(model))
     if max_in_flight is None:
-        return n_devices + 1 if n_devices > 1 else 1
-    if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
+        return n_devices + 1 if n_devices > 1 else 1  # so one is ready when a device is free
+    if not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
     return max_in_flight
 
 
 def _in_a_loop(
-    model: Any,
-    make_view: Callable[[], Any],
-    run: Callable[[Any, Any], Result],
-    items: Iterable[Any],
-    make_bar: Callable[[], Any],
-) -> Iterator[Result]:
+    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], progress: bool
+) -> Generator[Result, None, None]:
     """Run each item when its result is fetched, in the caller's thread."""
-    view, weights, hooks = make_view(), Weights(model), _Hooks(model)
-    with make_bar() as bar:
+    view = adapter_of(model).view_of(model)
+    weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
+    with _bar(items, progress) as bar:
         for number, item in enumerate(items):
             hooks.check()
             if (name := weights.replaced()) is not None:
@@ -157,44 +143,45 @@ def _in_a_loop(
 
 
 def _pipelined(
-    model: Any,
-    make_view: Callable[[], Any],
-    run: Callable[[Any, Any], Result],
-    items: Iterable[Any],
+    model: Model,
+    run: Callable[[Model, Item], Result],
+    items: Iterable[Item],
+    progress: bool,
     max_in_flight: int,
-    make_bar: Callable[[], Any],
-) -> Iterator[Result]:
-    """The schedule: start as many runs as may be under way, and one more for each result."""
+) -> Generator[Result, None, None]:
+    """Start as many runs as may be under way, and one more for each result that is fetched."""
     devices = _devices_of(model, here=True)
     queue = DeviceQueue()
 
-    def start(number: int, item: Any) -> Future[Result]:
-        """Start a run with the modes of this thread."""
-        viewed = views.pop() if views else (make_view(), Streams())
+    def start(number: int, item: Item) -> Future[Result]:
+        # With the state of this moment, because the caller may enter a mode between two results.
+        viewed = views.pop() if views else (adapter_of(model).view_of(model), Streams())
         return pool.submit(CallersState(devices).run, work, number, item, viewed)
 
-    def work(number: int, item: Any, viewed: tuple[Any, Streams]) -> Result:
+    def work(number: int, item: Item, viewed: tuple[Model, Streams]) -> Result:
         view, streams = viewed
         this_run = Run(number, queue, streams)
         try:
             with running(this_run), InOrder(this_run):
                 return _run_on(view, run, number, item)
         finally:
-            views.append(viewed)
+            views.append(viewed)  # because making a view takes longer than restoring one
 
     with contextlib.ExitStack() as within:
         within.enter_context(seeding_in_order({device.type for device in devices}))
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
-        within.callback(queue.end)  # before the threads are waited for
-        views: list[tuple[Any, Streams]] = []  # runs that have ended
-        weights, hooks = Weights(model), _Hooks(model)
-        bar = within.enter_context(make_bar())
+        # Called before the pool waits for its threads, because those may wait in the queue.
+        within.callback(queue.end)
+        views: list[tuple[Model, Streams]] = []  # those of runs that have ended
+        weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
+        bar = within.enter_context(_bar(items, progress))
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
         while runs:
-            queue.request(number)
-            if runs[0].exception() is None:  # which waits for the run
+            queue.request(number)  # from here on, this run may draw random numbers
+            if runs[0].exception() is None:  # waits for the run
+                # Before its result is used, because the run may have read changed weights.
                 if (name := weights.changed()) is not None:
                     raise RuntimeError(
                         f"{name} was changed while the run of item {number} and others used it: "
@@ -202,14 +189,19 @@ def _pipelined(
                     )
                 hooks.check()
                 runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-            # Not by name, because that would keep it alive during the next run.
+            # Without a name, because that would keep the result alive during the next run.
             yield runs.popleft().result()
             bar.update()
             number += 1
 
 
+def _bar(items: Iterable[object], progress: bool) -> tqdm[object]:
+    total = length_hint(items) or None  # None shows no end
+    return hf_logging.tqdm(total=total, desc="Pipelined runs", disable=not progress)
+
+
 def _starting(
-    start: Callable[[int, Any], Future[Result]], items: Iterable[Any]
+    start: Callable[[int, Item], Future[Result]], items: Iterable[Item]
 ) -> Iterator[Future[Result]]:
     """Start a run for each item that is asked for; an error of `items` is a failed run's."""
     try:
@@ -221,7 +213,7 @@ def _starting(
         yield failed
 
 
-def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any) -> Result:
+def _run_on(view: Model, run: Callable[[Model, Item], Result], number: int, item: Item) -> Result:
     """Do one run, and restore the view; errors get a note with the item's index."""
     try:
         return run(view, item)
@@ -235,25 +227,17 @@ def _run_on(view: Any, run: Callable[[Any, Any], Result], number: int, item: Any
 ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"
 
 
-class Weights:
-    """A model's parameters, and their values when this was made.
+class WeightsSnapshot:
+    """A model's parameters, and their state when this was made."""
 
-    `W.data.mul_(2)` is not seen, as torch does not count it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._states = [
-            (
-                f"{path}.{name}".replace(f"{WRAPPED}.", ""),
-                module._parameters,
-                name,
-                weight,
-                _state(weight),
-            )
-            for path, module in model.named_modules()
-            for name, weight in module._parameters.items()
-            if weight is not None and type(weight) is not RemoteTensor
-        ]
+    def __init__(self, model: Model) -> None:
+        self._states = []
+        for path, module in model.named_modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and type(weight) is not RemoteTensor:
+                    full_name = joined(path, name).replace(f"{WRAPPED}.", "")
+                    state = full_name, module._parameters, name, weight, _state(weight)
+                    self._states.append(state)
 
     def replaced(self) -> str | None:
         """Return the first parameter that was replaced, if any."""
@@ -270,10 +254,10 @@ class Weights:
         return self.replaced()
 
 
-class _Hooks:
-    """The hooks on a model when its views were made, because views have no later ones."""
+class _HooksSnapshot:
+    """The hooks on a model's hook points when its views were made, because views have these."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._of_points = [
             (name, point, list(point.fwd_hooks), list(point.bwd_hooks))
             for name, point in model.hook_dict.items()
@@ -289,14 +273,14 @@ class _Hooks:
                 )
 
 
-def _devices_of(model: Any, here: bool = False) -> tuple[torch.device, ...]:
+def _devices_of(model: Model, here: bool = False) -> tuple[torch.device, ...]:
     """Return the devices that a model computes on, or those on this host."""
-    if hasattr(model, "placement"):
-        placement: Placement = model.placement
+    placement: Placement | None = getattr(model, "placement", None)
+    if placement is not None:
         return placement.here.devices if here else placement.devices
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 
-def _state(weight: torch.Tensor) -> Any:
-    """Return a fingerprint that changes with the weight."""
+def _state(weight: torch.Tensor) -> tuple[object, bool]:
+    # `W.data.mul_(2)` goes unseen, because torch does not count it.
     return fingerprint(weight), weight.requires_grad

@@ -10,9 +10,9 @@ import functools
 import inspect
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
@@ -22,24 +22,28 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import Adapter, adapter_of, is_model
-from tl_devicefix.dispatch.carrying import move, output_of, skipping
+from tl_devicefix.dispatch.carrying import BlockOutput, change_stream, move, output_of, skipping
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of, patches
 from tl_devicefix.pipelining.pipeline_map import (
     ONE_AT_A_TIME,
-    Weights,
+    WeightsSnapshot,
     pipeline_map,
     refuse_arguments,
 )
+from tl_devicefix.placement.placement import Placement
+from tl_devicefix.types import Model
 
-Hooks = Sequence[tuple[Any, Any]]
-"""(name of a hook point, or a function of names, and the hook), as `run_with_hooks` takes them."""
+T = TypeVar("T")
+Hooks = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
+"""Pairs of a hook point's name, or a function of names, and the hook, as `run_with_hooks` takes."""
+Tokens = torch.Tensor | str | list[str]
 
 
 def sweep(
-    model: Any, tokens: Any, runs: Iterable[Hooks], *, progress: bool = False, **arguments: Any
-) -> Iterator[Any]:
+    model: Model, tokens: Tokens, runs: Iterable[Hooks], *, progress: bool = False, **arguments: Any
+) -> Generator[Any, None, None]:
     """Yield `model.run_with_hooks(tokens, fwd_hooks=run, **arguments)` for each run, in order.
 
         runs = ([(f"blocks.{layer}.hook_resid_pre", ablate)] for layer in range(80))
@@ -78,49 +82,44 @@ def sweep(
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model.
     """
-    for name in ("fwd_hooks", "bwd_hooks", "reset_hooks_end"):
-        if name in arguments:
-            raise TypeError(
-                f"sweep() takes no {name}, as the hooks of a run are on the model during that run "
-                "only: pass forward hooks in `runs`, and call run_with_hooks for others"
-            )
+    if refused := arguments.keys() & {"fwd_hooks", "bwd_hooks", "reset_hooks_end"}:
+        raise TypeError(
+            f"sweep() takes no {min(refused)}, because a run's hooks are on the model only while "
+            "it runs: pass forward hooks in `runs`, and call run_with_hooks for others"
+        )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
-    if isinstance(runs, torch.Tensor):
-        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
 
     first_block = _FirstBlock(model, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
 
-    def starts() -> Iterator[tuple[Hooks, int, Any]]:
+    # The caller's thread reads this, so the unpatched run goes on there, not in a run in flight.
+    def starts() -> Iterator[tuple[Hooks, int, BlockOutput | None]]:
         for run in runs:
             first = first_block.of(run)
             yield run, first, streams.before(first) if first else None
 
-    def run_from(view: Any, start: tuple[Hooks, int, Any]) -> Any:
+    def run_from(view: Model, start: tuple[Hooks, int, BlockOutput | None]) -> object:
         hooks, first, residual_stream = start
         with skipping(getattr(view, "blocks", ()), first, residual_stream):
-            return view.run_with_hooks(tokens, fwd_hooks=hooks, **arguments)
+            return view.run_with_hooks(tokens, fwd_hooks=list(hooks), **arguments)
 
     return pipeline_map(model, run_from, starts())
 
 
-def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]:
-    """Yield the checked hooks of each run, because some Bridges ignore unknown names."""
-    points = model.hook_dict  # once, because a Bridge makes it at each look
+def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Hooks]:
+    """Yield the hooks of each run, checked."""
+    # Here, because TransformerLens 3's Bridge ignores unknown names; and once, because a Bridge
+    # makes this dict at each look.
+    points = model.hook_dict
     for run in hf_logging.tqdm(runs, desc="Sweep", disable=not progress):
         hooks = list(run)
         for item in hooks:
-            if isinstance(item, str) or len(item) != 2:
+            if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
                 raise ValueError(
-                    f"a run must be a list of (name, hook), but has {shown(item)} in it"
-                )
-            if not callable(item[1]):
-                raise ValueError(
-                    f"a run must be a list of (name, hook), but that of {shown(item[0])} has "
-                    f"{shown(item[1])} for the hook: give the name first, and then a function"
+                    f"a run must be a list of (name, function), but has {shown(item)} in it"
                 )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(
@@ -130,14 +129,11 @@ def _checked(runs: Iterable[Any], model: Any, progress: bool) -> Iterator[Hooks]
         yield hooks
 
 
+# Arguments of a forward on which the residual stream depends.
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
-"""Arguments of a forward on which the residual stream depends."""
-_KNOWN = {
-    *_INPUTS,
-    *("labels", "loss_per_token", "return_type", "stop_at_layer"),
-    *("clear_contexts", "remove_batch_dim"),
-}
-"""Arguments with which a run may start at any block, because no run changes them."""
+# A run may start at any block with these, because no run changes them, as it would a KV cache.
+_KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
+_KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
 # Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
 _LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
@@ -154,11 +150,11 @@ class _FirstBlock:
     - are on the way of no gradient.
     """
 
-    def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
         self._model = model
         self._inputs = (tokens, *arguments.values())
         self._adapter = adapter_of(model)
-        self._n_steady: dict[bool, int] = {}
+        self._n_steady: dict[bool, int] = {}  # by grad mode, which may change between runs
         self._last = 0
         if set(arguments) <= _KNOWN and _is_known(model, self._adapter):
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
@@ -190,44 +186,44 @@ class _FirstBlock:
             return True
         if any(map(_needs_gradient, module._parameters.values())):
             return True
-        if module is self._model:  # because `_is_known` has checked it
+        if module is self._model:  # `_is_known` has checked it, and allows a user's subclass
             return False
         if package_of(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
             return True
-        forward = attributes.get("forward")  # its own: by us, accelerate, or the user
-        by_library = package_of(type(forward)) == "tl_devicefix" or "_hf_hook" in attributes
-        if forward is not None and not by_library:
+        # An instance's own forward is by an `Around`, by accelerate, or by the user.
+        by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
+        if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
             return True
-        minds = self._adapter.HAS_DROPOUT or isinstance(module, _UNSTEADY)
-        return module.training and minds
+        return module.training and (self._adapter.has_dropout or isinstance(module, _UNSTEADY))
 
 
-def _needs_gradient(value: Any) -> bool:
+def _needs_gradient(value: object) -> bool:
     """Return True if autograd is recording what is done with a tensor."""
     return isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def _is_known(model: Any, adapter: Adapter) -> bool:
+def _is_known(model: Model, adapter: Adapter) -> bool:
     """Return True if blocks run as in TransformerLens, and pass on the residual stream alone."""
     if not adapter.passes_stream_alone(model):
         return False
     base = next(cls for cls in type(model).__mro__ if package_of(cls) == "transformer_lens")
     return not any(
         name in vars(model) or getattr(type(model), name) is not getattr(base, name)
-        for name in adapter.RUN_METHODS
+        for name in adapter.run_methods
     )
 
 
-def _layers(model: Any, hooks: Hooks) -> Iterator[int]:
+def _layers(model: Model, hooks: Hooks) -> Iterator[int]:
     """Yield the first block that could see the effect of each hook."""
     points = model.hook_dict
     for names, _ in hooks:
         for name in [names] if isinstance(names, str) else filter(names, points):
             yield _layer(model, name)
-            yield _layer(model, getattr(points.get(name), "name", None) or name)  # an alias
+            # Also by the hook point's own name, because a Bridge has aliases for names.
+            yield _layer(model, getattr(points.get(name), "name", None) or name)
 
 
-def _layer(model: Any, name: str) -> int:
+def _layer(model: Model, name: str) -> int:
     part, _, rest = name.partition(".")
     if part in ("ln_final", "unembed"):
         return len(model.blocks)
@@ -235,8 +231,8 @@ def _layer(model: Any, name: str) -> int:
     return int(index) if part == "blocks" and index.isdecimal() else 0
 
 
-def _beside_blocks(model: Any) -> Iterator[nn.Module]:
-    """Return the modules that run before the first block, or around all blocks."""
+def _beside_blocks(model: Model) -> Iterator[nn.Module]:
+    """Yield the modules that run before the first block, or around all blocks."""
     after = [getattr(model, name, None) for name in ("ln_final", "unembed")]
     seen = {id(module) for module in (*model.blocks, *after)}
     to_see = [model, getattr(model, "original_model", None)]
@@ -248,36 +244,33 @@ def _beside_blocks(model: Any) -> Iterator[nn.Module]:
             to_see += module._modules.values()
 
 
-def _is_of_user(module: nn.Module, hook: Any) -> bool:
-    """Return True if a PyTorch hook is neither this package's nor a library's own.
-
-    Those of hook points are TransformerLens's functions that call the user's.
-    """
+def _is_of_user(module: nn.Module, hook: object) -> bool:
+    """Return True if a PyTorch hook is neither this package's nor a library's own."""
     package = package_of(hook)
     if package == "tl_devicefix":
         return False
+    # On a hook point, TransformerLens's own functions call a user's.
     return isinstance(module, HookPoint) or package not in _LIBRARIES
 
 
 class _ResidualStreams:
     """The outputs of a model's blocks in the unpatched run, computed when they are asked for.
 
-    It goes on from the last one: runs in the order of their layers compute each block once. Each
-    lies on the device of the block that takes it. Nobody may have a hook on the blocks that are
-    asked for, or before them.
+    It goes on from the last one, so runs in the order of their layers compute each block once. Each
+    output is on the device of the block that takes it.
     """
 
-    def __init__(self, model: Any, tokens: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._layer = 0
-        self._last: Any = None  # the output of the block before it
-        self._weights: Weights | None = None
+        self._last: BlockOutput | None = None  # the block before's: [batch, pos, d_model]
+        self._weights: WeightsSnapshot | None = None
 
-    def before(self, layer: int) -> Any:
+    def before(self, layer: int) -> BlockOutput | None:
         """Return the output of the block before `layer` (1 or more), in that block's own form."""
         if self._weights is None:
-            self._weights = Weights(self._model)
+            self._weights = WeightsSnapshot(self._model)
         elif (name := self._weights.changed()) is not None:
             raise RuntimeError(
                 f"{name} was changed between two runs of a sweep, which share what the blocks "
@@ -289,19 +282,18 @@ class _ResidualStreams:
             self._layer, self._last = layer, self._go_on(layer)
         return self._last
 
-    def _go_on(self, stop: int) -> Any:
+    def _go_on(self, stop: int) -> BlockOutput:
         blocks = self._model.blocks
         with skipping(blocks, self._layer, self._last):
             output = output_of(
                 blocks[stop - 1], lambda: self._model.forward(self._tokens, **self._inputs)
             )
-        placement = getattr(self._model, "placement", None)
+        placement: Placement | None = getattr(self._model, "placement", None)
         if placement is None or stop == len(blocks):
             return output
+        # Moved here, and not in each run, because all runs that start at this block read it.
         device = placement.read_at(f"blocks.{stop}")
-        if isinstance(output, tuple):
-            return type(output)((move(output[0], device), *output[1:]))
-        return move(output, device)
+        return change_stream(output, lambda stream: move(stream, device))
 
 
 # --------------------------------------------------------------------------------------------
@@ -315,12 +307,12 @@ class _ResidualStreams:
     "index_axis_names index_df",
     why="each run starts at the block that it patches; several are under way on several devices",
 )
-def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
+def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs: object) -> T:
     """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     asked = SimpleNamespace(**call.arguments)
-    if not is_model(asked.model):
+    if not is_model(asked.model):  # such as a stand-in in a test
         return original(*args, **kwargs)
     # TransformerLens 2.16 counts as many heads of keys and values as of queries.
     knows_groups = "n_key_value_heads" in original.__code__.co_names
@@ -342,8 +334,8 @@ def generic_activation_patch(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*call.args, **call.kwargs)
 
 
-def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
-    """Return TransformerLens's patching indices in its order: the layer, and the place in it."""
+def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[int]]:
+    """Yield TransformerLens's patching indices in its order: the layer, and the place in it."""
     if asked.index_df is not None:
         for _, row in asked.index_df.iterrows():
             yield row.to_list()
@@ -358,15 +350,19 @@ def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[Any]]:
 
 
 def _patch(
-    activation: torch.Tensor, hook: Any, patch_setter: Callable[..., Any], index: Any, clean: Any
-) -> Any:
+    activation: torch.Tensor,
+    hook: HookPoint,
+    patch_setter: Callable[..., T],
+    index: list[int],
+    clean: torch.Tensor,
+) -> T:
     """Patch an activation at an index, like TransformerLens's hook."""
     if activation.requires_grad:  # because TransformerLens 2 changes it in place
         activation = activation.clone()
     return patch_setter(activation, index, clean)
 
 
-def _patched(hooks: Hooks) -> list[tuple[Any, Any]]:
+def _patched(hooks: Hooks) -> list[tuple[object, object]]:
     """Return the hook point and the index of each patching hook."""
     return [(name, getattr(hook, "keywords", {}).get("index")) for name, hook in hooks]
 
@@ -374,10 +370,10 @@ def _patched(hooks: Hooks) -> list[tuple[Any, Any]]:
 class _Swept:
     """Stands in for the model in TransformerLens's loop; its outputs are the sweep's results."""
 
-    def __init__(self, model: Any, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
+    def __init__(self, model: Model, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
         self._model = model
-        self._started: deque[Hooks] = deque()
-        self._results: Any = sweep(model, tokens, self._noted(runs))
+        self._started: deque[Hooks] = deque()  # of runs whose results are to be fetched
+        self._results = sweep(model, tokens, self._noted(runs))
 
     def _noted(self, runs: Iterator[Hooks]) -> Iterator[Hooks]:
         for run in runs:
@@ -385,7 +381,7 @@ class _Swept:
             yield run
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # because TransformerLens asks whether it is a module
+    def __class__(self) -> type:  # because TransformerLens asks if it is a module
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:

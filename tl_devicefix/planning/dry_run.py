@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.fusing import fused
@@ -25,9 +26,10 @@ from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.planning.plan import blueprint, check_options, described
+from tl_devicefix.planning.plan import ConfigOrName, blueprint, check_options, device_request
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
 from tl_devicefix.twin import Numbers
+from tl_devicefix.types import Model
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class OnDevice:
 
 
 def memory_table(devices: Sequence[OnDevice]) -> str:
-    """A line for each device."""
+    """Return a table with a line for each device."""
     rows = [("device", "components", "weights", "peak", "headroom", "peak in")]
     for row in devices:
         headroom = "" if row.headroom is None else gib(row.headroom)
@@ -79,7 +81,7 @@ class DryRun:
     """Each device's weights, its peak during the job, and the module at the peak."""
     transfers: Transfers
     """Every copy between devices, in order. Printing them shows a line for each pair."""
-    result: Any
+    result: Any  # of any type, because `run` is the user's
     """The result of the job."""
     error: BaseException | None = None
     """The error that stopped it: operands on several devices, memory that ran out, or its own."""
@@ -105,19 +107,19 @@ class DryRun:
 
 
 def dry_run(
-    config_or_model_name: Any,
-    run: Callable[[Any], Any],
+    config_or_model_name: ConfigOrName,
+    run: Callable[[Any], object],
     n_devices: int | None = None,
     *,
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     dtype: torch.dtype | str | None = None,
     memory: int | str | Sequence[int | str] = "80GiB",
-    tokenizer: Any = None,
-    cls: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    cls: type | None = None,
     fuse_blocks: bool = False,
     numbers: Numbers | None = None,
-    **options: Any,
+    **options: object,
 ) -> DryRun:
     """Try a function on a model at its full size, without its weights and without devices.
 
@@ -160,8 +162,8 @@ def dry_run(
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(numbers)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # because `run` may set it
-    at_least = len(memory) if isinstance(memory, list | tuple) else 1
-    request = described(n_devices, device_map, max_memory, at_least)
+    at_least = len(memory) if isinstance(memory, list | tuple) else 1  # one size for each
+    request = device_request(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
         devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
@@ -171,15 +173,18 @@ def dry_run(
         return watch(machine, model, placement, run)
 
 
-def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any], Any]) -> DryRun:
-    """Run the function, and record what it does on each device."""
+def watch(
+    machine: Machine, model: Model, placement: Placement, run: Callable[[Model], object]
+) -> DryRun:
+    """Run the function, and record its memory and transfers on each device."""
     devices = range(len(machine.devices))
     weights = tuple(machine.memory_allocated(index) for index in devices)
+    # From zero, because making the model has moved and allocated too.
     for index in devices:
         machine.reset_peak_memory_stats(index)
     machine.reset_transfers()
     at_peak = dict.fromkeys(devices, "the weights")
-    running: list[str] = []
+    running: list[str] = []  # innermost last
 
     def note_peak(index: int) -> None:
         at_peak[index] = running[-1] if running else "outside the model"
@@ -191,7 +196,7 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
             result = run(model)
     except Exception as caught:  # noqa: BLE001  # because the report is about the job's own errors
         error, stopped_at = caught, _where(caught, model)
-        traceback.clear_frames(caught.__traceback__)
+        traceback.clear_frames(caught.__traceback__)  # because their variables hold tensors
     finally:
         machine.on_peak = None
     return DryRun(
@@ -215,49 +220,41 @@ def watch(machine: Machine, model: Any, placement: Placement, run: Callable[[Any
 
 
 @contextlib.contextmanager
-def _noting_what_runs(model: Any, placement: Placement, running: list[str]) -> Iterator[None]:
-    """Keep `running` as the names of the components that run, innermost last.
-
-    Hooks on modules within them would have more memory held.
-    """
+def _noting_what_runs(model: Model, placement: Placement, running: list[str]) -> Iterator[None]:
+    """Keep `running` as the names of the components that run, innermost last."""
+    # Not of modules within them, because hooks there would keep more memory alive.
 
     def entering(name: str) -> Callable[..., None]:
         # Not a partial, because that would be taken for a hook of the user's.
         return lambda *_: running.append(name)
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         running.pop()
 
     with contextlib.ExitStack() as stack:
         for component, module in placement.modules_of(model):
             before = entering(component.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            # Always, because a caught error would leave the component in `running`.
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
-_LIBRARIES = (
-    sysconfig.get_paths()["purelib"],
-    sysconfig.get_paths()["stdlib"],
-    str(Path(__file__).parents[1]),
-)
+_LIBRARIES = (*map(sysconfig.get_path, ("purelib", "stdlib")), str(Path(__file__).parents[1]))
 
 
-def _where(error: BaseException, model: Any) -> str:
-    """The last line of the caller's own that an error came through, and the module that ran."""
+def _where(error: BaseException, model: Model) -> str:
+    """Return the last line of the user's code that an error passed, and the module that ran."""
     frames = list(traceback.walk_tb(error.__traceback__))
     while error.__cause__ is not None:  # a hook's sentence is raised from what torch said
         error = error.__cause__
         frames += traceback.walk_tb(error.__traceback__)
     lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARIES)]
-    frame, number = (lines or frames)[-1]
+    frame, number = (lines or frames)[-1]  # of the library, if the user's code has no frame
     line = linecache.getline(frame.f_code.co_filename, number).strip()
     names = {module: name for name, module in named_modules(model) if name}
+    # A module runs if one of its methods has a frame in the traceback.
     selves = (caller.f_locals.get("self") for caller, _ in frames)
-    inside = [
-        names[instance]
-        for instance in selves
-        if isinstance(instance, torch.nn.Module) and instance in names
-    ]
+    inside = [names[one] for one in selves if isinstance(one, torch.nn.Module) and one in names]
     within = f", within {inside[-1]}" if inside else ""
     return f"{frame.f_code.co_filename}:{number} ({line}){within}"

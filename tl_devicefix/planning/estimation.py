@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,21 +16,23 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import HOST, DeviceLike
 from tl_devicefix.placement.memory import MaxMemory, by_device, bytes_of, gib
 from tl_devicefix.placement.placement import Placement, in_short, shared_once
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, watch
 from tl_devicefix.planning.plan import (
     UNLIMITED,
     Blueprint,
+    ConfigOrName,
     blueprint,
     check_options,
-    described,
+    device_request,
 )
 from tl_devicefix.simulation import simulate_apart
+from tl_devicefix.types import Model
 
+# The share of a GPU's memory for CUDA's context, fragments and the work space of kernels.
 LEFT_ON_GPUS = 0.1
-"""The share of a GPU's memory for CUDA's context, fragments and the work space of kernels."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Job:
     seq_len: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
-    """What `run_with_cache` keeps: hook names less "hook_" ("resid_post,z"), "all", or None."""
+    """Activations that `run_with_cache` keeps: names less "hook_" ("resid_post,z"), "all", None."""
     max_new_tokens: int = 0
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
@@ -97,7 +98,7 @@ class Estimate:
         """True if each device has room for its peak."""
         return all(device.fits for device in self.devices)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the estimate as plain numbers and texts, for JSON; sizes are in bytes."""
         return {
             "model": self.model,
@@ -120,6 +121,7 @@ class Estimate:
         if left < 0:
             needs = f"device {device.device} needs {gib(device.peak)} but has {gib(capacity)}"
             return f"It does not fit: {needs}. {self.advice}"
+        # Not of CPU memory, which needs no such share.
         gpus = [row for row in rows if row[2].device != "cpu"]
         if tight := [row for row in gpus if row[0] < LEFT_ON_GPUS * row[1]]:
             left, capacity, device = min(tight, key=lambda row: row[0])
@@ -132,7 +134,7 @@ class Estimate:
 
 
 def estimate(
-    config_or_model_name: Any,
+    config_or_model_name: ConfigOrName,
     n_devices: int | None = None,
     *,
     device_map: DeviceMap | None = None,
@@ -144,7 +146,7 @@ def estimate(
     max_new_tokens: int = 0,
     gradients: bool = False,
     fuse_blocks: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Estimate:
     """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
 
@@ -189,8 +191,10 @@ def estimate(
             return result
         is_placed = device_map is not None and device_map not in STRATEGIES
         may_be_more = not (is_placed or isinstance(max_memory, Mapping))
-        most = min(_MOST_DEVICES, model.n_layers) if may_be_more else 0
+        # No more than blocks, because the others would stay empty, or than large machines have.
+        most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
+        # By bisection, because each count is a dry run; more devices should not fit less.
         enough = bisect_left(counts, True, key=lambda count: on(count).fits)
         fusing = "" if fuse_blocks else ", fuse_blocks"
         others = f"a smaller dtype, a smaller job{fusing} or offloaded blocks"
@@ -201,22 +205,20 @@ def estimate(
         return replace(result, advice=advice)
 
 
-_MOST_DEVICES = 16
-"""The largest number of devices that is tried."""
-
-
 def _estimate(
     model: Blueprint,
     job: Job,
     device_map: DeviceMap | None,
-    max_memory: Any,
+    max_memory: MaxMemory,
     n_devices: int | None,
 ) -> Estimate:
     """Run the job dry on devices without limits, and compare with their real memory."""
-    request = described(n_devices, device_map, max_memory)
+    request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     of_each = _of_each(request.max_memory, request.n_devices)
+    # Only the devices that are named, because `decide` uses all that have a limit.
     limits = request.max_memory if request.names_used else of_each
+    # Without limits, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
         capacities = by_device(of_each, placement.home) or {}
@@ -226,15 +228,17 @@ def _estimate(
             fused.fuse_blocks(live)
 
         dry = watch(machine, live, placement, partial(_run, job, model))
-        if dry.error is not None:
+        if dry.error is not None:  # not the model's memory, which has no limit here
             raise dry.error
         devices = []
         for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
+            # Without offloaded blocks, because their weights live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
             # The larger one, because sizes count an unembedding that a Bridge ties.
             weights = max(row.weights, resident + shared_once(runs))
-            peak, module = row.peak - row.weights + weights, row.module
+            peak, module = row.peak - row.weights + weights, row.module  # of the job
+            # A load may need more than the job, such as a slice of a weight in float32.
             if runs and peak < (loading := weights + model.room_to_load(placement)):
                 peak, module = loading, "loading"
             capacity = capacities.get(device)
@@ -244,19 +248,19 @@ def _estimate(
         on_host = [component for component in placement.components if component.stored_on == HOST]
         if on_host:
             names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
-            peak = weights * (1 + job.gradients)
+            peak = weights * (1 + job.gradients)  # a gradient is as large as its parameter
             module = "outside the model" if job.gradients else "the weights"
             devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(HOST)))
     dtype = str(model.dtype).removeprefix("torch.")
     return Estimate(model.name, dtype, job, tuple(devices), placement)
 
 
-def _of_each(memory: Any, n_devices: int) -> dict[Any, Any]:
+def _of_each(memory: MaxMemory | None, n_devices: int) -> dict[DeviceLike, int | str]:
     """Return the size of each device: one for all, or a dict's sizes and 80 GiB for the rest."""
-    named = memory
-    if not isinstance(memory, Mapping):
-        named = dict.fromkeys(range(n_devices), bytes_of(memory, "max_memory"))
-    return {**dict.fromkeys(range(n_devices), "80GiB"), **named}
+    if not isinstance(memory, Mapping):  # ignored, because `bytes_of` refuses None
+        size = bytes_of(memory, "max_memory")  # type: ignore[arg-type]
+        return dict.fromkeys(range(n_devices), size)
+    return {**dict.fromkeys(range(n_devices), "80GiB"), **memory}
 
 
 def _check(job: Job, model: Blueprint) -> None:
@@ -278,7 +282,7 @@ def _check(job: Job, model: Blueprint) -> None:
         )
 
 
-def _check_cache(job: Job, model: Any) -> None:
+def _check_cache(job: Job, model: Model) -> None:
     for part in job.parts if job.cache != "all" else ():
         if not any(part_of(part, name) for name in model.hook_dict):
             short = {name.rpartition(".")[2].removeprefix("hook_") for name in model.hook_dict}
@@ -288,7 +292,7 @@ def _check_cache(job: Job, model: Any) -> None:
             )
 
 
-def _run(job: Job, blueprint: Blueprint, model: Any) -> Any:
+def _run(job: Job, blueprint: Blueprint, model: Model) -> object:
     """Do the job, and return the results that its user would keep."""
     kept = None
     if job.cache is not None or job.gradients or not job.max_new_tokens:
@@ -298,12 +302,14 @@ def _run(job: Job, blueprint: Blueprint, model: Any) -> Any:
         with torch.no_grad():
             generation = blueprint.generation(model, job.batch_size, job.seq_len)
             generation.prompt()
+            # The last token only, because memory is largest there: the KV cache is full.
             generation.skip_to(job.seq_len + job.max_new_tokens - 1)
             generation.last_token()
     return kept
 
 
-def _run_forward(job: Job, model: Any) -> Any:
+def _run_forward(job: Job, model: Model) -> object:
+    # [batch, pos]
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     output, kept = model.run_with_cache(
         tokens,
@@ -312,6 +318,7 @@ def _run_forward(job: Job, model: Any) -> Any:
         return_cache_object=False,
     )
     if job.gradients:
+        assert isinstance(output, torch.Tensor)  # the loss
         output.backward()
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # so that generating does not count gradients
     return kept

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tl_devicefix.adapters import Adapter, adapters
 from tl_devicefix.checkpoints.hub import is_checkpoint_directory
@@ -18,6 +18,13 @@ from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.simulation.session import check_number
 from tl_devicefix.twin import Numbers
+from tl_devicefix.types import Model
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformerConfig
+
+ConfigOrName: TypeAlias = "str | HookedTransformerConfig | PretrainedConfig"
+"""A config, a model's name, or a local checkpoint directory."""
 
 
 class Generation(Protocol):
@@ -33,6 +40,9 @@ class Generation(Protocol):
         """Run one token more."""
 
 
+UNLIMITED = 2**60  # bytes of a device whose memory is not known, or does not matter
+
+
 class Blueprint(Protocol):
     """A model at its full size."""
 
@@ -44,7 +54,7 @@ class Blueprint(Protocol):
     def sizes(self) -> tuple[ComponentSize, ...]:
         """Return the sizes of its components, in the order they run."""
 
-    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+    def make(self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
         """Make the model on the devices of a `simulate(..., values=False)`."""
 
     def check_numbers(self, numbers: Numbers | None) -> None:
@@ -53,15 +63,15 @@ class Blueprint(Protocol):
     def room_to_load(self, placement: Placement) -> int:
         """Return the bytes that loading needs on a device beside the weights."""
 
-    def generation(self, model: Any, batch_size: int, seq_len: int) -> Generation:
+    def generation(self, model: Model, batch_size: int, seq_len: int) -> Generation:
         """Return the generation from prompts of `seq_len` tokens."""
 
 
 def blueprint(
-    config_or_model_name: Any,
+    config_or_model_name: ConfigOrName,
     dtype: torch.dtype | str | None,
-    options: dict[str, Any],
-    cls: Any = None,
+    options: Mapping[str, object],
+    cls: type | None = None,
 ) -> Blueprint:
     """Return the model that would be loaded with these arguments; see `dry_run`.
 
@@ -76,8 +86,9 @@ def blueprint(
                 f"{config_or_model_name!r} has {method.upper()} weights, which no load reads: give "
                 "the original model"
             )
-    model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, options, cls)
+    model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, {**options}, cls)
     n_ctx = options.get("n_ctx")
+    # Learnt embeddings would get another shape, which a load could not fill.
     if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):
         own = blueprint(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
         if n_ctx != own:
@@ -89,37 +100,39 @@ def blueprint(
 
 
 def check_options(
-    function: Callable[..., Any], config_or_model_name: Any, options: Iterable[str], cls: Any = None
+    function: Callable[..., object],
+    config_or_model_name: ConfigOrName,
+    options: Iterable[str],
+    cls: type | None = None,
 ) -> None:
-    """Check the names of the options that `estimate` or `dry_run` was called with."""
+    """Refuse options that `estimate` or `dry_run` does not have."""
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
+    # The function's own names too, because one of them may be misspelt.
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if names else " beside a config, which says all"
     where = " for a TransformerBridge" if adapter.NAME == "TransformerBridge" else where
     refuse_unknown(function.__name__, options, [*own, *names], where)
 
 
-def adapter_to_load(config_or_model_name: Any, cls: Any = None) -> Adapter:
+def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None) -> Adapter:
     """Return the adapter of the class that would be loaded; for `cls` see `dry_run`."""
     installed = adapters()
     if cls is None:
+        # As a PretrainedConfig has, and TransformerLens's configs have not.
         is_of_transformers = hasattr(config_or_model_name, "model_type")
         usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
-        return usual or next(iter(installed.values()))
+        return usual or next(iter(installed.values()))  # TransformerLens 4 has a Bridge only
     for name, adapter in installed.items():
-        may_be_subclass = name == "HookedTransformer" and isinstance(cls, type)
-        if cls is adapter.model_class or (may_be_subclass and issubclass(cls, adapter.model_class)):
+        # No subclass of a Bridge, because `boot_transformers` makes a TransformerBridge.
+        is_hooked = name == "HookedTransformer" and isinstance(cls, type)
+        if cls is adapter.model_class or (is_hooked and issubclass(cls, adapter.model_class)):
             return adapter
     raise ValueError(f"cls must be {' or '.join(installed)}, but is {shown(cls)}")
 
 
-UNLIMITED = 2**60
-"""Bytes of a device whose memory is not known, or does not matter."""
-
-
 def plan(
-    config_or_model_name: Any,
+    config_or_model_name: ConfigOrName,
     n_devices: int | None = None,
     device: DeviceLike | None = None,
     device_map: DeviceMap | None = None,
@@ -166,41 +179,42 @@ def plan(
     return decide_fitting(model.sizes(), n_devices, device, device_map, max_memory)
 
 
-def by_index(named: Any) -> Any:
-    """Replace "cuda:1" by 1 in a `device_map` or `max_memory`, because there may be no such GPU."""
-
-    def index(device: Any) -> Any:
-        kind, _, number = str(device).partition(":")
-        return int(number) if kind != "cpu" and number.isdecimal() else device
-
-    if not isinstance(named, Mapping):
-        return named if isinstance(named, int) else index(named) if named is not None else None
-    return {index(key): index(value) for key, value in named.items()}
+def _index(device: DeviceLike) -> DeviceLike:
+    """Return 1 for "cuda:1", because there may be no such GPU here."""
+    kind, _, number = str(device).partition(":")
+    return int(number) if kind != "cpu" and number.isdecimal() else device
 
 
-class Described(NamedTuple):
+class DeviceRequest(NamedTuple):
     """A user's arguments about devices, by their indices."""
 
-    n_devices: int
-    """The least number of devices."""
-    spread: int | None
-    """The number of devices to spread over; None if the other arguments name them."""
-    device_map: Any
-    max_memory: Any
-    names_used: bool
-    """True if `max_memory` alone names the devices to use."""
+    n_devices: int  # the least number of devices
+    spread: int | None  # the number to spread over; None if the other arguments name them
+    device_map: DeviceMap | None
+    max_memory: MaxMemory | None
+    names_used: bool  # True if `max_memory` alone names the devices to use
 
 
-def described(
-    n_devices: int | None, device_map: Any, max_memory: Any, at_least: int = 1
-) -> Described:
+def device_request(
+    n_devices: int | None,
+    device_map: DeviceMap | None,
+    max_memory: MaxMemory | None,
+    at_least: int = 1,
+) -> DeviceRequest:
     """Read a user's arguments about devices; there are at least `at_least`."""
-    device_map, max_memory = by_index(device_map), by_index(max_memory)
+    if isinstance(device_map, Mapping):
+        device_map = {component: _index(device) for component, device in device_map.items()}
+    elif device_map is not None:
+        device_map = _index(device_map)
+    if isinstance(max_memory, Mapping):
+        max_memory = {_index(device): size for device, size in max_memory.items()}
     limited = list(max_memory) if isinstance(max_memory, Mapping) else []
     placed = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    # By type, because a name such as "cpu" is no index, and True is no number of a device.
     least = 1 + max((index for index in (*placed, *limited) if type(index) is int), default=0)
     least = max(least, at_least)
     check_number(least if n_devices is None else n_devices)
     names_used = n_devices is None and any(type(key) is int for key in limited)
+    # None beside a device_map, because `decide` refuses both.
     spread = None if names_used or device_map is not None else n_devices or least
-    return Described(max(least, n_devices or 1), spread, device_map, max_memory, names_used)
+    return DeviceRequest(max(least, n_devices or 1), spread, device_map, max_memory, names_used)

@@ -6,10 +6,12 @@ import functools
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
+from tl_devicefix.simulation.executor import Operation
 from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
 from tl_devicefix.simulation.operations import copy_into
 from tl_devicefix.simulation.tensor import run, wrap
@@ -23,7 +25,7 @@ class DeviceModule:
     """The module ``torch.get_device_module("sim")``, with ``torch.cuda``'s names."""
 
     def is_available(self) -> bool:
-        """Tell whether a machine is entered."""
+        """Return True within `simulate`."""
         return entered_machine() is not None
 
     is_initialized = is_available
@@ -37,17 +39,17 @@ class DeviceModule:
         """Return the index of the current device of this thread."""
         return active_machine().current.index
 
-    def set_device(self, device: int | str | torch.device) -> None:
+    def set_device(self, device: DeviceLike) -> None:
         """Make a device the one that factories put tensors on for ``sim``, in this thread."""
         machine = active_machine()
         machine.current.index = machine.index_of(device)
 
-    def synchronize(self, device: int | str | torch.device | None = None) -> None:
+    def synchronize(self, device: DeviceLike | None = None) -> None:
         """Check that there is such a device; an operation is done when it returns."""
         active_machine().index_of(device)
 
     def __getattr__(self, name: str) -> Any:
-        """Offer what the machine measures."""
+        """Return the machine's method of this name that measures memory."""
         if "mem" in name and hasattr(Machine, name):
             return getattr(active_machine(), name)
         raise AttributeError(f"simulated devices have no {name!r}")
@@ -56,19 +58,21 @@ class DeviceModule:
         """Do nothing: there is no cache."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast; transformers enters autocast, switched off, for RoPE."""
+        """Return the dtypes of autocast."""
+        # torch asks for them even if autocast is off, as transformers enters it for RoPE.
         return [torch.bfloat16, torch.float16]
 
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: random numbers are the CPU's."""
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return False  # torch asks before it seeds devices; a CPU works after a fork
 
 
-_acc: Any = getattr(torch._C, "_acc", None)  # `simulate` refuses a torch without it
+_acc = getattr(torch._C, "_acc", None)  # `simulate` refuses a torch without it
 
 
+# The base classes are Any to mypy, because an older torch lacks them.
 class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
     def is_available(self) -> bool:
         return entered_machine() is not None
@@ -81,14 +85,13 @@ class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
 
 
 class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
-    """The guard of the device type; torch provides the rest."""
-
+    # In C, because Ctrl-C in a Python function that the guard calls would end the process.
     type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 
 def register() -> None:
-    """Register the device type with torch, once for a process because torch cannot forget it."""
-    if _libraries:
+    """Register the device type with torch."""
+    if _libraries:  # once for a process, because torch cannot forget it
         return
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
@@ -96,79 +99,76 @@ def register() -> None:
     library = torch.library.Library("aten", "IMPL")
     for make in (_EMPTY, aten.empty_strided.default):
         library.impl(make, functools.partial(_allocate, make), "PrivateUse1")
-    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    library.impl(
+        "_copy_from", lambda source, target, *wait: copy_into(target, source, *wait), "PrivateUse1"
+    )
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     for operation in _WITH_KERNELS:
         library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
+    # "_" is every operation: those without a kernel above, and the casts of autocast below.
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
     for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
         library.impl(name, functools.partial(_cast_first, name), _AUTOCAST.name)
     everything_else.fallback(torch.library.fallthrough_kernel, _AUTOCAST.name)
+    # Kept, because torch takes the kernels out when a Library is collected.
     _libraries.extend((library, everything_else))
 
 
 _EMPTY = aten.empty.memory_format
 _WITH_KERNELS = (
+    # Without a kernel, torch builds these two from other operations, with other roundings.
     aten.silu_backward.default,
     aten.mish_backward.default,
+    # Reads scalars in the data of `torch.tensor([...])` in C++, where torch finds no fallback.
     aten._local_scalar_dense.default,
 )
-"""Operations that need a kernel of their own.
-
-Without a kernel, torch builds the first two from other operations, with other roundings. The last
-one reads scalars in the data of `torch.tensor([...])`, in C++, where torch finds no fallback.
-"""
 
 
 def _allocate(
-    make: Any, *geometry: Any, device: Any = None, pin_memory: Any = None, **options: Any
-) -> Any:
+    make: Operation, *geometry: object, device: torch.device | None = None, **options: object
+) -> torch.Tensor:
+    options.pop("pin_memory", None)  # which is of CPU memory
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Before the CPU allocates, because the simulated device may have no room.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
-    options["device"] = machine.executor.place
+    options["device"] = machine.executor.data_device
     made = machine.executor.run(make, geometry, options, device.index)
     return wrap(made, machine, device)
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> Any:
-    copy_into(target, source, non_blocking)
-    return target
-
-
-def _make(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation without a kernel above: a factory such as ``tril_indices``, or C++ calls."""
+def _make(func: Operation, *args: object, **kwargs: Any) -> object:
+    """Run an operation that C++ calls, or a factory without a kernel, such as `tril_indices`."""
     device = kwargs.get("device")
     if device is None or device.type != DEVICE_TYPE:
         return run(func, args, kwargs)
     machine = active_machine()
-    kwargs["device"] = machine.executor.place
+    kwargs["device"] = machine.executor.data_device
     device = machine.devices[machine.index_of(device)]
     return wrap(machine.executor.run(func, args, kwargs, device.index), machine, device)
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Float[torch.Tensor, "*batch head query_pos d_head"],
+    key: Float[torch.Tensor, "*batch kv_head key_pos d_head"],
+    value: Float[torch.Tensor, "*batch kv_head key_pos d_value"],
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
-    """Choose the kernel the CPU would: torch takes another, with other roundings, for new types."""
+) -> Float[torch.Tensor, "*batch head query_pos d_value"]:
+    """Run scaled_dot_product_attention with the kernel that the CPU would choose."""
+    # For a new device type, torch would take the math kernel, whose roundings differ.
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
             attn_mask.logical_not(), float("-inf")
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    choose: Any = torch._fused_sdp_choice  # Any, because its stub lacks the optional arguments.
-    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    choice = aten._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value:
         return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -178,7 +178,7 @@ def _attention(
     )[0]
 
 
-# Autocast casts as on the CPU, so that numbers are the CPU's.
+# The CPU's lists of autocast, because numbers have to be the CPU's.
 
 _IN_LOWER_PRECISION = (
     *("addbmm", "addmm", "baddbmm", "bmm", "linear", "matmul", "mm"),
@@ -186,15 +186,16 @@ _IN_LOWER_PRECISION = (
 )
 _IN_FLOAT32 = ("cross_entropy_loss", "mse_loss", "nll_loss")
 _IN_THE_WIDEST = ("cat", "stack")
-_AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
 
-def _cast_first(name: str, *args: Any, **kwargs: Any) -> Any:
+def _cast_first(name: str, *args: object, **kwargs: object) -> torch.Tensor:
     """Call an operation with its floating point operands cast to a dtype."""
     dtype = torch.float32 if name in _IN_FLOAT32 else torch.get_autocast_dtype(DEVICE_TYPE)
     if name in _IN_THE_WIDEST:
         dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf))
         dtype = functools.reduce(torch.promote_types, dtypes, dtype)
+    # Without autocast, because this kernel would be called again.
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
         args, kwargs = tree_map(
             lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs)
@@ -202,7 +203,7 @@ def _cast_first(name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(aten, name).default(*args, **kwargs)
 
 
-def _is_cast(leaf: Any) -> bool:
+def _is_cast(leaf: object) -> bool:
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.device.type == DEVICE_TYPE

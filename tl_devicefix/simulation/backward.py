@@ -12,11 +12,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 
-Engine = Callable[..., Any]
+Result = TypeVar("Result")
+Packed = TypeVar("Packed")
+Hook = Callable[..., object]
 
 
 class _Running(threading.local):
@@ -38,8 +43,8 @@ def _interrupts_later() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # because no interrupt is raised here
         return
-    interrupts: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
+    interrupts: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append((number, frame)))
     try:
         yield
     finally:
@@ -48,26 +53,24 @@ def _interrupts_later() -> Iterator[None]:
             handler(*interrupts[0])
 
 
-def run_backward(engine: Engine) -> Engine:
-    """Wrap torch's `_engine_run_backward`, which then raises the errors kept while it ran.
+def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
+    """Wrap torch's `_engine_run_backward`, which then raises the errors kept while it ran."""
 
-    It runs in the calling thread: for others, torch would want one worker a device, but knows of
-    one device only.
-    """
-
-    def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def run(t_outputs: Sequence[object], *args: Any, **kwargs: object) -> Result:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
+        # In this thread, because torch would start a worker for each device, and knows of one.
         with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
             return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 
     return run
 
 
-def _raising_kept_errors(engine: Callable[[], Any]) -> Any:
+def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
     _running.engines += 1
-    hooks, _running.hooks = _running.hooks, 0  # errors of an engine around this one
+    # Set to 0, because a user's hook may run this engine, whose errors have to be kept too.
+    hooks, _running.hooks = _running.hooks, 0
     try:
         result = engine()
     except Exception:
@@ -77,14 +80,15 @@ def _raising_kept_errors(engine: Callable[[], Any]) -> Any:
         errors, _running.errors = _running.errors, []
         _running.engines -= 1
         _running.hooks = hooks
-    if errors:
+    if errors:  # Ctrl-C first, because the user wants to stop
         raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
     return result
 
 
-def _check_device(index: int, expected: Any, gradient: Any) -> None:
-    both = isinstance(expected, torch.Tensor) and isinstance(gradient, torch.Tensor)
-    if both and expected.device != gradient.device:
+def _check_device(index: int, expected: object, gradient: object) -> None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(gradient, torch.Tensor):
+        return
+    if expected.device != gradient.device:
         raise RuntimeError(
             f"Function returned an invalid gradient at index {index} - expected device "
             f"{expected.device} but got {gradient.device}"
@@ -102,9 +106,9 @@ def raise_or_keep(error: Exception) -> None:
         del error  # break the cycle error -> traceback -> error, which would keep tensors
 
 
-def _kept(call: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
     """Call the user's code within an engine; if that fails, keep the error, call `otherwise`."""
-    if _running.errors:
+    if _running.errors:  # the backward has failed, so the rest of it does not matter
         return otherwise()
     _running.hooks += 1
     try:
@@ -121,15 +125,16 @@ class KeptErrors:
 
     holds_users_hook = True  # because a view of the model has its own
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    def __init__(self, hook: Hook) -> None:
         self._hook = hook
         functools.update_wrapper(self, hook)  # TransformerLens 2 tells hooks by their names
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> object:
         """Call the hook, and check the device of the gradient that it returns."""
 
-        def checked() -> Any:
+        def checked() -> object:
             result = self._hook(*args)
+            # A tensor's hook gets a gradient, a module's gets tuples of them, as its last argument.
             pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (args[-1], result)))
             for index, (before, after) in enumerate(pairs):
                 _check_device(index, before, after)
@@ -138,20 +143,20 @@ class KeptErrors:
         return _kept(checked, lambda: None)
 
 
-def registering(register: Callable[..., Any]) -> Callable[..., Any]:
+def registering(register: Callable[..., Result]) -> Callable[..., Result]:
     """Wrap `Tensor.register_hook` and its like, so that the hook's errors are kept."""
 
     @functools.wraps(register)
-    def register_kept(self: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    def register_kept(self: object, hook: Hook, *args: object, **kwargs: object) -> Result:
         return register(self, KeptErrors(hook), *args, **kwargs)
 
     return register_kept
 
 
-def applying(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call of a `torch.autograd.Function.backward`, so that its errors are kept."""
+def applying(apply: Callable[..., object]) -> Callable[..., object]:
+    """Wrap `BackwardCFunction.apply`, so that errors of a `Function.backward` are kept."""
 
-    def apply_kept(self: Any, *args: Any) -> Any:
+    def apply_kept(self: BackwardCFunction, *args: object) -> object:
         return _kept(lambda: apply(self, *args), lambda: (None,) * len(self.needs_input_grad))
 
     return apply_kept
@@ -160,17 +165,20 @@ def applying(apply: Callable[..., Any]) -> Callable[..., Any]:
 def saving(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap `saved_tensors_hooks.__init__`, so that errors of the unpacking hook are kept."""
 
-    def init_kept(self: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        def pack_with_kind(tensor: torch.Tensor) -> Any:
-            return pack(tensor), (tensor.shape, tensor.dtype, tensor.device)
+    def init_kept(
+        self: saved_tensors_hooks,
+        pack: Callable[[torch.Tensor], Packed],
+        unpack: Callable[[Packed], torch.Tensor],
+    ) -> None:
+        # With zeros of its kind, because the engine needs some tensor if unpacking fails.
+        def pack_with_zeros(tensor: torch.Tensor) -> tuple[Packed, Callable[[], torch.Tensor]]:
+            kind = {"dtype": tensor.dtype, "device": tensor.device}
+            return pack(tensor), functools.partial(torch.zeros, tensor.shape, **kind)
 
-        def unpack_kept(packed: Any) -> Any:
-            value, (shape, dtype, device) = packed
-            if not _running.engines:
-                return unpack(value)
-            otherwise = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
-            return _kept(lambda: unpack(value), otherwise)
+        def unpack_kept(packed: tuple[Packed, Callable[[], torch.Tensor]]) -> torch.Tensor:
+            value, zeros = packed
+            return _kept(lambda: unpack(value), zeros) if _running.engines else unpack(value)
 
-        init(self, pack_with_kind, unpack_kept)
+        init(self, pack_with_zeros, unpack_kept)
 
     return init_kept

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx.experimental._config as meta_config
 
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Executor, tensors_in
@@ -52,7 +51,7 @@ class Transfers(list[Transfer]):
             pair = transfer.source, transfer.target
             so_far = sums.get(pair, Moved(0, 0))
             sums[pair] = Moved(so_far.count + 1, so_far.bytes + transfer.bytes)
-        return dict(
+        return dict(  # 0 for "cpu", which has no index
             sorted(sums.items(), key=lambda item: [(d.type, d.index or 0) for d in item[0]])
         )
 
@@ -77,12 +76,10 @@ class Allocation:
 
 
 class _Current(threading.local):
-    """The index of the current device: that of this thread, as on CUDA."""
-
-    index = 0
+    index = 0  # of the current device: each thread has its own, as on CUDA
 
 
-_ALLOCATION = "_tl_devicefix_allocation"
+_ALLOCATION = "_tl_devicefix_allocation"  # the attribute of a storage
 
 
 class Machine:
@@ -111,7 +108,9 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
+        # (device, bytes); a deque, because any thread appends to it without a lock.
         self._freed: deque[tuple[int, int]] = deque()
+        # Reentrant, because `_add` settles too.
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -120,24 +119,24 @@ class Machine:
     @property
     def has_values(self) -> bool:
         """True if tensors on its devices have values."""
-        return self.executor.place.type != "meta"
+        return self.executor.data_device.type != "meta"
 
-    def memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+    def memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
-        self._settle()
+        self._settle()  # because freed memory is only queued
         return self._allocated[self.index_of(device)]
 
-    def max_memory_allocated(self, device: int | str | torch.device | None = None) -> int:
+    def max_memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the peak of `memory_allocated` since the start or the last reset."""
         return self._peak[self.index_of(device)]
 
-    def reset_peak_memory_stats(self, device: int | str | torch.device | None = None) -> None:
+    def reset_peak_memory_stats(self, device: DeviceLike | None = None) -> None:
         """Set the peak of ``device`` to the memory that is allocated now."""
         self._settle()
         index = self.index_of(device)
         self._peak[index] = self._allocated[index]
 
-    def mem_get_info(self, device: int | str | torch.device | None = None) -> tuple[int, int]:
+    def mem_get_info(self, device: DeviceLike | None = None) -> tuple[int, int]:
         """Return the free and the total bytes of ``device``."""
         self._settle()
         index = self.index_of(device)
@@ -147,7 +146,7 @@ class Machine:
         """Forget the recorded transfers."""
         self.transfers.clear()
 
-    def index_of(self, device: int | str | torch.device | None) -> int:
+    def index_of(self, device: DeviceLike | None) -> int:
         """Return the index of ``device``; a device without index is the current one.
 
         Raises:
@@ -189,22 +188,20 @@ class Machine:
         # Kept on the storage, because views share it and torch keeps its Python object.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
-        growth = storage.nbytes() - allocation.nbytes
+        growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`
         if growth:
             self.check_room(device, growth)
             self._add(device.index, growth)
             allocation.nbytes += growth
-        vars(storage)[_ALLOCATION] = allocation
+        vars(storage)[_ALLOCATION] = allocation  # now, because what does not fit is not counted
         return allocation
 
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
     ) -> None:
-        """Record ``copy``, made from ``source`` to ``target``, unless they are the same.
-
-        A copy of nothing is none: transformers' KV cache begins with empty tensors.
-        """
+        """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
         nbytes = sum(part.nbytes for part in tensors_in(copy))
+        # No empty copies, because transformers' KV cache begins with empty tensors.
         if nbytes and source != target:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
@@ -245,15 +242,14 @@ def active_machine() -> Machine:
 
 @contextmanager
 def entered(machine: Machine) -> Iterator[Machine]:
-    """Make ``sim`` devices this machine's within a `with` block; later they can only be read.
-
-    Without values, a mask selects everything.
-    """
+    """Make ``sim`` devices this machine's within a `with` block; later they can only be read."""
     global _active
-    patch: Any = meta_config.patch  # type: ignore[attr-defined]  # torch adds it at import
     outer, _active = _active, machine
     try:
-        with patch(meta_nonzero_assume_all_nonzero=not machine.has_values):
+        # A mask without values selects everything. Ignored, because torch adds `patch` at import.
+        with meta_config.patch(  # type: ignore[attr-defined]
+            meta_nonzero_assume_all_nonzero=not machine.has_values
+        ):
             yield machine
     finally:
         machine.is_open = False

@@ -8,15 +8,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
-from tl_devicefix.simulation.executor import zeros_for
+from tl_devicefix.simulation.executor import Args, Kwargs, Operation, zeros_for
 from tl_devicefix.simulation.tensor import (
     HANDLERS,
-    Operation,
     SimTensor,
     common_device,
     left_error,
@@ -29,91 +26,90 @@ from tl_devicefix.simulation.tensor import (
 aten = torch.ops.aten
 
 
-def _to_copy(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``.to`` and ``.cpu``: copy to another device, dtype or layout."""
     source: SimTensor = args[0]
     allocation = source._allocation
     machine = allocation.machine
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
-    to = None
+    to = None  # the host
     if target.type == DEVICE_TYPE:
         if not machine.is_open:
             raise left_error(allocation.device)
         target = machine.devices[machine.index_of(target)]
         to = target.index
-    elif target.type != "cpu":
+    elif target.type != "cpu":  # such as "meta", to which nothing is transferred
         return func(source._cpu, **kwargs, device=target)
     result = machine.executor.run(func, (source._cpu,), kwargs, to)
     machine.record_transfer(allocation.device, target, result)
     return result if to is None else wrap(result, machine, target)
 
 
-def _copy_(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy between any two devices, in place."""
-    copy_into(*args, **kwargs)
-    return args[0]
+def _copy_(func: Operation, args: Args, kwargs: Kwargs) -> object:
+    return copy_into(*args, **kwargs)
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
-    """Copy ``source`` into ``target``, one of them simulated at least; record the transfer."""
+def copy_into(
+    target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Copy in place, between any two devices, of which one is simulated; record the transfer."""
     simulated: list[SimTensor] = []
     cpu_target, cpu_source = (unwrap(tensor, simulated, []) for tensor in (target, source))
     to = target.device.index if type(target) is SimTensor else None
     machine = simulated[0]._allocation.machine
     machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, to)
     machine.record_transfer(source.device, target.device, cpu_target)
+    return target
 
 
-def _read_number(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_number(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``.item()``, and with it ``if tensor:``; 0 where there are no values."""
     cpu = read(args[0])
     return func(zeros_for(cpu) if cpu.is_meta else cpu)
 
 
-def _choose_kernel(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Choose the attention kernel that the CPU would choose."""
+def _choose_kernel(func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Choose the attention kernel that the CPU would."""
     return func(*map(_chosen_for, args), **kwargs)
 
 
-def _chosen_for(value: Any) -> Any:
-    """Return the CPU tensor behind a simulated one, with the same `requires_grad`.
-
-    Without values, this is a CPU tensor of the same shape whose rows share memory, because the
-    choice depends only on shapes, dtypes and the stride of the last dimension.
-    """
+def _chosen_for(value: object) -> object:
+    """Return the CPU tensor behind a simulated one, with the same `requires_grad`."""
     if type(value) is not SimTensor:
         return value
     cpu = value._cpu
     if cpu.is_meta:
+        # One row in memory, because the choice depends on shapes, dtypes and the last stride only.
         cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
     return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
 
-def _equal(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _equal(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
     if any(type(arg) is SimTensor and not arg.has_values for arg in args):
-        common_device([arg for arg in args if type(arg) is SimTensor])
+        common_device([arg for arg in args if type(arg) is SimTensor])  # raises if on several
         return args[0].shape == args[1].shape
     return run_on_one_device(func, args, kwargs)
 
 
-def _is_all_true(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Check arguments for torch, as of a distribution; without values they pass."""
+def _is_all_true(func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """Check a condition on values, such as a distribution's arguments; without values it holds."""
     return run_on_one_device(func, args, kwargs) if args[0].has_values else torch.tensor(True)
 
 
-def _bincount(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.bincount``; without values, of as many bins as are asked for at least."""
+def _bincount(func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """``torch.bincount``; without values, the result has ``minlength`` bins."""
     counted, minlength = args[0], kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     if type(counted) is not SimTensor or counted.has_values or not minlength:
         return run_on_one_device(func, args, kwargs)
     return counted.new_zeros(minlength)
 
 
-def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.histc``, which counts integers too on CUDA, but not on the CPU."""
+def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
+    """``torch.histc``."""
     counted, *rest = args
+    # Integers as floats, because CUDA counts them and the CPU refuses them.
     if counted.is_floating_point():
         return run_on_one_device(func, args, kwargs)
     as_float = aten._to_copy.default(counted, dtype=torch.float64)
@@ -121,31 +117,27 @@ def _histc(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return aten._to_copy.default(counts, dtype=counted.dtype)
 
 
-def _index_error(indexed: torch.device) -> RuntimeError:
-    return RuntimeError(
-        f"indices should be either on cpu or on the same device as the indexed tensor ({indexed})"
-    )
-
-
-def _index(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Index with tensors that are on the CPU or on the device of what is indexed."""
     indexed, indices, *rest = args
-    if type(indexed) is not SimTensor:
-        raise _index_error(indexed.device)
+    on_devices = [index for index in indices if type(index) is SimTensor]
+    if type(indexed) is not SimTensor or any(i.device != indexed.device for i in on_devices):
+        raise RuntimeError(  # as torch says it
+            "indices should be either on cpu or on the same device as the indexed tensor "
+            f"({indexed.device})"
+        )
     allocation = indexed._allocation
-    for index in indices:
-        if type(index) is SimTensor and index._allocation.device != allocation.device:
-            raise _index_error(allocation.device)
+    # The value of an `index_put`: a CPU scalar may be written anywhere.
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
-        # A CPU scalar may be written anywhere.
         machine, device = allocation.machine, allocation.device
-        rest[0] = wrap(rest[0].to(machine.executor.place, copy=True), machine, device)
+        rest[0] = wrap(rest[0].to(machine.executor.data_device, copy=True), machine, device)
     cpu_indices = [index._cpu if type(index) is SimTensor else index for index in indices]
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 
 
-class _CheckedIndices(list[Any]):
-    """CPU index tensors. A class of its own, because `unwrap` looks into plain lists only."""
+# A class of its own, because `unwrap` looks into plain lists only.
+class _CheckedIndices(list[torch.Tensor | None]):
+    """Index tensors on the CPU."""
 
 
 HANDLERS.update(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -13,10 +12,10 @@ import torch
 from packaging.version import Version
 
 from tl_devicefix.misspelt import shown
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import bytes_of
 from tl_devicefix.simulation import backend, backward
-from tl_devicefix.simulation.executor import Executor, MetaExecutor
+from tl_devicefix.simulation.executor import CpuExecutor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
@@ -27,10 +26,7 @@ _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 
 @contextmanager
 def simulate(
-    n_devices: int,
-    memory: int | str | Sequence[int | str] = "80GiB",
-    *,
-    values: bool = True,
+    n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", *, values: bool = True
 ) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
@@ -67,7 +63,8 @@ def simulate(
     sim:1 -> sim:0  1  12 bytes
     all             1  12 bytes
     """
-    capacities, executor = _capacities(n_devices, memory), Executor() if values else MetaExecutor()
+    executor = CpuExecutor() if values else MetaExecutor()
+    capacities = _capacities(n_devices, memory)
     with entering(lambda: Machine(capacities, executor)) as machine:
         yield machine
 
@@ -83,7 +80,6 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
-        _refuse_to_compile(stack)
         # For a machine that stays open until Python ends, because later its modules are gone.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
@@ -101,7 +97,7 @@ def simulate_apart(
 
 
 def check_number(n_devices: object) -> None:
-    """Check the number of devices."""
+    """Refuse a number of devices that is no int, or out of range."""
     if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
         raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {shown(n_devices)}")
 
@@ -112,30 +108,24 @@ _MOST_DEVICES = 64
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
     check_number(n_devices)
     sizes = [memory] * n_devices if isinstance(memory, (int, str)) else memory
-    if not isinstance(sizes, (list, tuple)):
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != n_devices:
         raise ValueError(
-            f"memory must be a size such as '24GiB', or a list of one for each device, but is "
-            f"{shown(memory)}"
-        )
-    if len(sizes) != n_devices:
-        raise ValueError(
-            f"memory must have one size for each of {n_devices} devices, but has {len(sizes)}"
+            f"memory must be a size such as '24GiB', or a list of one for each of {n_devices} "
+            f"devices, but is {shown(memory)}"
         )
     return [bytes_of(size) for size in sizes]
 
 
 def _prepare_torch() -> None:
     """Register the type of devices, unless this torch or this place does not allow it."""
-    version = ".".join(torch.__version__.split(".")[:2])
+    version = ".".join(torch.__version__.split(".")[:2])  # "2.13.1+cpu" -> "2.13"
     if not Version(_OLDEST_TORCH) <= Version(version) <= Version(_NEWEST_TORCH):
         raise RuntimeError(
             f"simulate needs torch {_OLDEST_TORCH} to {_NEWEST_TORCH}, whose private parts it uses,"
             f" but this is torch {torch.__version__}: install one of those, or use real devices"
         )
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "simulate cannot be entered inside torch.inference_mode: enter it outside"
-        )
+        raise RuntimeError("simulate cannot be inside torch.inference_mode: enter it before")
     if (outer := entered_machine()) is not None:
         raise RuntimeError(
             f"simulate is entered already, with {len(outer.devices)} device(s): leave that"
@@ -146,9 +136,10 @@ def _prepare_torch() -> None:
 
 def _move_parameters_in_place(stack: ExitStack) -> None:
     """Make ``nn.Module.to`` set ``param.data`` across device types, as it does from CPU to CUDA."""
+    # Otherwise it would make new parameters, which optimizers and tied modules do not know.
     compatible = torch._has_compatible_shallow_copy_type
 
-    # Any signature, because torch.compile compares it with its own if imported meanwhile.
+    # Any signature, because torch.compile, if imported now, compares it with its own.
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
@@ -157,9 +148,10 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
 
 
 def _avoid_inference_mode(stack: ExitStack) -> None:
-    """Run ``inference_mode`` as ``no_grad``: tensor subclasses do not work in it."""
+    """Run ``inference_mode`` as ``no_grad``, because tensor subclasses do not work in it."""
 
     def enter(self: Any) -> None:
+        # The attribute whose `__exit__` torch's own `__exit__` calls.
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
 
@@ -169,7 +161,7 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
 def _keep_errors_of_backwards(stack: ExitStack) -> None:
     """Let a backward that fails raise, and refuse what would end the process."""
     engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
-    for module in (torch.autograd, torch.autograd.graph):
+    for module in (torch.autograd, torch.autograd.graph):  # the first imports it by name
         _replace(stack, module, "_engine_run_backward", engine)
     for owner, name in (
         (torch.Tensor, "register_hook"),
@@ -184,14 +176,14 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
 
 
 def _open_safetensors(stack: ExitStack) -> None:
-    """Let ``safe_open`` and ``load_file`` read files to simulated devices.
+    """Let ``safe_open`` and ``load_file`` read files to simulated devices."""
+    own: Callable[..., object] = safetensors.safe_open
 
-    An index in place of a name, because safetensors knows the names of some types only.
-    """
-    own: Any = safetensors.safe_open
-
-    def safe_open(filename: Any, framework: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+    def safe_open(
+        filename: object, framework: str, device: DeviceLike = "cpu", **kwargs: object
+    ) -> object:
         if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
+            # An index, because safetensors knows the names of some device types only.
             device = active_machine().index_of(device)
         return own(filename, framework, device, **kwargs)
 
@@ -199,27 +191,8 @@ def _open_safetensors(stack: ExitStack) -> None:
         _replace(stack, module, "safe_open", safe_open)
 
 
-def _refuse_to_compile(stack: ExitStack) -> None:
-    """Refuse a simulated model at once, because inductor's errors name neither it nor a reason."""
-    own: Any = torch.compile
-
-    @functools.wraps(own)
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(model, "__self__", model)  # a module's method, of `module.compile()`
-        weights = module.parameters() if isinstance(module, torch.nn.Module) else ()
-        is_simulated = any(type(weight) is SimTensor for weight in weights)
-        if is_simulated and kwargs.get("backend", "inductor") == "inductor":
-            raise RuntimeError(
-                f"torch.compile cannot compile a {type(module).__name__} on simulated devices: "
-                "leave it out here, and use it on real devices"
-            )
-        return own(model, *args, **kwargs)
-
-    _replace(stack, torch, "compile", compile)
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; on leaving, set it back, or delete it where it was inherited."""
+def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
+    """Set an attribute; on leaving, set the old one, or delete it if it was inherited."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import tensors_in, zeros_for
+from tl_devicefix.simulation.executor import Args, Kwargs, Operation, tensors_in, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
 
-Operation = torch._ops.OpOverload
-Handler = Callable[[Operation, tuple[Any, ...], dict[str, Any]], Any]
-HANDLERS: dict[Operation, Handler] = {}
-"""Operations for which the CPU's kernel alone is not enough; `operations` fills it."""
+Handler = Callable[[Operation, Args, Kwargs], object]
+HANDLERS: dict[Operation, Handler] = {}  # filled by `operations`, which imports this module
 
-# `data` as torch defines it, in C; `simulate` puts another before it.
-TENSOR_DATA: Any = torch._C.TensorBase.data
+# Torch's own descriptor, in C, because `simulate` puts another before it.
+TENSOR_DATA = vars(torch._C.TensorBase)["data"]
 
 
 class _LooksLikeTensor(torch._C._TensorMeta):
@@ -42,7 +41,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     _cpu: torch.Tensor
     _allocation: Allocation
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: bool) -> Any:
         """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
@@ -54,12 +53,12 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Run ``func`` on the CPU tensors and label what it returns."""
         return run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Print as torch prints a tensor of another device."""
         text = repr(read(self)).replace(", device='meta'", "")
         grad_fn = self.grad_fn
@@ -71,7 +70,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         text = f"{text[:-1]}{extras})"
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
         """Copy a leaf, keeping the sharing of storages that ``memo`` knows."""
         if not self.is_leaf:
             raise RuntimeError(
@@ -91,10 +90,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return copied
 
     def __copy__(self) -> torch.Tensor:
-        """Return another tensor on the same storage; by default this would be a pickled one."""
+        """Return another tensor on the same storage."""
+        # By default, this would go through `__reduce_ex__`, and so to the CPU.
         return self.detach().requires_grad_(self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Save as a CPU tensor, because a simulated device does not outlive its machine."""
         values = read(self).detach()
         if getattr(self, "_is_param", False):
@@ -102,16 +102,19 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return values.__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
-        """Format a scalar as its number; torch does so for its own class only."""
+        """Format a scalar as its number."""
+        # In Python, because torch does so for its own class only.
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
-        """Return the values as nested lists; torch refuses subclasses."""
+        """Return the values as nested lists."""
+        # Through the tensor behind, because torch refuses subclasses.
         values = read(self)
         return zeros_for(values).tolist() if values.is_meta else values.tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """Refuse as for CUDA, unless forced; torch blames subclasses, which tells users nothing."""
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """Raise the error that a CUDA tensor raises, unless forced."""
+        # Not torch's own here, because it blames subclasses, which tells users nothing.
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -119,12 +122,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
             " the tensor to host memory first."
         )
 
-    def new_tensor(  # type: ignore[override]
-        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False
-    ) -> torch.Tensor:
-        """Make a tensor on this device; torch would ask the guard, which knows of index 0 only."""
-        dtype, device = dtype or self.dtype, self.device if device is None else device
-        return torch.tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+    def new_tensor(self, data: object, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        """Make a tensor on this device."""
+        # By torch.tensor, because torch's own asks the guard, which knows of index 0 only.
+        given = {name: value for name, value in options.items() if value is not None}
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **given})
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -156,11 +158,9 @@ _addresses = itertools.count(1 << 60, 1 << 40)  # an address in no process's mem
 
 
 class _Unallocated(torch.UntypedStorage):
-    """A storage on meta, with an address that is no other's; torch gives all of them 0.
+    """A storage on meta, with an address of its own."""
 
-    Libraries find tied tensors by addresses.
-    """
-
+    # Because libraries find tied tensors by addresses, and torch gives 0 for all on meta.
     address: int
 
     def data_ptr(self) -> int:
@@ -188,16 +188,15 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # Resolve lazy conjugation here, because a wrapper cannot carry its bit.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # A sparse tensor has no strides and no offset, so wrap its values and indices.
-    allocations = [machine.allocation_of(part, device) for part in tensors_in(cpu) or [cpu]]
-    lies: Any = {}
-    if len(allocations) == 1:
-        lies = {"strides": cpu.stride(), "storage_offset": cpu.storage_offset()}
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        SimTensor, cpu.size(), **lies, dtype=cpu.dtype, layout=cpu.layout, device=device
+    # Values and indices, because a sparse tensor itself has no storage, strides or offset.
+    parts = tensors_in(cpu) or [cpu]
+    allocation, *_ = (machine.allocation_of(part, device) for part in parts)
+    strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
+    tensor = torch.Tensor._make_wrapper_subclass(
+        SimTensor, cpu.size(), strides, offset, dtype=cpu.dtype, layout=cpu.layout, device=device
     )
     tensor._cpu = cpu
-    tensor._allocation = allocations[0]
+    tensor._allocation = allocation
     return tensor
 
 
@@ -216,11 +215,9 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Turn a CPU tensor into a simulated one or back, keeping the Python object.
-
-    ``torch.utils.swap_tensors`` would do, but refuses while a graph holds the tensor, and takes
-    the attributes that a user has set on it away.
-    """
+    """Turn a CPU tensor into a simulated one or back, keeping the Python object."""
+    # Not by torch.utils.swap_tensors, because that refuses while a graph holds the tensor, and
+    # takes the attributes that a user has set on it away.
     copied = value.detach()
     if isinstance(tensor, torch.nn.Parameter):
         copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -239,12 +236,12 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.grad = grad
 
 
-def run(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
     return HANDLERS.get(func, run_on_one_device)(func, args, kwargs)
 
 
-def run_on_one_device(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_on_one_device(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Run an operation on the CPU tensors behind, and label its results with their device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
@@ -293,22 +290,24 @@ def common_device(
                 f"tensors on {device} and {other.device} belong to different simulated machines, "
                 "such as a dry run's and that of the `simulate` around it: bring one to 'cpu' first"
             )
-        if other.device is not device and other.device != device:
+        if other.device is not device and other.device != device:  # `is` is faster
             raise_or_keep(_mixed_error(device, other.device))
     return machine, device
 
 
 def _check_cpu_operands(
-    func: Operation, first: Any, operands: list[torch.Tensor], device: torch.device
+    func: Operation, first: object, operands: list[torch.Tensor], device: torch.device
 ) -> None:
-    """Refuse CPU tensors beside simulated ones, but for scalars that are read elementwise."""
+    """Refuse CPU tensors beside simulated ones, except scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
             raise_or_keep(_mixed_error(device, operand.device))
 
 
-def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: torch.device) -> Any:
+def _label(
+    result: object, simulated: list[SimTensor], machine: Machine, device: torch.device
+) -> object:
     """Return a CPU kernel's result with its tensors on ``device``."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
@@ -324,7 +323,7 @@ def _label(result: Any, simulated: list[SimTensor], machine: Machine, device: to
 def _refresh(tensor: SimTensor) -> None:
     """Make ``tensor`` say the shape its CPU tensor has got in place (``out=``, ``resize_``)."""
     cpu, old = tensor._cpu, tensor._allocation
-    if cpu.layout is not torch.strided:
+    if cpu.layout is not torch.strided:  # a sparse tensor has no strides to update
         return
     allocation = old.machine.allocation_of(cpu, old.device)
     if tensor.size() == cpu.size() and tensor.stride() == cpu.stride() and allocation is old:
@@ -346,7 +345,7 @@ def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
     )
-    if one.type == other.type:  # an error on a single device too
+    if one.type == other.type:  # one with the CPU is an error on a single device too
         note_mixed_devices(error)
     return error
 

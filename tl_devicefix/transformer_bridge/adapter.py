@@ -5,8 +5,7 @@ Importing it registers the patches of its package.
 
 from __future__ import annotations
 
-from typing import Any
-
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge import TransformerBridge as model_class
 
 from tl_devicefix.placement.placement import Placement
@@ -23,10 +22,10 @@ from tl_devicefix.transformer_bridge.blueprint import OPTIONS, BridgeBlueprint
 __all__ = ["model_class", "view_of"]
 
 NAME = "TransformerBridge"
-RUN_METHODS = ("forward", "run_with_hooks")
-SETUP_HINT = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
+run_methods = ("forward", "run_with_hooks")
+setup_hint = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint.read
-HAS_DROPOUT = True
+has_dropout = True
 
 # Blocks of these Bridges pass on the residual stream alone. Others share more (keys and values,
 # states, an embedding for each layer), which a run that starts at a later block would miss.
@@ -40,19 +39,19 @@ _RESIDUAL_STREAM_ALONE = {
 }
 
 
-def passes_stream_alone(model: Any) -> bool:
+def passes_stream_alone(model: TransformerBridge) -> bool:
     """See `Adapter.passes_stream_alone`."""
     is_generating = getattr(model, "_capture_hf_cache", False)
     return model.cfg.architecture in _RESIDUAL_STREAM_ALONE and not is_generating
 
 
-def realign(bridge: Any, placement: Placement | None) -> None:
+def realign(bridge: TransformerBridge, placement: Placement | None) -> None:
     """See `Adapter.realign`."""
     if placement is not None:
         alignment.settle_bridge(bridge, placement)
     alignment.register_hooks(bridge)
 
 
-def option_names(config_or_model_name: Any) -> tuple[str, ...]:
+def option_names(config_or_model_name: object) -> tuple[str, ...]:
     """Return the names of `boot_transformers`' options on which the config depends."""
     return OPTIONS

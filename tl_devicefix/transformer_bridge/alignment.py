@@ -6,11 +6,13 @@ hook points: users would still see a block's input on the device of the block be
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
 from tl_devicefix.dispatch import views
@@ -25,8 +27,10 @@ from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
 from tl_devicefix.transformer_bridge.components import bridge_components
 
+_Moved = TypeVar("_Moved")
 
-def settle_bridge(bridge: Any, placement: Placement | None) -> None:
+
+def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> None:
     """Record the devices of the weights, and make the Bridge run there; None if unknown."""
     bridge.__dict__["placement"] = placement
     if placement is None:
@@ -34,7 +38,7 @@ def settle_bridge(bridge: Any, placement: Placement | None) -> None:
     use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
-    align(bridge, placement, lambda name: False)
+    align(bridge, placement, lambda name: False)  # because outputs come home in `forward`
     if len(placement.memories) > 1:
         _drop_bound_methods(bridge.original_model)
         take_inputs_at(bridge.original_model, placement.home)
@@ -42,11 +46,8 @@ def settle_bridge(bridge: Any, placement: Placement | None) -> None:
 
 
 def _drop_bound_methods(hf_model: nn.Module) -> None:
-    """Drop accelerate's own `to` and similar methods.
-
-    They are bound to this model, so a deep copy's would move this one. The Bridge's `to` handles
-    several devices itself.
-    """
+    """Drop accelerate's own `to` and similar methods, because the Bridge's `to` does their job."""
+    # They are bound to this model, so those of a deep copy would move this one.
     for name, value in list(vars(hf_model).items()):
         wrapped = getattr(value, "__wrapped__", None)
         if name != "forward" and getattr(wrapped, "__self__", None) is hf_model:
@@ -62,19 +63,16 @@ def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
 
 
 def _forget_tied_weights(hf_model: nn.Module) -> None:
-    """Drop the tied weights that accelerate's hooks keep.
-
-    accelerate needs them for offloading only, and here they would keep the old weights alive.
-    """
+    """Drop the tied weights that accelerate's hooks keep, unless it offloads."""
+    # accelerate needs them for offloading only, and here they would keep old weights alive.
     hooks = [getattr(module, "_hf_hook", None) for module in hf_model.modules()]
     aligning = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
     if not any(hook.offload for hook in aligning):
         for hook in aligning:
-            if hook.tied_params_map:
-                hook.tied_params_map.clear()
+            (hook.tied_params_map or {}).clear()
 
 
-def register_hooks(bridge: Any) -> None:
+def register_hooks(bridge: TransformerBridge) -> None:
     """Register the hook points of a Bridge's present modules."""
     bridge.clear_hook_registry()
     bridge._initialize_hook_registry()
@@ -83,15 +81,17 @@ def register_hooks(bridge: Any) -> None:
 
 
 @patches("TransformerBridge", takes="self", why="a dtype keeps the placement")
-def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `TransformerBridge.to`. A dtype keeps the placement, which weighs what it then does.
+def to(
+    original: Callable[..., _Moved], self: TransformerBridge, *args: Any, **kwargs: Any
+) -> _Moved:
+    """See `TransformerBridge.to`. A dtype keeps the placement, with the new sizes.
 
-    As in TransformerLens, a Bridge over several devices is not moved to one, with a warning. One
-    that runs on one device, with offloaded blocks, is moved whole, and nothing is offloaded then.
-    A number is an index of a device of home's type.
+    As in TransformerLens, a Bridge over several devices stays there, with a warning. One that runs
+    on one device, with offloaded blocks, is moved whole, and nothing is offloaded then. A number is
+    an index of a device of home's type.
 
     Raises:
-        ValueError: if a number is of no device.
+        ValueError: if there is no device of a number.
     """
     # Resolve numbers here, because TransformerLens would silently move a spread Bridge.
     if args and type(args[0]) is int:
@@ -116,13 +116,15 @@ def to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @patches("TransformerBridge", takes="self fn", why="weights of other hosts are not converted")
-def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+def _apply(
+    self: TransformerBridge, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
     """Convert the weights, unless some are on other hosts."""
     refuse_to_convert(self, fn)
     return nn.Module._apply(self, fn, recurse)
 
 
-def place_bridge(bridge: Any, placement: Placement) -> None:
+def place_bridge(bridge: TransformerBridge, placement: Placement) -> None:
     """Move each component to its planned device, and the rest home; make the Bridge run over them.
 
     Args:
@@ -136,7 +138,7 @@ def place_bridge(bridge: Any, placement: Placement) -> None:
     settle_bridge(bridge, placement)
 
 
-def placement_as_it_lies(bridge: Any) -> Placement | None:
+def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:
     """Return the placement of a Bridge's weights; None if some have no values."""
     placed = []
     for name, module in bridge_components(bridge):
@@ -145,17 +147,13 @@ def placement_as_it_lies(bridge: Any) -> Placement | None:
         if torch.device("meta") in devices or len(devices) > 1:
             return None
         if devices:
-            placed.append(
-                PlacedComponent(
-                    name, sum(tensor.nbytes for tensor in tensors), device=devices.pop()
-                )
-            )
-    embed = [component for component in placed if component.name == "embed"]
-    placed = embed + [component for component in placed if component.name != "embed"]
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            placed.append(PlacedComponent(name, nbytes, device=devices.pop()))
+    placed.sort(key=lambda component: component.name != "embed")  # because home is the first's
     return Placement(tuple(placed)) if placed else None
 
 
-def view_of(bridge: Any) -> Any:
+def view_of(bridge: TransformerBridge) -> TransformerBridge:
     """Make a view of a Bridge: see `dispatch/views.py:view_of`."""
     builder = ViewBuilder()
     view = views.view_of(bridge, builder)
@@ -163,11 +161,9 @@ def view_of(bridge: Any) -> Any:
     return view
 
 
-def _register_attention(bridge: Any, builder: ViewBuilder) -> None:
-    """Let TransformerLens 3 find the components of the view's attention layers.
-
-    It calls the hooks after the rotary embedding by a registry of which component wraps a layer.
-    """
+def _register_attention(bridge: TransformerBridge, builder: ViewBuilder) -> None:
+    """Let TransformerLens 3 find the components of the view's attention layers."""
+    # By this registry it calls the hooks after the rotary embedding.
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         return

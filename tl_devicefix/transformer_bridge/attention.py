@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
+from jaxtyping import Bool, Float
+from torch import nn
 from transformers import masking_utils
 
 from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, made_once
 from tl_devicefix.monkeypatch.patch import patches
+
+_Result = TypeVar("_Result")
 
 
 class ThisForward(NamedTuple):
     """Facts about the forward that a block is in; by default, it is not a Bridge's."""
 
     is_of_bridge: bool = False
-    """Nobody reads the outputs that transformers records of it."""
-    config_of_sdpa: Any = None
+    """True in a Bridge's forward with usual masks, whose recorded outputs nobody reads."""
+    config_of_sdpa: object = None
     """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
     is_cache_read: bool = True
-    """Somebody reads the KV cache afterwards: `generate`, or the user."""
+    """True if `generate` or the user reads the KV cache afterwards."""
 
 
 def this_forward() -> ThisForward:
     """Return the facts about this thread's forward."""
     kept = kept_in_forward()
+    # A worker on another host gets the facts alone, because a config is not sent.
     if ThisForward not in kept:
         is_of_bridge, by_sdpa, is_cache_read = kept.get(FACTS) or (False, False, True)
         kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None, is_cache_read)
     return kept[ThisForward]  # type: ignore[no-any-return]
 
 
-def _looks_up(attention: Any) -> bool:
+def _looks_up(attention: nn.Module) -> bool:
     """Return True if transformers' attention looks up its implementation in the config."""
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def why_not_eager(attention: Any) -> str | None:
+def why_not_eager(attention: nn.Module) -> str | None:
     """Return why transformers' attention differs from the Bridge's; None if it does not."""
     how = getattr(getattr(attention, "config", None), "_attn_implementation", None) or "eager"
     if how == "eager" or not _looks_up(attention):
@@ -47,7 +53,7 @@ def why_not_eager(attention: Any) -> str | None:
     return f"its transformers config asks for {how!r}, but the Bridge's attention is eager"
 
 
-def why_own_mask(attention: Any) -> str | None:
+def why_own_mask(attention: nn.Module) -> str | None:
     """Return why attention masks in another way than a Bridge; None if it does not.
 
     Such attention has a causal triangle of its own. A Bridge takes the given mask for everything.
@@ -58,7 +64,7 @@ def why_own_mask(attention: Any) -> str | None:
     return f"a {type(attention).__name__} has a mask of its own"
 
 
-def why_no_sdpa(attention: Any) -> str | None:
+def why_no_sdpa(attention: nn.Module) -> str | None:
     """Return why transformers' attention cannot use SDPA; None if it can."""
     if not _looks_up(attention):
         return f"a {type(attention).__name__} computes in its own way"
@@ -87,13 +93,15 @@ def makes_masks() -> bool:
     why="transformers' masks: in a Bridge's forward by SDPA, those for SDPA",
     since="4.0",
 )
-def eager_mask(original: Any, *args: Any, **kwargs: Any) -> Any:
+def eager_mask(
+    original: Callable[..., _Result], *args: Any, **kwargs: Any
+) -> _Result | torch.Tensor | None:
     """Make transformers' mask for "eager", or within a forward by SDPA the one for SDPA."""
     config = this_forward().config_of_sdpa
     if config is None or kwargs.get("config") is not config:
         return original(*args, **kwargs)
     mask = masking_utils.sdpa_mask(*args, **kwargs)
-    if mask is None:
+    if mask is None:  # a block that cannot use SDPA may still need the mask
         kept_in_forward()[_LEFT_OUT] = functools.partial(original, *args, **kwargs)
     return mask
 
@@ -109,35 +117,36 @@ _patches_kv_cache = functools.partial(
 @_patches_kv_cache("AttentionBridge", "_update_kv_cache", takes="self k v")
 @_patches_kv_cache("MLAAttentionBridge", "forward", takes="self")
 @_patches_kv_cache("GlmMoeDsaAttentionBridge", "forward", takes="self")
-def with_kv_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rename `cache` to `past_key_values`, because the Bridge's attention reads that name.
-
-    Not in a forward whose cache nobody reads, because its numbers are to be TransformerLens's, and
-    keys from a cache lie otherwise, so that scores differ in the last bit.
-    """
+def with_kv_cache(
+    original: Callable[..., _Result], self: nn.Module, *args: object, **kwargs: object
+) -> _Result:
+    """Rename `cache` to `past_key_values`, because the Bridge's attention reads that name."""
+    # Only where the cache is read, because scores of cached keys differ from TransformerLens's
+    # uncached ones in the last bit: their memory layout is another.
     if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
 
 
-def place_of_mask(layer: Any) -> int:
+def place_of_mask(layer: nn.Module) -> int:
     """Return the position of a layer's attention mask among its arguments; -1 if it has none."""
     names = list(inspect.signature(layer.forward).parameters)
     return names.index("attention_mask") if "attention_mask" in names else -1
 
 
 @torch.inference_mode(False)  # because edits are not counted in inference mode
-def built(mask: Any, residual: torch.Tensor) -> Any:
+def built(mask: object, residual: Float[torch.Tensor, "batch pos d_model"]) -> object:
     """Convert a mask for SDPA to the one that transformers makes for "eager"."""
+    made: torch.Tensor
     n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()
     if mask is None and _LEFT_OUT in kept:
         made = made_once((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
     elif mask is None and n_queries > 1:  # on another host, which knows that it is causal
-        mask = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device).tril_()
-        return _added(mask[None, None], residual.dtype)
+        ones = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device)
+        return _added(ones.tril_()[None, None], residual.dtype)  # [1, 1, query_pos, key_pos]
     elif is_of_pairs(mask):
-        what = "added", residual.dtype
-        made = made_once((mask,), what, mask.device, lambda: _added(mask, residual.dtype))
+        seen, what = mask, ("added", residual.dtype)
+        made = made_once((seen,), what, seen.device, lambda: _added(seen, residual.dtype))
     else:
         return mask
     kept.setdefault(_BUILT, []).append(made)
@@ -152,11 +161,14 @@ def are_masks_edited() -> bool:
     return any(mask._version for mask in kept_in_forward().get(_BUILT, ()))
 
 
-def is_of_pairs(mask: Any) -> bool:
+def is_of_pairs(mask: object) -> TypeGuard[torch.Tensor]:
     """Return True if a mask has a bool for each pair of query and key, as SDPA takes it."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 4
 
 
-def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _added(
+    seen: Bool[torch.Tensor, "batch 1 query_pos key_pos"], dtype: torch.dtype
+) -> Float[torch.Tensor, "batch 1 query_pos key_pos"]:
+    """Return the numbers to add to scores: 0, or the dtype's lowest for a pair not seen."""
     zero = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(seen, zero, torch.finfo(dtype).min)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-from transformers import AutoTokenizer, DynamicCache, PretrainedConfig
+from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.hub import TOKENIZER_FILES, known_config, read_config, torch_dtype
 from tl_devicefix.placement.placement import ComponentSize, Placement
@@ -33,24 +34,25 @@ OPTIONS = ("n_ctx", "hf_config_overrides")
 class BridgeBlueprint:
     """A Bridge as `boot_transformers` would boot it, not in compatibility mode."""
 
-    def __init__(self, name: str, config: Any, dtype: torch.dtype) -> None:
-        self.name, self.dtype = name, dtype
-        self._config = config
+    def __init__(self, name: str, config: PretrainedConfig, dtype: torch.dtype) -> None:
+        self.name, self.dtype, self._config = name, dtype, config
         adapter = adapter_for(config, name, dtype)
         self.n_ctx, self.n_layers = adapter.cfg.n_ctx, adapter.cfg.n_layers
-        self._architecture = adapter.cfg.architecture
+        self._architecture = str(adapter.cfg.architecture)
 
     @classmethod
     def read(
         cls,
-        config_or_model_name: Any,
+        config_or_model_name: object,
         dtype: torch.dtype | str | None,
         options: dict[str, Any],
-        model_class: Any = None,
+        model_class: object = None,
     ) -> BridgeBlueprint:
         """See `blueprint`."""
         config = copy.deepcopy(_hf_config(config_or_model_name))
-        vars(config).update(_overrides(config, **options))
+        vars(config).update(options.get("hf_config_overrides") or {})
+        if options.get("n_ctx") is not None:
+            vars(config)[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
             end = getattr(config, "eos_token_id", None)
             config.pad_token_id = end[0] if isinstance(end, list) else end
@@ -65,11 +67,11 @@ class BridgeBlueprint:
         hf_model, layout = self._empty()
         return layout.sizes(hf_model)
 
-    def _empty(self) -> tuple[Any, Layout]:
+    def _empty(self) -> tuple[PreTrainedModel, Layout]:
         """Return the Hugging Face model on meta, and the layout of its components."""
         adapter = adapter_for(self._config, self.name, self.dtype)
         implementation = getattr(adapter.cfg, "attn_implementation", None) or "eager"
-        arguments = {
+        arguments: dict[str, Any] = {
             "config": copy.deepcopy(self._config),
             "torch_dtype": self.dtype,
             "attn_implementation": implementation,
@@ -84,7 +86,7 @@ class BridgeBlueprint:
         hf_model.config.output_attentions = True  # as in `boot_transformers`
         return hf_model, layout_of(hf_model, adapter)
 
-    def make(self, placement: Placement, tokenizer: Any = None) -> Any:
+    def make(self, placement: Placement, tokenizer: object = None) -> TransformerBridge:
         """Make the Bridge over simulated devices."""
         hf_model, layout = self._empty()
         _give_memory(hf_model, layout, placement)
@@ -109,12 +111,14 @@ class BridgeBlueprint:
         """Return 0, because transformers puts each weight where it stays."""
         return 0
 
-    def generation(self, model: Any, batch_size: int, seq_len: int) -> BridgeGeneration:
+    def generation(
+        self, model: TransformerBridge, batch_size: int, seq_len: int
+    ) -> BridgeGeneration:
         """Return the generation from prompts of `seq_len` tokens."""
         return BridgeGeneration(model, batch_size, seq_len)
 
 
-def _hf_config(config_or_model_name: Any) -> Any:
+def _hf_config(config_or_model_name: object) -> PretrainedConfig:
     """Return a model's transformers config: the given one, a known one, or one that is read."""
     if isinstance(config_or_model_name, PretrainedConfig):
         return config_or_model_name
@@ -127,23 +131,14 @@ def _hf_config(config_or_model_name: Any) -> Any:
     return known_config(name) or read_config(name)
 
 
-_N_CTX_FIELDS = (
+_N_CTX = (
     *("n_positions", "max_position_embeddings", "max_context_length", "max_length"),
     *("seq_length", "max_sequence_length"),
 )
+"""Fields of a config that may hold its context length, in the order of `boot_transformers`."""
 
 
-def _overrides(
-    config: Any, n_ctx: int | None = None, hf_config_overrides: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the config fields to override, as `boot_transformers` does."""
-    overrides = dict(hf_config_overrides or {})
-    if n_ctx is not None:
-        overrides[next(field for field in _N_CTX_FIELDS if hasattr(config, field))] = n_ctx
-    return overrides
-
-
-def _give_memory(hf_model: Any, layout: Layout, placement: Placement) -> None:
+def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement) -> None:
     """Allocate meta parameters on their devices, move buffers, and tie weights."""
     for path, module in hf_model.named_modules():
         for name, parameter in module._parameters.items():
@@ -155,10 +150,10 @@ def _give_memory(hf_model: Any, layout: Layout, placement: Placement) -> None:
             if buffer is not None:
                 component = layout.component_of(f"{path}.{name}")
                 module._buffers[name] = buffer.to(placement.device_for(component))
-    hf_model.tie_weights()
+    hf_model.tie_weights()  # because each name of a tied weight has memory of its own so far
 
 
-def _saved_tokenizer(name: str) -> Any:
+def _saved_tokenizer(name: str) -> object:
     """Return the tokenizer of a local directory; otherwise None, because the hub would be asked."""
     if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(name, add_bos_token=True)
@@ -168,12 +163,13 @@ def _saved_tokenizer(name: str) -> Any:
 class BridgeGeneration:
     """Generating with transformers' KV cache, as `TransformerBridge.generate` does."""
 
-    def __init__(self, bridge: Any, batch_size: int, seq_len: int) -> None:
+    def __init__(self, bridge: TransformerBridge, batch_size: int, seq_len: int) -> None:
         self._bridge = bridge
+        hf_model: Any = bridge.original_model
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=bridge.cfg.device)
-        self._kv_cache = DynamicCache(config=bridge.original_model.config)
+        self._kv_cache = DynamicCache(config=hf_model.config)
         self._length = seq_len
-        takes = inspect.signature(bridge.original_model.forward).parameters
+        takes = inspect.signature(hf_model.forward).parameters
         # transformers 5.24 calls all of them `cache`.
         names = (name for name in ("cache", "cache_params") if name in takes)
         self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
@@ -194,7 +190,7 @@ class BridgeGeneration:
                 layer.cumulative_length = length
             for name in ("keys", "values"):
                 tensor = getattr(layer, name)
-                batch, heads, _, width = tensor.shape
+                batch, heads, _, width = tensor.shape  # [batch, key_value_head, pos, d_head]
                 setattr(layer, name, tensor.new_empty(batch, heads, n_kept, width))
         self._length = length
 

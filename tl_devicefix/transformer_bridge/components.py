@@ -10,7 +10,10 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf
+from transformers import PretrainedConfig, PreTrainedModel
 
 try:
     from transformer_lens.model_bridge.sources._hf_format import (
@@ -50,12 +53,10 @@ class Layout:
         return max(inside, key=lambda component: len(self.paths[component]), default=REST)
 
     def sizes(self, hf_model: nn.Module) -> tuple[ComponentSize, ...]:
-        """Return each component's size in `hf_model`, whose tensors may be on meta.
-
-        A tied unembedding counts too, because processing unties it.
-        """
+        """Return each component's size in `hf_model`, whose tensors may be on meta."""
         names: tuple[str, ...] = (*self.paths, REST)
         weights, buffers = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        # With duplicates, because processing unties a tied unembedding.
         for name, parameter in hf_model.named_parameters(remove_duplicate=False):
             weights[self.component_of(name)] += parameter.nbytes
         for name, buffer in hf_model.named_buffers(remove_duplicate=False):
@@ -81,13 +82,13 @@ def _cover(
     else:
         prefix = f"{path}." if path else ""
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, _ in own:
+        for name, _ in own:  # because accelerate wants a device for every tensor
             yield f"{prefix}{name}", home
         for name, child in module.named_children():
             yield from _cover(f"{prefix}{name}", child, placed, home)
 
 
-def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
+def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
     """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet.
 
     Raises:
@@ -111,29 +112,30 @@ def layout_of(hf_model: nn.Module, adapter: Any) -> Layout:
         indices = [index for index, _ in enumerate(blocks.children())]
         paths |= {f"{name}.{index}": f"{component.name}.{index}" for index in indices}
     first = {name: path for name, path in paths.items() if name == "embed"}
-    return Layout({**first, **paths})
+    return Layout({**first, **paths})  # because home is the first component's device
 
 
-_OF_VALUES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that a model's class raises for wrong values in its config."""
-
-
-def empty_hf_model(model_class: Any, config: Any, dtype: torch.dtype, **kwargs: Any) -> nn.Module:
+def empty_hf_model(
+    model_class: type[Any], config: PretrainedConfig, dtype: torch.dtype, **kwargs: object
+) -> PreTrainedModel:
     """Make a Hugging Face model whose parameters have shapes but no values."""
     make = getattr(model_class, "from_config", None) or model_class._from_config
     called = getattr(config, "_name_or_path", None) or config.model_type
-    with reading_config(called, _OF_VALUES), init_empty_weights():
+    errors = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+    with reading_config(called, errors), init_empty_weights():
         return make(config, dtype=dtype, **kwargs)
 
 
-def adapter_for(config: Any, model_name: str, dtype: torch.dtype) -> Any:
+def adapter_for(
+    config: PretrainedConfig, model_name: str, dtype: torch.dtype
+) -> ArchitectureAdapter:
     """Return the adapter that TransformerLens would choose for this transformers config."""
     architecture = determine_architecture_from_hf_config(config)
     cfg = build_bridge_config_from_hf(config, architecture, model_name, dtype)
     return ArchitectureAdapterFactory.select_architecture_adapter(cfg)
 
 
-def hf_model_class(adapter: Any) -> Any:
+def hf_model_class(adapter: ArchitectureAdapter) -> type[Any]:
     """Return the class of transformers that loads an adapter's architecture."""
     return get_hf_model_class_for_architecture(adapter.cfg.architecture)
 
@@ -152,34 +154,28 @@ class Unit:
     """Weight -> its component, and its name within that."""
 
 
-def units(bridge: Any) -> list[Unit]:
+def units(bridge: TransformerBridge) -> list[Unit]:
     """Return a Bridge's units: embeddings and others, each block, the unembedding last."""
+    found: dict[str, Unit] = {}
     of_component: dict[str, Unit] = {}
     for name, component in bridge_components(bridge):
-        unit = Unit("unembed") if name in ("ln_final", "unembed") else Unit(name)
-        of_component[name] = next((u for u in of_component.values() if u.name == unit.name), unit)
+        called = "unembed" if name == "ln_final" else name
+        of_component[name] = found.setdefault(called, Unit(called))
         of_component[name].components[name] = component
     for name, tensor in bridge.state_dict().items():
-        place = _place(_in_bridge(name, bridge), of_component)
+        parts = _in_bridge(name, bridge).split(".")
+        ends = range(len(parts) - 1, 0, -1)
+        splits = ((".".join(parts[:end]), ".".join(parts[end:])) for end in ends)
+        place = next((split for split in splits if split[0] in of_component), None)
         if place is not None:  # because others belong to no component of the Bridge
             of_component[place[0]].weights[name] = tensor
             of_component[place[0]].places[name] = place
-    distinct = list({id(unit): unit for unit in of_component.values()}.values())
-    return sorted(distinct, key=lambda unit: unit.name == "unembed")
+    return sorted(found.values(), key=lambda unit: unit.name == "unembed")
 
 
-def _place(name: str, components: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a weight's component and its name within: "blocks.3", "attn.q.weight"."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        if ".".join(parts[:end]) in components:
-            return ".".join(parts[:end]), ".".join(parts[end:])
-    return None
-
-
-def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
+def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
     """Return a Bridge's components by name: "embed", "blocks.3", "unembed"."""
-    for name, (_, component) in bridge.real_components.items():
+    for name, (_, component) in bridge.real_components.items():  # (path, module or blocks)
         if isinstance(component, list):
             for index, block in enumerate(component):
                 yield f"{name}.{index}", block
@@ -187,7 +183,7 @@ def bridge_components(bridge: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, component
 
 
-def _in_bridge(name: str, bridge: Any) -> str:
+def _in_bridge(name: str, bridge: TransformerBridge) -> str:
     """Return a weight's name in the Bridge, because some adapters leave Hugging Face's prefix."""
     for component, (path, _) in bridge.real_components.items():
         if path and path != component and name.startswith(f"{path}."):

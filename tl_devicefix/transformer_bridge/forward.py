@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from transformer_lens import ActivationCache
+from transformer_lens.model_bridge import TransformerBridge
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
@@ -26,9 +27,13 @@ from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
 from tl_devicefix.transformer_bridge.fused import config_of_sdpa
 
+_Result = TypeVar("_Result")
+
 
 @patches("TransformerBridge", takes="self input return_type", why="what leaves it is at home")
-def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward(
+    original: Callable[..., Any], self: TransformerBridge, *args: object, **kwargs: object
+) -> object:
     """`TransformerBridge.forward`, whose results are at home.
 
     Raises:
@@ -37,37 +42,35 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if "past_key_values" in kwargs and _takes_cache(self):
         kwargs["cache"] = kwargs.pop("past_key_values")
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
-    masks = named + [value for value in args[1:] if isinstance(value, torch.Tensor)]
+    # Any tensor that is given by position may be a mask, except the first, which is the input.
+    masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]
     # Masks of pairs are unusual, because a Bridge reads them differently than transformers' layers.
     is_usual = all(map(_is_of_tokens, masks))
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
     with one_forward(ThisForward(is_plain, config, is_cache_read)), together():
+        # As plain values too, because they are sent to the workers of other hosts.
         kept_in_forward()[FACTS] = [is_usual, config is not None, is_cache_read]
         return running.forward(original, self, *args, **kwargs)
 
 
-def _is_cache_read(return_type: Any = None, **kwargs: Any) -> bool:
+def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
     """Return True if a KV cache is given, asked for, or returned; `generate` asks for one."""
     names = "past_key_values", "cache", "use_cache", "use_past_kv_cache"
     is_named = any(kwargs.get(name) is not None for name in names)
     return is_named or return_type == "logits_and_cache"
 
 
-def _takes_cache(bridge: Any) -> bool:
+def _takes_cache(bridge: TransformerBridge) -> bool:
     """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
-    is_stateful = getattr(bridge.cfg, "is_stateful", False)
-    return (
-        bool(is_stateful) and "cache" in inspect.signature(bridge.original_model.forward).parameters
-    )
+    takes = inspect.signature(bridge.original_model.forward).parameters
+    return bool(getattr(bridge.cfg, "is_stateful", False)) and "cache" in takes
 
 
-def _is_of_tokens(mask: Any) -> bool:
+def _is_of_tokens(mask: object) -> bool:
     """Return True for a mask of tokens, which says nothing about pairs of tokens."""
-    if isinstance(mask, torch.Tensor):
-        return mask.dim() <= 2
-    return not isinstance(mask, Mapping)
+    return mask.dim() <= 2 if isinstance(mask, torch.Tensor) else not isinstance(mask, Mapping)
 
 
 @patches(
@@ -76,7 +79,9 @@ def _is_of_tokens(mask: Any) -> bool:
     takes="self input",
     why="runs in flight do not change what others read",
 )
-def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def with_own_tokenizer(
+    original: Callable[..., _Result], self: TransformerBridge, *args: object, **kwargs: object
+) -> _Result:
     """Wrap a method of a Bridge that changes the tokenizer's padding side while it runs."""
     refuse_in_run(self)
     take_own_tokenizer(self)
@@ -88,7 +93,9 @@ def with_own_tokenizer(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     takes="self input return_cache_object remove_batch_dim",
     why="cached activations are read at home",
 )
-def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def run_with_cache(
+    original: Callable[..., Any], self: TransformerBridge, *args: object, **kwargs: Any
+) -> tuple[object, ActivationCache | Mapping[str, torch.Tensor]]:
     """See TransformerLens's. Activations stay where they are computed, and are read at home.
 
     With `device`, they are moved there as they are computed, and read there.
@@ -115,10 +122,12 @@ def run_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     takes="self",
     why="weights of several devices are read at home, or on the device of `gather_on`",
 )
-def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
+def get_params(
+    original: Callable[[TransformerBridge], dict[str, torch.Tensor]], self: TransformerBridge
+) -> dict[str, torch.Tensor]:
     """`TransformerBridge.get_params`: a dict whose weights are read together when asked for."""
     device = gathering_device(self)
-    weights: dict[str, torch.Tensor] = original(self)
+    weights = original(self)
     return weights if device is None else CacheAtHome(device).of(weights)
 
 
@@ -128,7 +137,9 @@ def get_params(original: Any, self: Any) -> dict[str, torch.Tensor]:
     why="the source head's activations, read at home, meet its weights on its own device",
     since="3.9",
 )
-def get_act_patch_direct_path(original: Any, *args: Any, **kwargs: Any) -> Any:
+def get_act_patch_direct_path(
+    original: Callable[..., torch.Tensor], *args: object, **kwargs: object
+) -> torch.Tensor:
     """See TransformerLens's. Activations and weights of other devices are brought together."""
     with mix_devices():
         return original(*args, **kwargs)
@@ -140,9 +151,11 @@ def get_act_patch_direct_path(original: Any, *args: Any, **kwargs: Any) -> Any:
     why="cached activations and gradients are read at home",
     since="3.9",
 )
-def cache_activation_and_gradient(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def cache_activation_and_gradient(
+    original: Callable[..., Any], model: TransformerBridge, *args: object, **kwargs: object
+) -> object:
     """See TransformerLens's. Activations and gradients are read at home, as cached ones are."""
-    cache: Any = original(model, *args, **kwargs)
+    cache = original(model, *args, **kwargs)
     at_home = cache_for(model)
     if at_home is None:
         return cache

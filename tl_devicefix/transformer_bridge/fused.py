@@ -1,19 +1,20 @@
 """A block of a Bridge as transformers' own layer, without the Bridge's wrappers within it.
 
-The embeddings, the final norm and the unembedding are fused likewise. Where somebody listens around
-a block only, to the residual stream, the block's own code runs around the layer.
+The embeddings, the final norm and the unembedding are fused in the same way. If only the residual
+stream around a block is hooked, the block's own code runs around the layer.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import (
     BlockBridge,
     EmbeddingBridge,
@@ -23,6 +24,7 @@ from transformer_lens.model_bridge.generalized_components import (
     UnembeddingBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import PretrainedConfig
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
@@ -50,20 +52,25 @@ _BLOCKS = ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge")
 
 
 class FusedWrapper(Fused):
-    """A wrapper of a Bridge that is fused."""
+    """A fused wrapper of a Bridge.
+
+    __call__   nobody listens, or only to hook_in and hook_out: the layer in its place
+    forward    somebody listens to the wrapper itself: TransformerLens's block, around the layer
+    super()    somebody listens within: the Bridge's own steps
+    """
 
     @classmethod
-    def fits(cls, module: Any) -> bool:
+    def fits(cls, module: nn.Module) -> bool:
         """See `Fused`."""
         return is_wrapper(module) and (cls.is_block(module) or class_of(module) in _PARTS)
 
     @classmethod
-    def is_block(cls, module: Any) -> bool:
+    def is_block(cls, module: nn.Module) -> bool:
         """See `Fused`."""
-        return is_wrapper(module) and module.is_list_item
+        return is_wrapper(module) and bool(module.is_list_item)
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
+    def why_not(cls, module: nn.Module) -> str | None:
         """See `Fused`."""
         if hasattr(class_of(module), "is_remote"):
             return None
@@ -71,15 +78,19 @@ class FusedWrapper(Fused):
         return bound.why or unsupported_mode() or ("it has hooks" if bound.is_listened() else None)
 
     @classmethod
-    def why_pattern(cls, module: Any) -> str | None:
+    def why_pattern(cls, module: nn.Module) -> str | None:
         """See `Fused`."""
         if hasattr(class_of(module), "is_remote"):
             return None
-        whys = {why_no_sdpa(m.original_component) for m in module.modules() if _attends(m)}
-        return next(filter(None, whys), None)
+        attentions: list[Any] = [
+            wrapper.original_component
+            for wrapper in filter(is_wrapper, module.modules())
+            if isinstance(getattr(wrapper, "hook_pattern", None), HookPoint)
+        ]
+        return next(filter(None, map(why_no_sdpa, attentions)), None)
 
     @classmethod
-    def prepare(cls, module: Any) -> str | None:
+    def prepare(cls, module: nn.Module) -> str | None:
         """See `Fused`."""
         if installed() < SINCE:
             return f"a Bridge of transformer_lens {installed()}, which is older than 4.0"
@@ -87,8 +98,8 @@ class FusedWrapper(Fused):
             return f"a {class_of(module).__name__} computes in its own way"
         return _METHODS.why_not()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what the wrapper stands for and nothing else, if nobody listens to it."""
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Call the layer alone, if nobody listens to its wrapper."""
         now = this_forward()
         if now.is_of_bridge and is_enabled():
             bound, by_sdpa = bound_of(self), now.config_of_sdpa is not None
@@ -99,10 +110,10 @@ class FusedWrapper(Fused):
                 args, kwargs = bound.with_built_mask(args, kwargs)
         return super().__call__(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A block's forward, around transformers' own layer where nobody listens in that."""
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run a block's forward, around transformers' own layer if nobody listens in that."""
         now = this_forward()
-        # By itself, a block makes by its wrappers what its layer would have to be given.
+        # Called by itself, a block makes by its wrappers what its layer would have to be given.
         if not now.is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
@@ -126,8 +137,8 @@ def _classes(of: type[nn.Module]) -> Iterator[type]:
 _METHODS = Methods((*_classes(GeneralizedComponent), HookPoint))
 
 
-def bound_of(wrapper: Any) -> Bound:
-    """Return what a fused wrapper knows of itself, made anew if something was exchanged."""
+def bound_of(wrapper: nn.Module) -> Bound:
+    """Return a fused wrapper's `Bound`, made anew if a module or hook was exchanged."""
     attributes = wrapper.__dict__
     bound: Bound | None = attributes.get(BOUND)
     if bound is None or not bound.is_current(attributes):
@@ -135,58 +146,58 @@ def bound_of(wrapper: Any) -> Bound:
     return bound
 
 
-def config_of_sdpa(bridge: Any) -> Any:
-    """Return the config by which transformers makes masks of a Bridge that is fused, if by SDPA."""
+def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
+    """Return the config by which transformers makes a fused Bridge's masks, if for SDPA."""
     blocks = list(getattr(bridge, "blocks", ()))
-    # All of them, because an unfused block of another model takes no mask for none.
-    if not blocks or not all(map(_takes_masks_for_sdpa, blocks)):
-        return None
-    return bound_of(blocks[0]).config if isinstance(blocks[0], FusedWrapper) else None
+    # All of them, because an unfused block would attend to all tokens if it gets no mask.
+    fused = (isinstance(b, FusedWrapper) or hasattr(class_of(b), "is_remote") for b in blocks)
+    is_by_sdpa = all(fused) and bool(blocks) and isinstance(blocks[0], FusedWrapper)
+    return bound_of(blocks[0]).config if is_by_sdpa else None
 
 
-def _takes_masks_for_sdpa(block: Any) -> bool:
-    return isinstance(block, FusedWrapper) or hasattr(class_of(block), "is_remote")
-
-
-def forget(bridge: Any) -> None:
-    """Let go of plain layers, which hold weights that are about to be exchanged."""
+def forget(bridge: TransformerBridge) -> None:
+    """Drop the plain layers, because they hold weights that are about to be exchanged."""
     for module in bridge.modules():
         vars(module).pop(BOUND, None)
 
 
 class Bound:
-    """transformers' own layer of a block, or module of another wrapper, and who listens in it.
+    """transformers' own module within a wrapper, and the hooks around and within it.
 
     Attributes:
-        layer: without wrappers; None if it may not run.
-        why: why it may not run; None if it may.
-        by_sdpa: whether the layer attends by SDPA.
-        config: the config by which transformers makes masks for it, if it may.
+        layer: the module without wrappers; None if it may not run.
+        why: the reason why it may not run; None if it may.
+        by_sdpa: True if the layer attends by SDPA.
+        config: the config by which transformers makes masks for SDPA; None if it makes none.
     """
 
+    layer: Any = None
+    why: str | None = None
+    config: PretrainedConfig | None = None
+    by_sdpa = _is_all = False  # _is_all: the layer may be called instead of the wrapper
+    _hookable: frozenset[str] = frozenset()  # hook points that are called around the layer
+    _mask_at = -1
+
     def __init__(self, wrapper: Any) -> None:
-        self.layer: Any = None
-        self.why: str | None = None
-        self.by_sdpa, self.config = False, None
         self._training = wrapper.training
-        self._is_all = False  # whether the layer may be called instead of the wrapper
-        self._hookable: frozenset[str] = frozenset()  # around the layer, if called so
-        self._mask_at = -1
         children = wrapper._modules
         around = {wrapper: "itself"}
         around |= {children.get(name): name for name in ("hook_in", "hook_out")}
         modules = list(wrapper.modules())
         self._harmless = {key for module in modules for key in _relays(module)}
-        # A list that grows when the block's own forward runs first.
+        # TransformerLens's list. It is read late, because the block's first forward fills it.
         self._wired = vars(wrapper).get("_capture_hook_handles", ())
         named = ((around.get(module, "within"), module) for module in modules)
         self._listeners = Listeners(named, self._only_wires)
         try:
-            (self._make_layer if wrapper.is_list_item else self._make_part)(wrapper)
+            if wrapper.is_list_item:
+                self._make_layer(wrapper)
+            else:
+                self.layer, self._is_all = Unwrapped(wrapper, set()).layer, True
         except NotPlain as reason:
             self.why = str(reason)
 
-    def is_current(self, attributes: dict[str, Any]) -> bool:
+    def is_current(self, attributes: dict[str, object]) -> bool:
         """Return True if nothing was exchanged since this was made."""
         return self._training is attributes["training"] and self._listeners.is_current()
 
@@ -194,14 +205,14 @@ class Bound:
         """Return True if somebody listens within the wrapper, and not only around it."""
         return "within" in self._listeners.look()
 
-    def shows_mask(self, wrapper: Any) -> bool:
+    def shows_mask(self, wrapper: FusedWrapper) -> bool:
         """Return True if a user's hook on a block itself is called, which may edit the mask."""
         if not wrapper.is_list_item or "itself" not in self._listeners.look():
             return False
         hooks = (hook for hooks in hooks_of(wrapper.__dict__) for hook in hooks.values())
         return unsupported_mode() is not None or any(map(is_of_user, hooks))
 
-    def may_stand_for(self, wrapper: Any, by_sdpa: bool) -> bool:
+    def may_stand_for(self, wrapper: FusedWrapper, by_sdpa: bool) -> bool:
         """Return True if the layer may be called instead of the wrapper, in this very forward."""
         attributes = wrapper.__dict__
         return (
@@ -213,7 +224,7 @@ class Bound:
             and (self.by_sdpa or not by_sdpa or not wrapper.is_list_item)
         )
 
-    def run(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
         hooked = self._listeners.look()
         if "hook_in" in hooked:
@@ -224,7 +235,7 @@ class Bound:
         as_tuple = block._is_standalone_hidden_state_call(args, kwargs)
         return block._apply_output_hook(output, force_tuple_for_bare_tensor=as_tuple)
 
-    def _only_wires(self, hooks: dict[int, Any]) -> bool:
+    def _only_wires(self, hooks: dict[int, Callable[..., object]]) -> bool:
         """Return True if hooks are TransformerLens's or transformers' own, and pass things on."""
         if not hooks.keys() <= self._harmless:
             # TransformerLens asks for attentions in each forward, and gives them to nobody.
@@ -232,18 +243,14 @@ class Bound:
             self._harmless |= {handle.id for handle in self._wired}
         return hooks.keys() <= self._harmless
 
-    def _make_part(self, wrapper: Any) -> None:
-        self.layer = Unwrapped(wrapper, set()).layer
-        self._is_all = True
-
     def _make_layer(self, block: Any) -> None:
         self._mask_at = place_of_mask(block.original_component)
-        wrapped = [m.original_component for m in block.modules() if is_wrapper(m)]
+        wrapped: list[Any] = [m.original_component for m in block.modules() if is_wrapper(m)]
         by_sdpa = [attention for attention in wrapped if why_no_sdpa(attention) is None]
         if by_sdpa:
             self.by_sdpa, self.config = True, by_sdpa[0].config
         elif any(weight.dtype == torch.float64 for weight in block.parameters()):
-            # In which the lowest score of float64 is minus infinity, and a row of these NaN.
+            # In float32 the lowest float64 is minus infinity, and a fully masked row gives NaN.
             raise NotPlain("transformers' eager attention has a softmax in float32")
         for attention in wrapped:
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
@@ -253,18 +260,19 @@ class Bound:
         if class_of(block).forward is BlockBridge.forward:  # others hook in ways of their own
             self._hookable = frozenset(("hook_in", "hook_out"))
 
-    def around(self, block: Any) -> Any:
-        """Return the block as it is now, unfused, around the plain layer."""
-        copied: Any = object.__new__(class_of(block))
+    def around(self, block: nn.Module) -> nn.Module:
+        """Return a copy of the block as it is now, unfused, around the plain layer."""
+        copied: nn.Module = object.__new__(class_of(block))
         copied.__dict__.update(block.__dict__, **_NOT_NEEDED)
+        # A dict of its own, because the block keeps its wrappers.
         copied.__dict__["_modules"] = {**block._modules, "_original_component": self.layer}
         return copied
 
     def with_built_mask(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with the mask for "eager" in the place of that for SDPA."""
-        residual = args[0] if args else kwargs["hidden_states"]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return a block's arguments with the mask for "eager" in place of the one for SDPA."""
+        residual: Any = args[0] if args else kwargs["hidden_states"]
         if "attention_mask" in kwargs:
             return args, {**kwargs, "attention_mask": built(kwargs["attention_mask"], residual)}
         at = self._mask_at
@@ -274,7 +282,7 @@ class Bound:
 
 
 def _runs_its_layer(kind: type) -> bool:
-    """Return True if a class of blocks comes to the `forward` of one of `_BLOCKS`."""
+    """Return True if a class of blocks ends up in the `forward` of one of `_BLOCKS`."""
     for base in kind.__mro__:
         run = vars(base).get("forward")
         if run is not None and base.__name__ in _BLOCKS:
@@ -284,24 +292,16 @@ def _runs_its_layer(kind: type) -> bool:
     return False
 
 
-def _attends(module: Any) -> bool:
-    return is_wrapper(module) and isinstance(getattr(module, "hook_pattern", None), HookPoint)
-
-
-def _nothing(*_: Any) -> None:
-    """Stands in for calls that the plain layer does not need."""
-
-
 _NOT_NEEDED = {
-    "_maybe_wire_capture_hooks": _nothing,
-    "_clear_attention_capture": _nothing,
+    "_maybe_wire_capture_hooks": lambda *_: None,
+    "_clear_attention_capture": lambda *_: None,
     "_filter_kwargs_for_forward": lambda kwargs, n_positional=0: kwargs,
 }
 """Methods that a block does not need around the plain layer."""
 
 
 def _relays(point: nn.Module) -> Iterator[int]:
-    """Hooks of a hook point that hand on to another, in a module that only stands for a part."""
+    """Yield the ids of a hook point's hooks that only pass the value on to another hook point."""
     for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
         hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None
         if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":

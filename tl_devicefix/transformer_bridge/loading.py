@@ -8,13 +8,15 @@ import inspect
 import itertools
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
@@ -52,6 +54,8 @@ from tl_devicefix.transformer_bridge.components import (
 from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
 from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config, warn_or_refuse
 
+_Boot = Callable[..., TransformerBridge]
+
 
 @patches(
     "TransformerBridge",
@@ -59,19 +63,19 @@ from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config, w
     why="place by the plan: embed, final norm and unembed together; n_devices of any type",
 )
 def boot_transformers(
-    original: Any,
-    *args: Any,
+    original: _Boot,
+    *args: object,
     fuse_blocks: bool = False,
     numbers: Numbers | None = None,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> TransformerBridge:
     """Boot a model from transformers, over one or several devices.
 
-    The arguments are those of `TransformerBridge.boot_transformers`, and `fuse_blocks`,
-    which has blocks run as one function each, see `tl_devicefix.fuse_blocks`. `numbers` is what to
-    do if a Bridge with this config would not give transformers' numbers, with hooks or without:
-    "warn", which is the default, "refuse", or "ignore"; the environment variable
-    TL_DEVICEFIX_NUMBERS sets another default. `dtype` may also be a name ("bfloat16").
+    The arguments are those of `TransformerBridge.boot_transformers`, and two more. `fuse_blocks`
+    runs each block as one function, see `tl_devicefix.fuse_blocks`. `numbers` says what to do if a
+    Bridge with this config would not give transformers' numbers, with hooks or without: "warn" (the
+    default), "refuse" or "ignore"; the environment variable TL_DEVICEFIX_NUMBERS sets another
+    default. `dtype` may also be a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
     blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
@@ -83,7 +87,7 @@ def boot_transformers(
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
-        TypeError: if there is no such argument; it names what may be meant.
+        TypeError: if an argument has an unknown name; it suggests a known one.
     """
     takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
@@ -118,7 +122,7 @@ def boot_transformers(
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
 
 
-def _check_components(bridge: Any) -> None:
+def _check_components(bridge: TransformerBridge) -> None:
     """Refuse a Bridge that lacks a module, because its first forward would fail."""
     for name, module in bridge.named_modules():
         if isinstance(module, GeneralizedComponent) and module.original_component is None:
@@ -133,13 +137,13 @@ def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
     choice, hf_model = choice_of_numbers(numbers), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
         return ""
-    if not (beyond := parts_beyond_config(hf_model)):
-        return ""
-    warn_or_refuse(
-        f"hf_model has parts that its config does not make ({beyond}), which a TransformerBridge "
-        "may leave out: compare its numbers with hf_model's, or silence this with numbers='ignore'",
-        choice,
-    )
+    if beyond := parts_beyond_config(hf_model):
+        message = (
+            f"hf_model has parts that its config does not make ({beyond}), which a "
+            "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "
+            "with numbers='ignore'"
+        )
+        warn_or_refuse(message, choice)
     return beyond
 
 
@@ -165,7 +169,7 @@ def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str |
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
 
 
-def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
+def _boot(boot: _Boot, bound: inspect.BoundArguments) -> TransformerBridge:
     """Boot a model by the arguments of the installed `boot_transformers`."""
     options = bound.arguments
     if options.get("hf_model") is None and options.get("load_weights", True):
@@ -174,18 +178,13 @@ def _boot(boot: Any, bound: inspect.BoundArguments) -> Any:
     if options.get("hf_model") is None and options.get("device") is None:
         options["device"] = simulated_device()
     bridge = boot(*bound.args, **bound.kwargs)
-    _settle_where_it_is(bridge)
+    settle_bridge(bridge, placement_as_it_lies(bridge))
     return bridge
 
 
-def _spreads(options: Mapping[str, Any]) -> bool:
-    """Return True if several devices, or host memory, are asked for."""
-    n_devices = options.get("n_devices")
-    limited = options.get("device_map") is not None or options.get("max_memory") is not None
-    return limited or (n_devices is not None and (n_devices != 1 or n_devices is True))
-
-
-def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.ExitStack) -> Any:
+def _boot_checkpoint(
+    boot: _Boot, options: dict[str, Any], elsewhere: contextlib.ExitStack
+) -> TransformerBridge:
     """Boot a model; with other hosts, it is complete when `elsewhere` has ended."""
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it
@@ -199,13 +198,16 @@ def _boot_checkpoint(boot: Any, options: dict[str, Any], elsewhere: contextlib.E
             # With any map, TransformerLens lets transformers place the model. The plan replaces it
             # when the model's class is called, because only then the config is final.
             arguments["device_map"] = {"": "cpu"}
-            if joined() or _is_of_worker(options.get("device_map")):
+            device_map = options.get("device_map")
+            devices = device_map.values() if isinstance(device_map, Mapping) else ()
+            # A worker has no hosts joined; its map names devices of other hosts.
+            if joined() or any(isinstance(d, torch.device) and is_elsewhere(d) for d in devices):
                 stack.enter_context(_without_all_values())
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
         bridge = boot(**arguments)
     if planned.placement is None:
-        _settle_where_it_is(bridge)
+        settle_bridge(bridge, placement_as_it_lies(bridge))
         return bridge
     if planned.offloads or planned.is_on_hosts:
         place_bridge(bridge, planned.placement.of_this_process)
@@ -224,8 +226,11 @@ class _PlannedClass:
 
     def __init__(self, options: Mapping[str, Any], elsewhere: contextlib.ExitStack) -> None:
         self._options, self._elsewhere = options, elsewhere
-        self.spreads = _spreads(options)
-        self._adapter: Any = None
+        n_devices, *limits = (options.get(n) for n in ("n_devices", "device_map", "max_memory"))
+        # `True` is not one device, although it equals 1: the plan refuses it.
+        is_one = n_devices in (None, 1) and n_devices is not True
+        self.spreads = not is_one or limits != [None, None]
+        self._adapter: ArchitectureAdapter
         self._is_stateful = False
         self.placement: Placement | None = None
         self.remotes: dict[str, Any] = {}
@@ -238,18 +243,14 @@ class _PlannedClass:
 
     @property
     def offloads(self) -> bool:
-        """True if blocks are offloaded.
-
-        Then we load the model to the host and move it from there, because transformers would leave
-        offloaded weights without values, which the Bridge cannot read.
-        """
+        """True if blocks are offloaded."""
         return self.placement is not None and any(c.offloaded for c in self.placement.components)
 
-    def watching_for_adapter(self) -> Any:
+    def watching_for_adapter(self) -> contextlib.AbstractContextManager[object]:
         """Note the adapter that TransformerLens selects, within a `with` block."""
         select_adapter = ArchitectureAdapterFactory.select_architecture_adapter
 
-        def select(cfg: Any) -> Any:
+        def select(cfg: TransformerBridgeConfig) -> ArchitectureAdapter:
             self._adapter = select_adapter(cfg)
             # TransformerLens refuses state space models over several devices, although each block's
             # state stays on its device. So we hide that the model is one until it is booted.
@@ -258,7 +259,7 @@ class _PlannedClass:
 
         return mock.patch.object(ArchitectureAdapterFactory, "select_architecture_adapter", select)
 
-    def from_pretrained(self, model_name: Any, **kwargs: Any) -> Any:
+    def from_pretrained(self, model_name: object, **kwargs: Any) -> PreTrainedModel:
         """Load the model to its planned devices."""
         self._adapter.cfg.is_stateful = self._is_stateful
         real = self._options.get("model_class") or hf_model_class(self._adapter)
@@ -267,6 +268,8 @@ class _PlannedClass:
         if self.spreads:
             kwargs["device_map"], self.placement = self._plan(real, kwargs)
         if self.offloads:
+            # We move it from the host ourselves, because transformers would leave offloaded weights
+            # without values, which the Bridge cannot read.
             kwargs["device_map"] = {"": "cpu"}
         if self._options.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._options["max_memory"]
@@ -287,7 +290,7 @@ class _PlannedClass:
             _bring_root_home(hf_model, self.placement.home)
         return hf_model
 
-    def _load(self, real: Any, name: str, kwargs: dict[str, Any]) -> Any:
+    def _load(self, real: type[Any], name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
         """Load the model by transformers, and check that the checkpoint has all of its weights."""
         if self._options.get("n_ctx") is None:  # TransformerLens itself reports wrong shapes
             kwargs.setdefault("ignore_mismatched_sizes", True)
@@ -299,7 +302,7 @@ class _PlannedClass:
         check_report(report, name, kwargs, hf_model)
         return hf_model
 
-    def _plan(self, real: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Placement | None]:
+    def _plan(self, real: type[Any], kwargs: Mapping[str, Any]) -> tuple[object, Placement | None]:
         """Return transformers' `device_map`, and its plan unless the map is the user's own."""
         options, device_map = self._options, self._options.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
@@ -315,12 +318,6 @@ class _PlannedClass:
             options.get("max_memory"),
         )
         return layout.device_map(empty, placement), placement
-
-
-def _is_of_worker(device_map: Any) -> bool:
-    """Return True on a worker, whose placement has components on other hosts."""
-    devices = device_map.values() if isinstance(device_map, Mapping) else ()
-    return any(isinstance(device, torch.device) and is_elsewhere(device) for device in devices)
 
 
 @contextlib.contextmanager
@@ -339,14 +336,14 @@ def _without_all_values() -> Iterator[None]:
         yield
 
 
-def _is_for_transformers(device_map: Any, hf_model: nn.Module) -> bool:
+def _is_for_transformers(device_map: object, hf_model: nn.Module) -> bool:
     """Return True if a map names modules of the Hugging Face model, or a strategy of its own."""
     if not isinstance(device_map, Mapping):
         return isinstance(device_map, str) and device_map.startswith("balanced_")
     return any(name in device_map for name, _ in hf_model.named_modules() if name)
 
 
-def _with_names_of_devices(device_map: Any) -> Any:
+def _with_names_of_devices(device_map: object) -> object:
     """Replace indices in transformers' map, because TransformerLens reads them as CUDA's."""
     if not isinstance(device_map, Mapping):
         return device_map
@@ -374,8 +371,3 @@ def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
         parameter.data = parameter.data.to(home)
     for name, buffer in hf_model.named_buffers(recurse=False):
         hf_model._buffers[name] = buffer.to(home)
-
-
-def _settle_where_it_is(bridge: Any) -> None:
-    """Record the devices of a Bridge's model, and make it run over them if there are several."""
-    settle_bridge(bridge, placement_as_it_lies(bridge))

@@ -1,4 +1,4 @@
-"""`TransformerBridge.process_weights` and compatibility mode, one component of a device at a time.
+"""`TransformerBridge.process_weights` and compatibility mode, one component at a time on a device.
 
 Each component is processed on its device, in float32 or wider, and rounded once in place. A Bridge
 whose processing failed is refused from then on.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import transformers.utils.logging as hf_logging
 from packaging.version import Version
+from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.utilities.quantization import require_readable_weight
@@ -68,7 +71,11 @@ _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
     why="what cannot be processed is refused before anything is changed",
 )
 def enable_compatibility_mode(
-    original: Any, self: Any, *args: Any, numbers: Numbers | None = None, **kwargs: Any
+    original: Callable[..., None],
+    self: TransformerBridge,
+    *args: object,
+    numbers: Numbers | None = None,
+    **kwargs: object,
 ) -> None:
     """See TransformerLens's. Weights that cannot be processed are refused before any change.
 
@@ -86,14 +93,14 @@ def enable_compatibility_mode(
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
-        _check_processable(self, bound.arguments["refactor_factored_attn_matrices"])
+        _check_processable(self, bound.arguments[_REFACTORS])
     beyond = vars(self).get(PARTS_BEYOND)
     if beyond and choice_of_numbers(numbers) != "ignore":
         raise ValueError(
             "compatibility mode would leave out parts of hf_model that its config does not make "
             f"({beyond}): undo the change, go on without it, or pass numbers='ignore'"
         )
-    hf_config = getattr(self.original_model, "config", None)
+    hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
     forget(self)  # because some modules compute differently in compatibility mode
@@ -107,7 +114,7 @@ def enable_compatibility_mode(
     why="each component where it lies, in float32 or wider, rounded once",
 )
 def process_weights(
-    self: Any,
+    self: TransformerBridge,
     verbose: bool = False,
     fold_ln: bool = True,
     center_writing_weights: bool = True,
@@ -136,24 +143,19 @@ def process_weights(
     if center_unembed and (getattr(self.cfg, "output_logits_soft_cap", None) or 0) > 0:
         _log.warning("center_unembed=True cannot be done with a logit softcap: set to False.")
         center_unembed = False
-    steps = Steps(
-        fold_ln,
-        center_writing_weights,
-        center_unembed,
-        fold_value_biases,
-        refactor_factored_attn_matrices,
-    )
+    flags = fold_ln, center_writing_weights, center_unembed, fold_value_biases
+    steps = Steps(*flags, refactor_factored_attn_matrices)
     if fold_value_biases and (beside := _beside_values(self)):
         steps = steps.without_value_biases(beside)
     asked = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}
-    processing = Processing(steps, self.cfg, self.adapter)
+    processing = Processing(steps, self)
     forget(self)
     with changing_weights(self):
         call_everywhere(self, "process_weights", {"verbose": verbose, **asked})
         _process(self, processing, verbose)
 
 
-def _check_processable(bridge: Any, refactors: bool) -> None:
+def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     refuse_unfinished(bridge)
     placement: Placement | None = getattr(bridge, "placement", None)
     names = {name for name, _ in bridge_components(bridge)}
@@ -181,16 +183,14 @@ def _check_processable(bridge: Any, refactors: bool) -> None:
         check_refactorable(cfg, is_grouped, _beside_values(bridge))
 
 
-_PLAIN = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
+_USUAL_PARTS = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
 """Parts of an attention whose output is W_O of weighted means of the values."""
 
 
-def _beside_values(bridge: Any) -> str | None:
+def _beside_values(bridge: TransformerBridge) -> str | None:
     """Name the part of attention because of which value biases cannot be folded; None if none.
 
     With the known parts alone, a value bias adds a constant (see `fold_value_biases_of_block`).
-    Any other part may break that: a gate or a norm of the values, a parameter of the attention
-    itself (sinks), or queries wider than z, because they hold a gate.
     """
     block: Any
     for name, block in bridge_components(bridge):
@@ -200,27 +200,31 @@ def _beside_values(bridge: Any) -> str | None:
         parts = {part: attention._modules[part] for part in attention.submodules}
         if getattr(parts["v"].original_component, "bias", None) is None:
             continue
-        if others := sorted(parts.keys() - _PLAIN):
+        if others := sorted(parts.keys() - _USUAL_PARTS):  # such as a gate or a norm of values
             return others[0]
         # BERT has its post-attention norm within the attention.
         around = [block._modules[part] for part in block.submodules if part != "attn"]
         of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
         for path, parameter in attention.original_component.named_parameters():
-            if id(parameter) not in of_parts:
+            if id(parameter) not in of_parts:  # such as sinks
                 return path
+        # Queries wider than z hold a gate, because they are as wide as z without one.
         if parts["q"].weight.numel() > parts["o"].weight.numel():
             return "a gate beside its queries"
     return None
 
 
-def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
+def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -> None:
     def process(unit: Unit) -> None:
         if verbose:
             print(f"Processing {unit.name}")
         with naming_full_devices(bridge, getattr(bridge, "placement", None), unit.name):
             _process_unit(bridge, unit, processing)
 
-    todo = [unit for unit in units(bridge) if _is_here(unit)]
+    todo = []  # without units of other hosts, whose weights have no values here
+    for unit in units(bridge):
+        if not any(w.is_meta or type(w) is RemoteTensor for w in unit.weights.values()):
+            todo.append(unit)
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
@@ -232,14 +236,7 @@ def _process(bridge: Any, processing: Processing, verbose: bool) -> None:
     bridge._weights_processed = True
 
 
-def _is_here(unit: Unit) -> bool:
-    """Return True if a unit's weights are in this process."""
-    return not any(
-        weight.is_meta or type(weight) is RemoteTensor for weight in unit.weights.values()
-    )
-
-
-def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
+def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing) -> None:
     originals, device = unit.weights, _device_of_unit(bridge, unit)
     unit.weights = {}
     if not originals:
@@ -261,7 +258,7 @@ def _process_unit(bridge: Any, unit: Unit, processing: Processing) -> None:
             _fold_into_batched_experts(bridge, unit)
 
 
-def _device_of_unit(bridge: Any, unit: Unit) -> torch.device:
+def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
     """Return the device to process a unit on: its own, or if offloaded, the one that runs it."""
     placement: Placement | None = getattr(bridge, "placement", None)
     if placement is not None and unit.weights:
@@ -290,16 +287,14 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
             unit.components[component].set_processed_weights(weights)  # type: ignore[operator]
 
 
-def _fold_into_batched_experts(bridge: Any, unit: Unit) -> None:
-    """Fold a block's ln2 into experts that are stacked in one parameter.
-
-    TransformerLens's method reads blocks by position, so we give it a list without
-    the other blocks.
-    """
+def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
+    """Fold a block's ln2 into experts that are stacked in one parameter."""
     kind, _, index = unit.name.partition(".")
+    # A list without the other blocks, because TransformerLens's method reads all that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
-    type(bridge)._fold_layer_norms_into_batched_experts(only)
+    fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
+    fold(only)
 
 
 _BLOCK = "blocks.0."
@@ -309,33 +304,35 @@ _BLOCK = "blocks.0."
 class Processing:
     """The processing of one Bridge's weights."""
 
-    def __init__(self, asked: Steps, cfg: Any, adapter: Any) -> None:
-        self.asked = asked
-        self.steps = _applicable(asked, cfg, adapter)
+    def __init__(self, asked: Steps, bridge: TransformerBridge) -> None:
+        self.asked, self.cfg, self.adapter = asked, bridge.cfg, bridge.adapter
+        self.steps = _applicable(asked, bridge)
         """The steps that TransformerLens takes for such a model."""
-        self.cfg = cfg
-        self.adapter = adapter
 
     def of_block(self, weights: Weights, block: Any) -> None:
         """Process one block's weights in place, which are named as those of block 0."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
         if steps.fold_ln:
-            centers, kv_prefix = (
-                uses_layer_norm(self.cfg),
-                "" if cfg.n_key_value_heads is None else "_",
-            )
-            options: dict[str, Any] = {"layer_idx": 0, "adapter": adapter, "gqa": kv_prefix}
-            options |= {"fold_biases": centers, "center_weights": centers}
-            ProcessWeights._fold_layer(weights, cfg, **options)
+            centers = uses_layer_norm(self.cfg)
+            options: dict[str, Any] = {"fold_biases": centers, "center_weights": centers}
+            options |= {"layer_idx": 0, "gqa": "" if cfg.n_key_value_heads is None else "_"}
+            ProcessWeights._fold_layer(weights, cfg, adapter=adapter, **options)
         if steps.center_writing_weights:
-            _center_writing_weights(weights, cfg, adapter)
+            # With stand-ins for embeddings, because ProcessWeights fails without them.
+            for name in ("embed.weight", "pos_embed.weight"):
+                weights[name] = torch.zeros(1, cfg.d_model)
+            ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
+            del weights["embed.weight"], weights["pos_embed.weight"]
         if steps.fold_value_biases and f"{_BLOCK}attn.v.bias" in weights:
             _fold_value_biases(weights, cfg, block.attn.o.original_component)
         if steps.recenter_b_O and f"{_BLOCK}attn.o.bias" in weights:
             weights[f"{_BLOCK}attn.o.bias"] -= weights[f"{_BLOCK}attn.o.bias"].mean()
         if steps.refactor_factored_attn_matrices:
-            _on_attention(ProcessWeights.refactor_factored_attn_matrices, weights, cfg, adapter)
+            attention = {n: weights[n] for n in weights if n.startswith(f"{_BLOCK}attn.")}
+            refactor = ProcessWeights.refactor_factored_attn_matrices
+            for name, tensor in refactor(attention, cfg, adapter=adapter).items():
+                weights[name] = tensor
 
     def of_embedding(self, weights: Weights) -> None:
         """Process "embed.weight" or "pos_embed.weight" [tokens or positions, d_model] in place."""
@@ -353,7 +350,7 @@ class Processing:
             return
         folds_bias = uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
         # Views, because the steps change them in place.
-        head = {"unembed.W_U": weights["unembed.weight"].T}
+        head = {"unembed.W_U": weights["unembed.weight"].T}  # [d_model, d_vocab]
         if "unembed.bias" in weights:
             head["unembed.b_U"] = weights["unembed.bias"]
         if self.steps.center_unembed:
@@ -367,7 +364,7 @@ class Processing:
             fold_layer_norm_into_unembed(
                 head, fold_biases=folds_bias, center_weights=folds_bias, keep_norms=True
             )
-            weights["ln_final.weight"].fill_(1.0 - offset)
+            weights["ln_final.weight"].fill_(1.0 - offset)  # the identity
             if "ln_final.b" in head and "unembed.b_U" in head and folds_bias:
                 weights["unembed.bias"] = head["unembed.b_U"]
                 weights["ln_final.bias"].zero_()
@@ -382,8 +379,9 @@ class Processing:
                 weights[name] = tensor
 
 
-def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
+def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
     """Return the steps that TransformerLens would take for such a model, with its warnings."""
+    cfg, adapter = bridge.cfg, bridge.adapter
     for name in ("fold_ln", "center_writing_weights"):
         if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
             warnings.warn(
@@ -397,17 +395,7 @@ def _applicable(steps: Steps, cfg: Any, adapter: Any) -> Steps:
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
 
 
-def _center_writing_weights(weights: Weights, cfg: Any, adapter: Any) -> None:
-    """Call `ProcessWeights.center_writing_weights` for a block, with stand-ins for embeddings."""
-    stand_ins = ("embed.weight", "pos_embed.weight")
-    for name in stand_ins:
-        weights[name] = torch.zeros(1, cfg.d_model)
-    ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
-    for name in stand_ins:
-        del weights[name]
-
-
-def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
+def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> None:
     """Fold value biases into b_O, because TransformerLens's method fails for grouped heads.
 
     Args:
@@ -416,28 +404,22 @@ def _fold_value_biases(weights: Weights, cfg: Any, output: Any) -> None:
         output: transformers' layer of W_O, an nn.Linear or a Conv1D.
     """
     W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
-    W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T
+    W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T  # [head * d_head, d_model]
     W_O = W_O.reshape(cfg.n_heads, -1, cfg.d_model)  # [head, d_head, d_model]
     b_O = weights.get(f"{_BLOCK}attn.o.bias", W_O.new_zeros(cfg.d_model))
-    attention = {"attn.W_O": W_O, "attn.b_V": b_V.reshape(-1, W_O.shape[1]), "attn.b_O": b_O}
+    b_V_of_head = b_V.reshape(-1, W_O.shape[1])  # [head or key_value_head, d_head]
+    attention = {"attn.W_O": W_O, "attn.b_V": b_V_of_head, "attn.b_O": b_O}
     fold_value_biases_of_block(attention)
     weights[f"{_BLOCK}attn.o.bias"] = attention["attn.b_O"]
     weights[f"{_BLOCK}attn.v.bias"] = torch.zeros_like(b_V)
 
 
-def _on_attention(step: Any, weights: Weights, cfg: Any, adapter: Any) -> None:
-    """Apply a step that returns new weights to a block's attention."""
-    attention = {name: weights[name] for name in weights if name.startswith(f"{_BLOCK}attn.")}
-    for name, tensor in step(attention, cfg, adapter=adapter).items():
-        weights[name] = tensor
-
-
 class _OneBlock:
-    """A config with one block. No copy, because a Bridge follows its config's changes."""
+    """A Bridge's config with one block, which is no copy: changes of the config are seen."""
 
     n_layers = 1
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: object) -> None:
         self._cfg = cfg
 
     def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers import PretrainedConfig
 
 from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
 from tl_devicefix.twin import Numbers, Twin, check_numbers
@@ -22,7 +23,7 @@ PARTS_BEYOND = "_tl_devicefix_parts_beyond"
 
 
 def check_bridge_numbers(
-    hf_config: Any,
+    hf_config: PretrainedConfig,
     name: str,
     numbers: Numbers | None = None,
     compatibility: Mapping[str, Any] | None = None,
@@ -42,7 +43,7 @@ def check_bridge_numbers(
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
 
-    def run(hf_config: Any) -> float:
+    def run(hf_config: PretrainedConfig) -> float:
         return difference(hf_config, name, compatibility)
 
     called = f"{name} as a TransformerBridge"
@@ -51,7 +52,9 @@ def check_bridge_numbers(
     return check_numbers(run, hf_config, called, numbers, lambda: advice)
 
 
-def difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | None) -> float:
+def difference(
+    hf_config: PretrainedConfig, name: str, compatibility: Mapping[str, Any] | None
+) -> float:
     """Return how far the twin of a Bridge is from transformers; see `Twin.difference`."""
     adapter = adapter_for(hf_config, name, torch.float32)
     n_ctx = adapter.cfg.n_ctx
@@ -60,7 +63,7 @@ def difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | Non
     wrapped.config.output_attentions = True  # as in `boot_transformers`
     bridge: Any = build_bridge_from_module(
         wrapped,
-        adapter.cfg.architecture,
+        str(adapter.cfg.architecture),
         hf_config=wrapped.config,
         dtype=torch.float32,
         device="cpu",
@@ -69,6 +72,7 @@ def difference(hf_config: Any, name: str, compatibility: Mapping[str, Any] | Non
     if compatibility is not None:
         bridge.enable_compatibility_mode(**compatibility, numbers="ignore")
     plain = twin.difference(bridge(twin.tokens))
+    # Hooks that change nothing, because they alone make the Bridge compute its own patterns.
     patterns = [
         (point, lambda x, hook: x) for point in bridge.hook_dict if point.endswith("pattern")
     ]

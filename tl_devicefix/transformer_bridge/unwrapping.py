@@ -13,12 +13,15 @@ import copy
 import functools
 import types
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeGuard
 
 import torch
 from accelerate.hooks import AlignDevicesHook
+from jaxtyping import Float
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
@@ -38,7 +41,7 @@ class NotPlain(Exception):
     """Raised with the reason why a block has to run the Bridge's forward."""
 
 
-def is_wrapper(module: Any) -> bool:
+def is_wrapper(module: nn.Module | None) -> TypeGuard[GeneralizedComponent]:
     """Return True if a module is one of the Bridge's wrappers."""
     return isinstance(module, GeneralizedComponent)
 
@@ -47,18 +50,18 @@ class Unwrapped:
     """A block's layer without wrappers.
 
     Raises:
-        NotPlain: if there is something in the block that the layer would leave out.
+        NotPlain: if the block has a part that the layer would leave out.
     """
 
-    def __init__(self, block: Any, by_sdpa: set[int]) -> None:
-        self._by_sdpa = by_sdpa
-        self._made: dict[int, nn.Module] = {}
-        self._joint: dict[int, Any] = {}  # wrappers, by the ids of what they stand for
+    def __init__(self, block: nn.Module, by_sdpa: set[int]) -> None:
+        self._by_sdpa = by_sdpa  # ids of attention layers
+        self._made: dict[int, nn.Module] = {}  # replacements by the ids of their modules
+        self._joint: dict[int, GeneralizedComponent] = {}  # wrappers by their modules' ids
         for module in block.modules():
             if is_wrapper(module):
                 _check_wrapper(module, is_block=module is block)
             elif "forward" in vars(module) and not _is_carried_by_accelerate(module):
-                raise NotPlain(f"a {type(module).__name__} of it has a forward of its own")
+                raise NotPlain(f"it contains a {type(module).__name__} with a forward of its own")
             _check_dropout(module)
         self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
         self.layer = self._of(block)
@@ -68,7 +71,7 @@ class Unwrapped:
             if own is not None and id(own) not in used:
                 raise NotPlain(f"a {type(module).__name__} wraps a module that its layer lacks")
 
-    def _of(self, module: Any) -> nn.Module:
+    def _of(self, module: nn.Module) -> nn.Module:
         while is_wrapper(module):
             if module.original_component is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
@@ -85,15 +88,14 @@ class Unwrapped:
 
     def _copy(self, module: nn.Module) -> nn.Module:
         kind: Any = type(module)
-        is_accelerated = _is_carried_by_accelerate(module)
         has_wrappers = any(map(is_wrapper, module.modules()))
-        if not (is_accelerated or has_wrappers):
+        if not (has_wrappers or _is_carried_by_accelerate(module)):
             return module
-        if package_of(kind) not in LIBRARIES:  # a user's hook may keep its input
+        if package_of(kind) not in LIBRARIES:  # because a user's code may keep its input
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         if name := replaced_in(module):
             raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
-        copied = object.__new__(_twin_class(kind))
+        copied: nn.Module = object.__new__(_twin_class(kind))
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
         attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
@@ -105,42 +107,43 @@ class Unwrapped:
             name: None if child is None else self._of(child)
             for name, child in module._modules.items()
         }
-        if id(module) in self._by_sdpa:
+        if id(module) in self._by_sdpa:  # a config of its own, because others share the model's
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
         return copied
 
-    def _note_parts(self, wrapper: Any) -> None:
+    def _note_parts(self, wrapper: GeneralizedComponent) -> None:
         """Replace a projection that the Bridge has split by its parts."""
-        names: tuple[str, ...]
-        name: Any
-        is_split = isinstance(wrapper, JointGateUpMLPBridge)
-        of_kind = ("activation_fn", "act_fn", "act", "activation") if is_split else ("act_fn",)
-        found = (getattr(wrapper.original_component, name, None) for name in of_kind)
+        owner: Any = wrapper.original_component
+        is_mlp = isinstance(wrapper, JointGateUpMLPBridge)
+        # The names by which TransformerLens looks for the activation.
+        of_kind = ("activation_fn", "act_fn", "act", "activation") if is_mlp else ("act_fn",)
+        found = (getattr(owner, name, None) for name in of_kind)
         activation = next((one for one in found if one is not None), None)
         if getattr(wrapper, "_use_processed_weights", False) and activation is not None:
             self._made[id(activation)] = _Activation(wrapper.config)
-        elif is_split and isinstance(wrapper._activation_fn, nn.Module):
+        elif is_mlp and isinstance(wrapper._activation_fn, nn.Module):
             self._made[id(activation)] = wrapper._activation_fn  # the layer's when it was booted
+        names: tuple[str, ...]
         if isinstance(wrapper, JointQKVAttentionBridge):
-            self._joint[id(wrapper.original_component)] = wrapper
+            self._joint[id(owner)] = wrapper
             split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
             name = wrapper.submodules["qkv"].name if "qkv" in wrapper.submodules else None
-        elif is_split:
+        elif isinstance(wrapper, JointGateUpMLPBridge):
             split, names = wrapper.split_gate_up_matrix, ("gate", "in")
             name = wrapper.fused_attr
         else:
             return
-        owner: Any = wrapper.original_component
         joint = owner._modules.get(name)
         while is_wrapper(joint):
             joint = joint.original_component
         if joint is None or not set(names) <= wrapper._modules.keys():
             raise NotPlain(f"a {type(wrapper).__name__} has no known projection")
-        parts = [self._of(wrapper._modules[part]) for part in names]
+        parts = [self._of(getattr(wrapper, part)) for part in names]
         self._made[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
 
 
+# `training` is read from the module, because it changes.
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 _HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state" not in name]
 
@@ -148,8 +151,7 @@ _HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state"
 class _Twin:
     """Mixin for the copy of a module that has other children and no hooks.
 
-    All other attributes are read from the module, so that the copy follows changes. Accelerate's
-    are left out, because the block's inputs are on its device already.
+    All other attributes are read from the module, so that the copy follows changes.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -159,14 +161,15 @@ class _Twin:
         of_module = vars(attributes["_twin_of"])
         if name == "scaling" in of_module and attributes["_joint"] is not None:
             return _scale_of(attributes["_joint"])
+        # Without accelerate's, because the block's inputs are on its device already.
         if name in of_module and name not in ("_hf_hook", "_old_forward"):
             return of_module[name]
         return super().__getattr__(name)  # type: ignore[misc]
 
 
-def _scale_of(wrapper: Any) -> float:
+def _scale_of(wrapper: GeneralizedComponent) -> float:
     """Return the scale of scores, which a Bridge that splits a projection takes from its config."""
-    config = wrapper.config
+    config: Any = wrapper.config
     scale: float = config.d_head**-0.5
     has_positions = isinstance(wrapper, JointQKVPositionEmbeddingsAttentionBridge)
     if config.scale_attn_by_inverse_layer_idx and not has_positions:
@@ -193,13 +196,12 @@ def replaced_in(module: nn.Module) -> str | None:
 
 def _is_carried_by_accelerate(module: nn.Module) -> bool:
     """Return True if accelerate does no more than bring a module's inputs to its device."""
-    hook: Any = vars(module).get("_hf_hook")
-    run = vars(module).get("forward")
+    run, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
     is_its = getattr(getattr(run, "func", None), "__module__", None) == "accelerate.hooks"
-    return type(hook) is AlignDevicesHook and not hook.offload and is_its
+    return is_its and type(hook) is AlignDevicesHook and not vars(hook)["offload"]
 
 
-def _check_wrapper(wrapper: Any, is_block: bool) -> None:
+def _check_wrapper(wrapper: GeneralizedComponent, is_block: bool) -> None:
     """Check that a wrapped module computes the same as its wrapper."""
     kind = class_of(wrapper)
     if not is_block and (name := replaced_in(wrapper)):
@@ -211,8 +213,9 @@ def _check_wrapper(wrapper: Any, is_block: bool) -> None:
             raise NotPlain(f"its {name} is a {type(child).__name__}, not a HookPoint")
     if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
         raise NotPlain(f"a component of a {kind.__name__} is another module")
-    if getattr(wrapper, "_use_processed_weights", False):
-        parts = (part for part in wrapper.original_component.children() if not is_wrapper(part))
+    own = wrapper.original_component
+    if own is not None and getattr(wrapper, "_use_processed_weights", False):
+        parts = (part for part in own.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
 
@@ -228,7 +231,7 @@ def _check_dropout(module: nn.Module) -> None:
         raise NotPlain("it applies dropout in training")
 
 
-def computes_itself(wrapper: Any) -> bool:
+def computes_itself(wrapper: GeneralizedComponent) -> bool:
     """Return True if a norm's wrapper computes the norm itself."""
     if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
@@ -237,34 +240,33 @@ def computes_itself(wrapper: Any) -> bool:
 
 
 class NormOfBridge(nn.Module):
-    """A norm computed the Bridge's way, without hook points."""
+    """A norm computed the Bridge's way, without hook points.
 
-    def __init__(self, wrapper: Any, norm: Any) -> None:
+    Its rounding differs from that of transformers' norm.
+    """
+
+    def __init__(self, wrapper: GeneralizedComponent, norm: nn.Module) -> None:
         super().__init__()
-        self._parameters, self._buffers, self.config = (
-            norm._parameters,
-            norm._buffers,
-            wrapper.config,
-        )
+        self._parameters, self._buffers = norm._parameters, norm._buffers
+        self.config = wrapper.config
         bare: Any = object.__new__(class_of(wrapper))
         settings = vars(wrapper).items()
         vars(bare).update((k, v) for k, v in settings if not isinstance(v, torch.Tensor))
         points = {name: nn.Identity() for name in ("hook_scale", "hook_normalized")}
         bare._modules = {"_original_component": norm, **points}
-        self._in_steps = bare._python_norm_forward
+        self._in_steps: Callable[[torch.Tensor], torch.Tensor] = bare._python_norm_forward
         self._is_rms = wrapper.uses_rms_norm
         # TransformerLens 4.0 computes in steps. Norms without weights have their own method.
         weigh = getattr(class_of(wrapper), "_apply_weight_and_bias", None)
         has_offset = getattr(wrapper, "uses_weight_offset", True)
         self._is_usual = weigh is _WEIGH and not has_offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., d_model], normalised."""
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
+        """Return the normalised activations."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if not self._is_usual or weight is None or weight.dtype != x.dtype:
-            return self._in_steps(x)  # type: ignore[no-any-return]
-        if bias is not None and bias.dtype != x.dtype:
-            return self._in_steps(x)  # type: ignore[no-any-return]
+        is_mixed = any(p is not None and p.dtype != x.dtype for p in (weight, bias))
+        if not self._is_usual or weight is None or is_mixed:
+            return self._in_steps(x)
         eps = getattr(self.config, "eps", 1e-5)
         if self._is_rms:
             return torch.rms_norm(x, x.shape[-1:], weight, eps)
@@ -277,39 +279,37 @@ _WEIGH = getattr(NormalizationBridge, "_apply_weight_and_bias", ())
 class RMSNorm(nn.Module):
     """An RMSNorm of transformers as one function of torch."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self._parameters = norm._parameters
-        vars(self)["_norm"] = norm  # not a submodule
+        vars(self)["_norm"] = norm  # no submodule, because its parameters would be there twice
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., d_model], normalised."""
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
+        """Return the normalised activations."""
         weight, norm = self._parameters.get("weight"), vars(self)["_norm"]
         if weight is None or weight.dtype != x.dtype:
             return norm(x)  # type: ignore[no-any-return]
         return torch.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
 
 
-def _has_code_of_llama_s(norm: Any) -> bool:
+def _has_code_of_llama_s(norm: nn.Module) -> bool:
     """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
     if "weight" not in norm._parameters:  # such as one that is parametrized
         return False
-    code, of_llama = (
-        getattr(kind.forward, "__code__", None) for kind in (type(norm), LlamaRMSNorm)
-    )
-    names = "co_code", "co_names", "co_consts"
+    kinds, names = (type(norm), LlamaRMSNorm), ("co_code", "co_names", "co_consts")
+    code, of_llama = (getattr(kind.forward, "__code__", None) for kind in kinds)
     return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
 
 
 class _Activation(nn.Module):
-    """The function that a Bridge's own gated MLP reads in its config, whatever its layer has."""
+    """The activation that a Bridge's own gated MLP takes from its config, not from its layer."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerBridgeConfig | None) -> None:
         super().__init__()
         self._config = config
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [..., d_mlp], activated."""
+    def forward(self, x: Float[torch.Tensor, "... d_mlp"]) -> Float[torch.Tensor, "... d_mlp"]:
+        """Return the activated neurons."""
         return resolve_activation_fn(self._config)(x)  # type: ignore[no-any-return]
 
 
@@ -329,25 +329,28 @@ class _Joined(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.register_buffer("_order", order, persistent=False)
 
-    def forward(self, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... n_out"]:
         """Return the projection's output."""
-        together = torch.cat([part(residual) for part in self.parts], dim=-1)
+        together = torch.cat([part(x) for part in self.parts], dim=-1)  # [..., n_out]
         if self._order is None:
             return together
         if self._order.device != together.device:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # because later forwards may record gradients
                 self._order = self._order.to(together.device)
         return together.index_select(-1, self._order)
 
 
-_orders: Any = WeakIdKeyDictionary()
+_orders: MutableMapping[object, dict[object, torch.Tensor | None]] = WeakIdKeyDictionary()
 """Orders by the Bridge's config, because it splits by heads, which sizes do not tell."""
 
 
 @torch.inference_mode(False)  # because later forwards may record gradients
-def _order(wrapper: Any, split: Any, name: str, joint: Any) -> torch.Tensor | None:
+def _order(
+    wrapper: GeneralizedComponent, split: Callable[..., Any], name: str | None, joint: Any
+) -> torch.Tensor | None:
     """Find `_Joined`'s order by letting TransformerLens split a projection of numbered outputs."""
-    owner, known = wrapper.original_component, _orders.setdefault(wrapper.config or wrapper, {})
+    owner: Any = wrapper.original_component
+    known = _orders.setdefault(wrapper.config or wrapper, {})
     is_in_out = type(joint).__name__ == "Conv1D"
     if not is_in_out and not isinstance(joint, nn.Linear):
         raise NotPlain(f"it splits a {type(joint).__name__}, which is not a linear layer")
@@ -356,7 +359,7 @@ def _order(wrapper: Any, split: Any, name: str, joint: Any) -> torch.Tensor | No
     if key not in known:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             numbers = torch.arange(n_out, dtype=torch.float32)
-            weight = numbers[:, None].expand(n_out, n_in)
+            weight = numbers[:, None].expand(n_out, n_in)  # each row has its output's number
             numbered, holder = object.__new__(type(joint)), object.__new__(type(owner))
             vars(numbered).update(vars(joint))
             vars(holder).update(vars(owner))
@@ -369,4 +372,4 @@ def _order(wrapper: Any, split: Any, name: str, joint: Any) -> torch.Tensor | No
             raise NotPlain(f"it splits a {type(owner).__name__} in an unknown way")
         order = split_numbers.argsort()
         known[key] = None if torch.equal(order, numbers.long()) else order
-    return known[key]  # type: ignore[no-any-return]
+    return known[key]

@@ -34,16 +34,16 @@ class Conventions:
     """The conventions of a TransformerLens version, as data, because the steps know no versions."""
 
     folds_moe: bool
-    """Whether norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
+    """True if norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
     recenters_b_O: bool
-    """Whether b_O is centred again after the value biases are folded into it (3.x)."""
+    """True if b_O is centred again after the value biases are folded into it (3.x)."""
     keeps_folded_norms: bool
-    """Whether a processed state dict keeps the folded norms as identities (3.x) or drops them."""
+    """True if a processed state dict keeps the folded norms as identities (3.x)."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Which processing steps to apply; the fields are `from_pretrained`'s arguments."""
+    """The processing steps to apply; the fields are `from_pretrained`'s arguments."""
 
     fold_ln: bool = False
     center_writing_weights: bool = False
@@ -51,7 +51,7 @@ class Steps:
     fold_value_biases: bool = False
     refactor_factored_attn_matrices: bool = False
     recenter_b_O: bool = False
-    """Whether b_O is centred again after the value biases; `applicable` decides it."""
+    """True if b_O is centred again after the value biases; `applicable` decides it."""
 
     def applicable(self, cfg: Config, conventions: Conventions) -> Steps:
         """Return these steps without those that do not apply to this config. Call it once."""
@@ -108,7 +108,7 @@ def check_refactorable(cfg: Config, is_grouped: bool, beside: str | None) -> Non
 
     Args:
         cfg: the model's config.
-        is_grouped: whether heads share keys and values.
+        is_grouped: True if heads share keys and values.
         beside: the part of attention because of which value biases cannot be folded.
     """
     if cfg.positional_embedding_type == "rotary":
@@ -172,6 +172,6 @@ def process_component(
         if steps.fold_value_biases:
             fold_value_biases_of_block(weights)
         if steps.recenter_b_O:
-            center(weights, "attn.b_O")
+            center(weights, "attn.b_O")  # [d_model]
         if steps.refactor_factored_attn_matrices:
             refactor_attention_of_block(weights)

@@ -175,10 +175,6 @@ def write(
 ) -> None:
     """Write a value into the parameter or buffer of this name, rounded once.
 
-    A parameter without values first gets memory in the layout of the weight that it comes from,
-    because TransformerLens's parameters are mostly transposed views of a checkpoint's weights, and
-    its forward mostly transposes them back: so neither costs a copy.
-
     Args:
         model: the model. A weight that it has no place for is dropped, as in TransformerLens.
         name: of the parameter or buffer.
@@ -196,6 +192,8 @@ def write(
     if own is None:
         return
     if own.is_meta:
+        # In the layout of the given weight: TransformerLens's parameters are mostly transposed
+        # views of a checkpoint's, and its forward transposes them back, so neither costs a copy.
         layout = like if like.shape == own.shape else own
         values = torch.empty_like(layout, dtype=own.dtype, device=device, requires_grad=False)
         own = nn.Parameter(values, requires_grad=own.requires_grad)

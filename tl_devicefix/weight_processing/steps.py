@@ -176,7 +176,7 @@ def refactor_attention_of_block(block: Weights) -> None:
     W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])
     W_K = _with_bias_as_input(block["attn.W_K"], block["attn.b_K"])
     even_Q, even_K_T = FactoredMatrix(W_Q, W_K.transpose(-1, -2)).make_even().pair
-    even_K = even_K_T.transpose(-1, -2)
+    even_K = even_K_T.transpose(-1, -2)  # [heads, d_model + 1, d_head]
     block["attn.W_Q"], block["attn.b_Q"] = even_Q[:, :-1, :], even_Q[:, -1, :]
     block["attn.W_K"], block["attn.b_K"] = even_K[:, :-1, :], even_K[:, -1, :]
 
