@@ -188,7 +188,7 @@ def add_tests(transformer_lens: str) -> None:
 
 
 def add_full_tests(transformer_lens: str) -> None:
-    """Add a session that runs all: each combination, where the others take a cover; notebooks."""
+    """Add a session that runs all: each combination of parameters; notebooks."""
 
     @nox.session(name=f"full-{transformer_lens}")
     def full(session: nox.Session) -> None:

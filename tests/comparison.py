@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import real_devices
 import torch
+from devices import LEAST
 from transformer_lens import ActivationCache
 
 from tl_devicefix.simulation.machine import Machine
@@ -88,7 +88,7 @@ def assert_agrees(
         for one, other in zip(actual, expected):
             assert_agrees(one, other, home, tolerance)
     elif isinstance(expected, float):
-        tolerance = max(tolerance, real_devices.LEAST)
+        tolerance = max(tolerance, LEAST)
         assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
     else:
         assert actual == expected

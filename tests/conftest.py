@@ -19,10 +19,9 @@ import pytest
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # ruff: noqa: E402
 
-import real_devices  # isort: skip  # before what names devices
+import devices
 import torch
 from comparison import Snapshot, in_use
-from covering import fails_unpatched, is_left_to_others, left_out, parameters_of
 from hf_models import (
     D_VOCAB,
     HF_CONFIGS,
@@ -61,11 +60,34 @@ if has_bridge():
     from bridges import balanced_map
     from transformer_lens.model_bridge import TransformerBridge
 
-collect_ignore_glob = [*real_devices.NOT_RUN]
+OF_HOOKED = [
+    *("checkpoints/*", "hooked_transformer/*", "parity/*", "placement/*", "weight_processing/*"),
+    "checking/test_check.py",
+    *(f"dispatch/test_{of}.py" for of in ("attached", "forward", "hooks")),
+    *(f"dispatch/test_{of}.py" for of in ("mixing", "moving", "transfers")),
+    *("fusing/test_kv_caches_that_grow.py", "fusing/test_parameters_named_anew.py"),
+    "gathering/test_gathering.py",
+    *("libraries/test_sae_lens.py", "libraries/test_sae_lens_training.py"),
+    "libraries/test_circuit_tracer.py",
+    *("offload/test_offload_memory.py", "offload/test_offload_results.py"),
+    "planning/test_plan.py",
+    *("racing/test_detector.py", "racing/test_offload.py"),
+    *("surface/test_sweep.py", "twin/test_hooked_twin.py"),
+]
+OF_BRIDGE = ["transformer_bridge/*", "fusing/transformer_bridge/*"]
+OF_BRIDGE += ["surface/test_bridge_sweep.py", "twin/test_bridge_twin.py"]
+collect_ignore_glob = [
+    *([] if has_hooked_transformer() else OF_HOOKED),
+    *([] if has_bridge() else OF_BRIDGE),
+]
+"""Tests of a class that the installed TransformerLens does not have."""
+
+if devices.TYPE:
+    devices.use_real_devices()
 
 
 def pytest_report_header() -> str:
-    on = f"{real_devices.device_count()} {real_devices.TYPE}" if real_devices.TYPE else "simulated"
+    on = f"{devices.device_count()} {devices.TYPE}" if devices.TYPE else "simulated"
     return f"transformer_lens {installed()}, {on} devices"
 
 
@@ -83,7 +105,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
         "--full": "run every combination of what tests are parametrised over, and what other "
-        "versions run; by default, some run that have every value between them (tests/covering.py)",
+        "versions run; by default, each value runs (tests/parameters.py)",
     }.items():
         parser.addoption(option, action="store_true", help=meaning)
 
@@ -91,32 +113,59 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hosts"):
         tl_devicefix.simulate = simulated_by_hosts  # type: ignore[assignment]
-    if real_devices.TYPE and config.getoption("--unpatched"):
+    if devices.TYPE and config.getoption("--unpatched"):
         raise pytest.UsageError(
             "--unpatched is for simulated devices: leave TL_DEVICEFIX_TEST_DEVICE out"
         )
     for marker in (
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1",
         "full: runs with --full only; its reason says what else runs",
-        "cover(*groups): without --full, the combinations of its parameters that run have every "
-        "value between them, and every combination of the parameters in a group",
     ):
         config.addinivalue_line("markers", marker)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if real_devices.TYPE:
-        real_devices.skip_what_names_others(items)
     others: set[pytest.Item] = set()
     if config.getoption("--hosts"):  # of which a model on one device uses none
         others |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
         others |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
-        others.update(left_out([item for item in items if item not in others]))
     if config.getoption("--unpatched"):
         others |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in others])
     items[:] = [item for item in items if item not in others]
+
+
+def parameters_of(test: pytest.Item) -> dict[str, Any]:
+    """Return the values of a test's parameters, by their names."""
+    return test.callspec.params if hasattr(test, "callspec") else {}
+
+
+def fails_unpatched(test: pytest.Item) -> bool:
+    """Return True if a test is marked so; on one device there is nothing for patches to mend."""
+    marked = test.get_closest_marker("fails_unpatched") is not None
+    return marked and parameters_of(test).get("n_devices") != 1
+
+
+def is_left_to_others(test: pytest.Item) -> bool:
+    """Return True if another version's default run has this test, of the same code.
+
+    The newest HookedTransformer is in TransformerLens 3, the newest Bridge in 4: all of each is
+    tested there, and elsewhere what depends on TransformerLens.
+    """
+    stem, folder = test.path.stem, test.path.parent.name
+    is_of_bridge = folder == "transformer_bridge" or "bridge" in stem
+    if has_hooked_transformer() and (
+        is_of_bridge or parameters_of(test).get("model_class") == BRIDGE
+    ):
+        return stem != "test_parity"  # it asks whether the Bridge gives what it gives unpatched
+    # Simulated devices, Ray and files know nothing of TransformerLens.
+    is_of_torch = folder in ("simulation", "hosts") or stem in OF_FILES
+    return installed().major != 3 and is_of_torch
+
+
+OF_FILES = ("test_saved_activations_resumed", "test_load_activations")
+"""Saved activations, whichever model they are of."""
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +243,7 @@ def n_devices() -> int:
 
 @pytest.fixture(scope="session")
 def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`with simulated(4) as machine`: as `tl_devicefix.simulate`.
+    """`with simulated(4) as machine`: as `tl_devicefix.simulate`, or real devices.
 
     With `--unpatched` it is without the patches, and with `--asynchronous` behind the host.
     """
@@ -203,6 +252,8 @@ def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def simulated(*args: Any, **options: Any) -> Iterator[Machine]:
         behind = request.config.getoption("--asynchronous")
         enter: Any = asynchronous if behind else tl_devicefix.simulate
+        if devices.TYPE:
+            enter = devices.real_machine
         with enter(*args, **options) as machine:
             unpatched: Any = contextlib.nullcontext()
             if request.config.getoption("--unpatched"):
@@ -313,11 +364,11 @@ def bridge_references(checkpoints: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def dispatched(checkpoints: Any, machine: Machine) -> Callable[[str], Any]:
+def dispatched(checkpoints: Any, machine: Machine, n_devices: int) -> Callable[[str], Any]:
     """`dispatched("llama")`: over the devices by `balanced_map`, as booted."""
 
     def boot(name: str) -> Any:
-        device_map = balanced_map(name, list(machine.devices))
+        device_map = balanced_map(name, [devices.device(index) for index in range(n_devices)])
         return TransformerBridge.boot_transformers(str(checkpoints(name)), device_map=device_map)
 
     return boot
@@ -350,12 +401,8 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
             pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
         hf_model = copy.deepcopy(hf_models(name, dtype))
         with as_installed():
-            try:
-                options |= {"device": "cpu", "dtype": dtype}
-                return load_hooked(architecture, hf_model, tokenizer, **options)
-            except AttributeError as error:
-                # Each TransformerLens knows the attributes that transformers had at its time.
-                pytest.skip(f"TransformerLens itself cannot convert {name} here: {error}")
+            options |= {"device": "cpu", "dtype": dtype}
+            return load_hooked(architecture, hf_model, tokenizer, **options)
 
     return cache(load)
 
@@ -370,7 +417,7 @@ def from_pretrained(
     """
 
     def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
-        references(name)  # skips what TransformerLens itself cannot convert
+        references(name)  # skips what TransformerLens has no name for
         if joined():  # who load from files
             return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
         hf_model = hf_models(name) if hf_model is None else hf_model
@@ -395,25 +442,6 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
 
 
 @pytest.fixture
-def without_weights(unprocessed: Any) -> Callable[..., HookedTransformer]:
-    """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
-
-    Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
-    """
-
-    def make(name: str, n_devices: int | None = None) -> HookedTransformer:
-        cfg = copy.deepcopy(unprocessed(name).cfg)
-        cfg.tokenizer_name = None  # which could not be fetched
-        if n_devices is None:
-            return HookedTransformer(cfg, move_to_device=False)
-        # Set on the finished config: making one with n_devices > 1 wants that many CUDA devices.
-        cfg.device, cfg.n_devices = "sim:0", n_devices
-        return HookedTransformer(cfg)
-
-    return make
-
-
-@pytest.fixture
 def config() -> Callable[..., Any]:
     """`config(n_layers=26, d_vocab=500)`."""
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
@@ -427,7 +455,7 @@ def snapshot() -> type[Snapshot]:
 
 @pytest.fixture
 def refused(machine: Machine) -> Callable[..., Any]:
-    """`with refused("sim:7"): ...` is refused in one sentence that says so, leaving nothing behind.
+    """`with refused("5 blocks"): ...` is refused in one sentence that says so.
 
     Afterwards memory is given back, TransformerLens is patched as before, and `hf_model`, if one
     is given, is as it was.
@@ -470,7 +498,7 @@ def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any
 
     def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
         if kind == "attention-only":
-            model = toys("sim:0", spread)
+            model = toys(devices.device(0), spread)
         else:
             of_kind = KINDS.get(kind, Kind(kind))
             options = {**where_to(kind, spread), **of_kind.options, **options}

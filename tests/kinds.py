@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformer_lens
 from architectures import NO_PROCESSING
-from comparison import assert_agrees
 from offloads import OFFLOADED
 from transformer_lens import HookedTransformer
 
@@ -42,7 +41,7 @@ SCATTERED = {
     "ln_final": 0,
     "unembed": 1,
 }
-"""A device_map in which nothing is next to what it exchanges with, and home is sim:2."""
+"""A device_map in which nothing is next to what it exchanges with, and home is the third device."""
 
 GREEDY: dict[str, Any] = {
     "do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False,
@@ -70,18 +69,6 @@ def devices_of(model: Any) -> set[str]:
 def home_of(model: HookedTransformer) -> torch.device:
     """Where tokens go in and logits come out, as the config tells users."""
     return torch.device(model.cfg.device)
-
-
-def assert_runs(model: HookedTransformer, reference: HookedTransformer, tokens: Any) -> None:
-    """A forward, an activation cache and generation with a KV cache are as on one device."""
-    home = home_of(model)
-    for block in reference.blocks:
-        block.attn.alibi = None  # of a longer text, which shifts scores
-    expected, expected_cache = reference.run_with_cache(tokens, return_type="both")
-    actual, cache = model.run_with_cache(tokens, return_type="both")
-    assert_agrees([actual, cache], [expected, expected_cache], home)
-    text = model.generate(tokens.to(home), **GREEDY)
-    assert_agrees(text, reference.generate(tokens, **GREEDY), home)
 
 
 def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:

@@ -10,7 +10,7 @@ import importlib
 import itertools
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tl_devicefix.activation_store.reader import load_activations
@@ -57,26 +57,24 @@ __all__ = [
 
 _LAZY = {
     **dict.fromkeys(("enable", "enabled", "report", "disable", "disabled"), "tl_devicefix.patches"),
+    **dict.fromkeys(("fuse_blocks", "unfuse_blocks"), "tl_devicefix.fusing.fused"),
+    **dict.fromkeys(("Estimate", "estimate"), "tl_devicefix.planning.estimation"),
+    **dict.fromkeys(("DryRun", "dry_run"), "tl_devicefix.planning.dry_run"),
     "check": "tl_devicefix.checking",
-    "Estimate": "tl_devicefix.planning.estimation",
-    "estimate": "tl_devicefix.planning.estimation",
     "gather_on": "tl_devicefix.placement.in_use",
-    "save_activations": "tl_devicefix.activation_store.save",
-    "pipeline_map": "tl_devicefix.pipelining.pipeline_map",
     "init_hosts": "tl_devicefix.multihost.init_hosts",
-    "mix_devices": "tl_devicefix.dispatch.mixing",
     "load_activations": "tl_devicefix.activation_store.reader",
+    "mix_devices": "tl_devicefix.dispatch.mixing",
+    "pipeline_map": "tl_devicefix.pipelining.pipeline_map",
     "Placement": "tl_devicefix.placement.placement",
     "plan": "tl_devicefix.planning.plan",
-    "DryRun": "tl_devicefix.planning.dry_run",
-    "dry_run": "tl_devicefix.planning.dry_run",
-    **dict.fromkeys(("fuse_blocks", "unfuse_blocks"), "tl_devicefix.fusing.fused"),
+    "save_activations": "tl_devicefix.activation_store.save",
     "simulate": "tl_devicefix.simulation",
     "sweep": "tl_devicefix.pipelining.sweep",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what needs TransformerLens or torch only when it is asked for."""
     if name not in _LAZY:
         raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")

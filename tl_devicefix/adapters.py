@@ -22,12 +22,12 @@ class Adapter(Protocol):
 
     NAME: str
     """The name of the class, for messages."""
-    model_class: type
-    RUN_METHODS: tuple[str, ...]
+    model_class: type[Model]
+    run_methods: tuple[str, ...]
     """Methods that run a model. A subclass with its own may run its blocks differently."""
-    SETUP_HINT: tuple[str, str]
+    setup_hint: tuple[str, str]
     """The moment when its hook points are registered, and the call that repeats it."""
-    HAS_DROPOUT: bool
+    has_dropout: bool
     """True if its modules act differently in training mode."""
 
     def view_of(self, model: Model) -> Model:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
+# Not lower, because "device_mesh" is an argument of transformers, and no misspelt "device_map".
 _NEAR = 0.85
-"""How alike a name must be to be taken for a misspelt one; "device_mesh" is no "device_map"."""
+_LONGEST = 120
 
 
 def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) -> str:
@@ -31,9 +32,6 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST and "\n" not in text else f"a {type(value).__name__}"
 
 
-_LONGEST = 120
-
-
 def check_iterable(called: str, value: object) -> None:
     """Refuse an argument that cannot be iterated over, before anything runs."""
     if not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
@@ -45,7 +43,7 @@ def which_hook_point(name: object, hook_points: Collection[str]) -> str:
     for full_name in hook_points:
         if full_name.endswith((f".{name}", f".hook_{name}")):
             return f"; did you mean {full_name!r}, or that of another block?"
-    return did_you_mean(name, hook_points, 0.85)
+    return did_you_mean(name, hook_points, _NEAR)
 
 
 def refuse_unknown(

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Iterator
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from packaging.version import Version
 
@@ -17,19 +17,13 @@ from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import disable, disabled, is_enabled
 from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import check_version, installed
-from tl_devicefix.types import Model
+from tl_devicefix.placement.memory import format_table
+from tl_devicefix.placement.placement import in_short
 
-__all__ = [
-    "ModelReport",
-    "PatchReport",
-    "disable",
-    "disabled",
-    "enable",
-    "enabled",
-    "is_enabled",
-    "report",
-    "table",
-]
+if TYPE_CHECKING:
+    from tl_devicefix.types import Model
+
+__all__ = ["disable", "disabled", "enable", "enabled", "is_enabled", "report", "table"]
 
 
 def table() -> tuple[Patch, ...]:
@@ -129,8 +123,6 @@ def report(model: Model | None = None) -> PatchReport | ModelReport:
         UnsupportedTransformerLens: if this TransformerLens is not one that is known.
         TypeError: if the model is of another class.
     """
-    from tl_devicefix.placement.memory import format_table
-
     if model is not None:
         return _report_of_model(model)
     patch_report = PatchReport(table())
@@ -150,10 +142,8 @@ def _report_of_model(model: Model) -> ModelReport:
     from tl_devicefix.adapters import adapter_of
     from tl_devicefix.dispatch.naming import by_shortest_name
     from tl_devicefix.fusing.fused import is_block, report_of
-    from tl_devicefix.placement.memory import format_table
-    from tl_devicefix.placement.placement import in_short
 
-    adapter_of(model)  # which refuses a model of another class
+    adapter_of(model)  # because it refuses a model of another class
     blocks = by_shortest_name(model, is_block)
     model_report = ModelReport({name: report_of(block) for name, block in blocks.items()})
     kind = type(model).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from devices import device
 from hf_models import D_MODEL
 from model_classes import BRIDGE, HOOKED
 from torch import nn
@@ -27,11 +28,11 @@ class Fault(NamedTuple):
 
 
 def block_moved(model: Any) -> None:
-    model.blocks[2].to("sim:0")
+    model.blocks[2].to(device(0))
 
 
 def home_renamed(model: Any) -> None:
-    model.cfg.device = "sim:1"
+    model.cfg.device = device(1)
 
 
 def identity(activation: Any, hook: Any) -> None:
@@ -43,7 +44,7 @@ def pytorch_hook_left(model: Any) -> None:
 
 
 def parameter_replaced(model: Any) -> None:
-    model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to("sim:2"))
+    model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to(device(2)))
 
 
 def some_parameters_moved(model: Any) -> None:
@@ -54,7 +55,7 @@ def some_parameters_moved(model: Any) -> None:
 
 def block_replaced(model: Any) -> None:
     weights = model.blocks[2].state_dict()
-    model.blocks[2] = TransformerBlock(model.cfg, 2).to("sim:2")
+    model.blocks[2] = TransformerBlock(model.cfg, 2).to(device(2))
     model.blocks[2].load_state_dict(weights, strict=False)
 
 
@@ -63,7 +64,7 @@ def backward_hook_left(model: Any) -> None:
 
 
 def mlp_replaced_in_the_wrapped_model(model: Any) -> None:
-    model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
+    model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to(device(0))
 
 
 def weight_moved(model: Any) -> None:
@@ -76,20 +77,22 @@ def hook_left(model: Any) -> None:
 
 
 OF_EITHER = [
-    Fault(block_moved, "device", "blocks.2", ("is on sim:0", "placement puts it on sim:2"),
-          'model.blocks[2].to("sim:2")'),
+    Fault(block_moved, "device", "blocks.2",
+          (f"is on {device(0)}", f"placement puts it on {device(2)}"),
+          f'model.blocks[2].to("{device(2)}")'),
     Fault(pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
           "del model.blocks[2]._forward_hooks["),
-    Fault(home_renamed, "config", "cfg.device", ("'sim:1'", "home is sim:0"),
-          'model.cfg.device = "sim:0"'),
+    Fault(home_renamed, "config", "cfg.device", (f"'{device(1)}'", f"home is {device(0)}"),
+          f'model.cfg.device = "{device(0)}"'),
 ]  # fmt: skip
 FAULTS = {
     HOOKED: [
         *OF_EITHER,
         Fault(parameter_replaced, "device", "unembed.W_U",
-              ("is on sim:2", "puts it on sim:0", "2.5 KiB"), 'model.unembed.to("sim:0")'),
+              (f"is on {device(2)}", f"puts it on {device(0)}", "2.5 KiB"),
+              f'model.unembed.to("{device(0)}")'),
         Fault(some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
-              ("is on cpu", "puts it on sim:3"), 'model.blocks[4].attn.to("sim:3")'),
+              ("is on cpu", f"puts it on {device(3)}"), f'model.blocks[4].attn.to("{device(3)}")'),
         Fault(block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"),
         Fault(backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
               "model.reset_hooks()"),
@@ -97,10 +100,10 @@ FAULTS = {
     BRIDGE: [
         *OF_EITHER,
         Fault(mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
-              ("is on sim:0", "puts it on sim:2"),
-              'model.blocks[2]._original_component.mlp.to("sim:2")', mends=False),
-        Fault(weight_moved, "device", "blocks.4.attn.q", ("is on cpu", "puts it on sim:3"),
-              'model.blocks[4].attn.q.to("sim:3")'),
+              (f"is on {device(0)}", f"puts it on {device(2)}"),
+              f'model.blocks[2]._original_component.mlp.to("{device(2)}")', mends=False),
+        Fault(weight_moved, "device", "blocks.4.attn.q", ("is on cpu", f"puts it on {device(3)}"),
+              f'model.blocks[4].attn.q.to("{device(3)}")'),
         Fault(hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"),
     ],
 }  # fmt: skip

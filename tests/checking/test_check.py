@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config, build_toy
 from comparison import assert_agrees
+from devices import device
 from faults import (
     backward_hook_left,
     block_moved,
@@ -30,6 +31,18 @@ def model_class():
     return HOOKED
 
 
+@pytest.fixture
+def load(machine, from_pretrained):
+    """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
+
+    def load(name, n_devices=4, **options):
+        if name in TOYS:
+            return build_toy(TOYS[name](), None, device(0), n_devices)
+        return from_pretrained(name, n_devices=n_devices, **options)
+
+    return load
+
+
 def findings(model):
     return [(finding.kind, finding.name) for finding in check(model).findings]
 
@@ -47,7 +60,7 @@ def test_check_finds_no_fault_after_loading_copying_or_moving(name, n, options, 
     assert check(model), check(model)
     assert check(copy.deepcopy(model))
     assert check(model.to(torch.bfloat16))
-    assert check(model.to("sim:2"))
+    assert check(model.to(device(2)))
 
 
 def test_interrupted_processing_is_found(model, monkeypatch):
@@ -75,28 +88,28 @@ def test_check_accepts_aliases_of_parts_and_permanent_hooks(model):
 
 
 def test_misplaced_module_is_found_until_setup_then_stays(model, tokens):
-    model.blocks[4].mlp = nn.Linear(D_MODEL, D_MODEL).to("sim:0")
+    model.blocks[4].mlp = nn.Linear(D_MODEL, D_MODEL).to(device(0))
     name = "blocks.4.mlp"
     (finding,) = check(model).findings
     assert (finding.kind, finding.name) == ("device", name)
-    assert finding.fix == 'model.blocks[4].mlp.to("sim:3")'
+    assert finding.fix == f'model.blocks[4].mlp.to("{device(3)}")'
 
     model.setup()
 
     assert check(model)
     expected = model(tokens)
-    model.blocks[4].attn.to("sim:1")
+    model.blocks[4].attn.to(device(1))
     report = check(model, repair=True)
 
     assert report
     assert [item.name for item in report.repaired] == ["blocks.4.attn"]
-    assert model.blocks[4].mlp.weight.device == torch.device("sim:0")
+    assert model.blocks[4].mlp.weight.device == torch.device(device(0))
     assert_agrees(model(tokens), expected)
 
 
 def test_torch_lists_in_a_moved_block_are_not_taken_for_attached(load):
     model = load("mixtral")  # whose experts are in torch's lists
-    model.blocks[2].to("sim:0")
+    model.blocks[2].to(device(0))
     assert findings(model) == [("device", "blocks.2")]
     with pytest.warns(UserWarning, match="moved to their component"):
         model.setup()
@@ -109,7 +122,7 @@ def test_a_model_without_a_placement_is_compared_with_its_config():
         model = build_toy(attention_only_config())
     with tl_devicefix.simulate(2):
         assert check(model)
-        model.blocks[2].to("sim:1")
+        model.blocks[2].to(device(1))
 
         report = check(model, repair=True)
 
@@ -122,13 +135,13 @@ def test_a_model_without_a_placement_is_compared_with_its_config():
 
 def test_model_not_yet_on_its_device_is_found_and_repaired(machine):
     cfg = attention_only_config()
-    cfg.device = "sim:1"
+    cfg.device = device(1)
     model = HookedTransformer(cfg, move_to_device=False)
     randomize(model)
     (finding,) = check(model).findings
-    assert 'model.to("sim:1")' in str(finding)
+    assert f'model.to("{device(1)}")' in str(finding)
     assert check(model, repair=True)
-    assert {str(parameter.device) for parameter in model.parameters()} == {"sim:1"}
+    assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
 
 
 def everything_in(model):
@@ -151,7 +164,7 @@ def test_a_check_changes_nothing_and_copies_nothing(model, machine):
 
 def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, reference, tokens):
     model(tokens, return_type="loss").backward()
-    model.blocks[3].to("sim:0")
+    model.blocks[3].to(device(0))
     for fault in (block_moved, parameter_replaced, block_replaced, backward_hook_left):
         fault(model)
 
@@ -159,7 +172,7 @@ def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, referenc
 
     assert [item.kind for item in report.findings] == ["hooks"]
     gradients = [p.grad for p in model.blocks[3].parameters() if p.grad is not None]
-    assert {gradient.device for gradient in gradients} == {torch.device("sim:2")}
+    assert {gradient.device for gradient in gradients} == {torch.device(device(2))}
     model.reset_hooks()
     assert check(model)
     assert_agrees(model(tokens), reference(tokens), model.placement.home)
@@ -182,7 +195,7 @@ def without_sizes(text):
 def test_offloaded_block_moved_to_a_device_is_found_and_repaired(load, tokens):
     model = load("llama", 1, device_map={"": 0, "blocks.2": "cpu"})
     assert check(model).well, check(model)
-    model.blocks[2].to("sim:0")
+    model.blocks[2].to(device(0))
     report = check(model)
     assert report.findings
     for finding in report.findings:

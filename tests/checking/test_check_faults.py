@@ -2,6 +2,7 @@
 
 import pytest
 from comparison import assert_agrees
+from devices import device
 from faults import FAULTS, MISPLACED, parameter_replaced
 from model_classes import BRIDGE, CLASSES, HOOKED
 from torch import nn
@@ -10,6 +11,18 @@ from tl_devicefix import check
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
+
+
+@pytest.fixture
+def unpatched(model_class, request):
+    """`unpatched("gpt2", ...)`: as TransformerLens alone loads it, on the CPU."""
+    return request.getfixturevalue("bridge_references" if model_class == BRIDGE else "references")
+
+
+@pytest.fixture
+def reference(model_class, unpatched):
+    return unpatched("llama", compatible=True) if model_class == BRIDGE else unpatched("llama")
+
 
 UNPATCHED = {
     HOOKED: [("bloom", {})],  # of which no one has set W_pos
@@ -106,7 +119,7 @@ def test_check_finds_no_fault_in_a_bridge_folded_or_not(name, boot, machine, tok
 @a_bridge
 def test_repair_keeps_tied_embeddings_tied(boot, machine):
     bridge = boot("gpt2", n_devices=3)
-    bridge.embed.to("sim:2")
+    bridge.embed.to(device(2))
     assert check(bridge, repair=True), check(bridge)
     embed, unembed = bridge.embed._original_component, bridge.unembed._original_component
     assert embed.weight is unembed.weight

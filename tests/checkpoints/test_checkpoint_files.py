@@ -18,12 +18,47 @@ from architectures import NO_PROCESSING
 from comparison import assert_same_model, log_probs
 from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, randomize
 from hub_cache import HubCache
+from parameters import in_turn
+from safetensors.torch import save_file
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 import tl_devicefix
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 
 pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path):
+    """`write_checkpoint(hf_model, tensors, n_files=2)`: as transformers saves it, but any tensors.
+
+    `file` ends in `.safetensors` or `.bin`; `listed` are the tensors that the index of a sharded
+    checkpoint lists: by default those that it has. Further options are `torch.save`'s.
+    """
+
+    def write(hf_model, tensors, file="model.safetensors", n_files=1, listed=None, **options):
+        hf_model.config.save_pretrained(tmp_path)
+        stem, suffix = file.split(".")
+        names = sorted({*tensors, *(listed or ())})
+        file_of = {
+            name: f"{stem}-{1 + i * n_files // len(names):05}-of-{n_files:05}.{suffix}"
+            if n_files > 1
+            else file
+            for i, name in enumerate(names)
+        }
+        for shard in set(file_of.values()):
+            its = {name: tensors[name] for name in tensors if file_of[name] == shard}
+            if suffix == "safetensors":
+                save_file(its, tmp_path / shard, metadata={"format": "pt"})
+            else:
+                torch.save(its, tmp_path / shard, **options)
+        if n_files > 1:
+            index = json.dumps({"metadata": {}, "weight_map": file_of})
+            (tmp_path / f"{file}.index.json").write_text(index)
+        return tmp_path
+
+    return write
+
 
 FILES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "safetensors": ("model.safetensors", 1, {}),
@@ -35,9 +70,7 @@ FILES: dict[str, tuple[str, int, dict[str, Any]]] = {
 """What a file is called, how many there are, and how they are saved."""
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize(("kind", "name"), in_turn(FILES, ["gpt2", "qwen2"]))
 def test_every_kind_of_file_holds_the_same_model(
     name, kind, hf_models, write_checkpoint, references, machine,
     tokens,
@@ -57,13 +90,14 @@ STORED = (torch.float32, torch.bfloat16)
 LOADED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@pytest.mark.cover(("stored", "loaded"), ("name",))
-@pytest.mark.parametrize("form", FORMS)
+COMPUTED = ["gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3"]
+"""The converters of these compute, those of others move weights."""
+
+
 @pytest.mark.parametrize(
-    ("stored", "loaded"), list(itertools.product(STORED, LOADED)), ids=lambda dtype: str(dtype)[6:]
+    ("name", "form", "stored", "loaded"),
+    in_turn(COMPUTED, FORMS, itertools.product(STORED, LOADED)),
 )
-# The converters of these compute, those of others move weights.
-@pytest.mark.parametrize("name", ["gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3"])
 def test_loading_in_another_dtype_is_off_by_one_ulp_at_most(
     name, stored, loaded, form, hf_models,
     checkpoints, from_pretrained, machine,
@@ -96,8 +130,7 @@ def say_dtype(checkpoint: Path, dtype: str) -> None:
     config.write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(FILES, ["bfloat16", "float16"]))
 def test_files_wider_than_config_json_says_are_not_rounded(
     kind, dtype, hf_models, references, write_checkpoint, machine
 ):
@@ -379,7 +412,6 @@ def test_damaged_shard_index_is_refused(write, refused):
             load(file.parent)
 
 
-@pytest.mark.cover(("zipped", "left"))
 @pytest.mark.parametrize("zipped", [True, False], ids=["zipped", "before torch 1.6"])
 @pytest.mark.parametrize("left", [0, -1000], ids="{} bytes".format)
 def test_truncated_pickle_is_refused(left, zipped, write, refused):

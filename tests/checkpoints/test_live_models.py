@@ -16,11 +16,13 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, Architecture, load_hooked
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, PROCESSING, Architecture, load_hooked
 from comparison import assert_same_logits, assert_same_model, log_probs
+from devices import device
 from hf_models import HF_CONFIGS, N_CTX
 from machines import as_installed
 from packaging.version import Version
+from parameters import in_turn
 from torch import nn
 from transformer_lens import HookedTransformer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
@@ -353,20 +355,19 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return hf_model(tokens).logits.log_softmax(dim=-1)
 
 
-@pytest.mark.cover
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("processing", [{}, NO_PROCESSING], ids=["folded", "unfolded"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "processing"), in_turn(CASES, ["default", "none"]))
 def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
     name, processing, parts_of, load, reference_of, snapshot, tokens
 ):
     case = CASES[name]
     of = case.architecture
     hf_model, another = case.live(parts_of(of)), case.live(parts_of(of))
-    reference = reference_of(of, case.plain(parts_of(of)), **processing)
+    options = PROCESSING[processing]
+    reference = reference_of(of, case.plain(parts_of(of)), **options)
     before = snapshot(hf_model)
 
-    model = load(of, hf_model, **processing)
+    model = load(of, hf_model, **options)
 
     assert_same_model(model, reference, tokens)
     before.assert_unchanged()
@@ -439,24 +440,22 @@ TAKES_A_BLOCK: dict[str, Make] = {
 }
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", TAKES_A_BLOCK)
+@pytest.mark.parametrize(("how", "dtype"), in_turn(TAKES_A_BLOCK, [torch.float32, torch.bfloat16]))
 def test_computing_weights_takes_one_block_of_extra_memory(how, dtype, parts_of, load, machine):
     """Beyond what loading a plain model takes: the block in float32, and for DoRA a layer of it."""
 
     def load_on(device, hf_model):
         return load(MISTRAL, hf_model, n_devices=1, device=device, dtype=dtype)
 
-    model = load_on("sim:0", parts_of(MISTRAL).model)
-    same_model = load_on("sim:1", TAKES_A_BLOCK[how](parts_of(MISTRAL)))
+    model = load_on(device(0), parts_of(MISTRAL).model)
+    same_model = load_on(device(1), TAKES_A_BLOCK[how](parts_of(MISTRAL)))
     gc.collect()
 
     block = max(c.weights for c in model.placement.components) * 4 // dtype.itemsize
-    extra = machine.max_memory_allocated("sim:1") - machine.max_memory_allocated("sim:0")
+    extra = machine.max_memory_allocated(device(1)) - machine.max_memory_allocated(device(0))
     assert extra <= 1.4 * block
-    share = same_model.placement.bytes_on(torch.device("sim:1"))
-    assert machine.memory_allocated("sim:1") == share == machine.memory_allocated("sim:0")
+    share = same_model.placement.bytes_on(torch.device(device(1)))
+    assert machine.memory_allocated(device(1)) == share == machine.memory_allocated(device(0))
 
 
 def without_scales(parts: Parts) -> Any:

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers.utils.logging as hf_logging
+from devices import TYPE
 
 import tl_devicefix
 from tl_devicefix.__main__ import main
 from tl_devicefix.demo import demo, selfcheck
 from tl_devicefix.placement import devices
+
+of_simulated = pytest.mark.skipif(bool(TYPE), reason="on real devices, the demo simulates none")
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +30,7 @@ def bars_as_before():
         hf_logging.enable_progress_bar()
 
 
+@of_simulated
 def test_the_demo_loads_compares_and_shows_the_heads(capsys):
     with tl_devicefix.disabled():  # a command applies the patches
         assert main(["demo", "--n-devices", "3"]) == 0
@@ -39,6 +43,7 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys):
         assert says in output
 
 
+@of_simulated
 def test_demo_fails_on_too_many_devices_or_wrong_numbers(capsys, monkeypatch):
     assert main(["demo", "--n-devices", "100"]) == 2
     assert capsys.readouterr().err.endswith("n_devices must be from 1 to 64, but is 100\n")

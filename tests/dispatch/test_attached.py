@@ -6,6 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from kinds import home_of
 from torch import nn
 
@@ -63,24 +64,24 @@ def test_attached_module_runs_on_its_device_and_follows_to(attached, tokens):
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
-    model.to("sim:2")
-    assert_agrees(model(tokens), reference(tokens), torch.device("sim:2"))
+    model.to(device(2))
+    assert_agrees(model(tokens), reference(tokens), torch.device(device(2)))
     assert all("forward" not in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(
-    ("spread", "device"),
-    [(4, "cpu"), ("all of one device", "sim:0"), ("some of three devices", "sim:2")],
+    ("spread", "where"),
+    [(4, "cpu"), ("all of one device", device(0)), ("some of three devices", device(2))],
 )
 def test_module_replacing_an_mlp_runs_and_stays_on_its_device(
-    spread, device, load, reference, tokens
+    spread, where, load, reference, tokens
 ):
     model, reference = load("llama", spread), copy.deepcopy(reference)
-    for variant, location in ((model, device), (reference, "cpu")):
+    for variant, location in ((model, where), (reference, "cpu")):
         variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
         variant.setup()
     assert_agrees(model(tokens), reference(tokens), home_of(model))
-    assert model.blocks[3].mlp.scale.device == torch.device(device)
+    assert model.blocks[3].mlp.scale.device == torch.device(where)
 
 
 @pytest.mark.fails_unpatched

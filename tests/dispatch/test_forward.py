@@ -3,20 +3,19 @@
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from hf_models import N_LAYERS, padded
 from kinds import GREEDY, home_of, new_kv_cache
 from offloads import assert_at_rest
 from packaging.version import Version
+from parameters import in_turn
 
 from tl_devicefix.monkeypatch.versions import installed
 
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 ANYWAY = [("llama", 1), ("llama", "some of three devices"), ("gpt2", "scattered")]
 FAILS = [("llama", 4), ("gpt2", 3), ("bloom", 4), ("unfolded pythia", 3), ("attention-only", 4)]
-somewhere = pytest.mark.parametrize(
-    ("kind", "spread"),
-    [*ANYWAY, *(pytest.param(*where, marks=pytest.mark.fails_unpatched) for where in FAILS)],
-)
+FAILS = [pytest.param(*where, marks=pytest.mark.fails_unpatched) for where in FAILS]
 
 
 def from_layer_to_layer(model, tokens):
@@ -56,9 +55,9 @@ CALLS = {
 }
 
 
-@pytest.mark.cover(("kind", "spread"), ("call", "fails_unpatched"))
-@somewhere
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "kind", "spread"), [*in_turn(CALLS, ANYWAY), *in_turn(CALLS, FAILS)]
+)
 def test_each_call_gives_one_devices_results_at_home(call, model, reference, tokens):
     """TransformerLens's issues 837, 872 and 1260 too: five layers are not a multiple of 3 or 4."""
     expected = CALLS[call](reference, tokens)
@@ -68,7 +67,7 @@ def test_each_call_gives_one_devices_results_at_home(call, model, reference, tok
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("where", ["cpu", "sim:3"])
+@pytest.mark.parametrize("where", ["cpu", device(3)])
 def test_inputs_may_come_from_any_device(where, model, reference, tokens, mask):
     def run(model, where):
         moved, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
@@ -102,7 +101,7 @@ def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
         model(tokens, past_kv_cache=kv_cache)
 
 
-@somewhere
+@pytest.mark.parametrize(("kind", "spread"), [*ANYWAY, *FAILS])
 def test_every_gradient_equals_one_devices(model, reference, tokens):
     for owner in (model, reference):
         owner(tokens, return_type="loss").backward()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from hf_models import N_LAYERS
 from kinds import home_of
 
@@ -103,9 +104,12 @@ def test_hook_reads_weights_and_caches_within_gather_on(model, reference, tokens
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (lambda x, hook: x + torch.ones(x.shape[-1]), r"mixes devices: .* on sim:3.*\.to\(activ"),
-        (lambda x, hook: x.cpu(), "returned a tensor on cpu, .* on sim:3"),
-        (lambda x, hook: (x.cpu(),), "returned a tensor on cpu, .* on sim:3"),
+        (
+            lambda x, hook: x + torch.ones(16),
+            rf"mixes devices: .* on {device(3)}.*\.to\(activ",
+        ),
+        (lambda x, hook: x.cpu(), f"returned a tensor on cpu, .* on {device(3)}"),
+        (lambda x, hook: (x.cpu(),), f"returned a tensor on cpu, .* on {device(3)}"),
     ],
     ids=["mixes", "returns", "returns a tuple"],
 )
@@ -128,11 +132,11 @@ def test_users_error_in_a_hook_is_raised_unchanged(model, tokens):
 
 def test_hooks_added_before_spreading_may_mix_devices_after(load, reference, tokens):
     model = load("llama", 1)
-    vector = torch.linspace(-1, 1, model.cfg.d_model, device="sim:0")
+    vector = torch.linspace(-1, 1, model.cfg.d_model, device=device(0))
     model.add_hook(LAST, lambda value, hook: value + vector)
     model.cfg.n_devices = 4
     model.move_model_modules_to_device()
     hook = (LAST, lambda value, hook: value + vector.cpu())
     expected = reference.run_with_hooks(tokens, fwd_hooks=[hook])
     assert_agrees(model(tokens), expected, home_of(model))
-    assert {str(p.device) for p in model.parameters()} == {f"sim:{i}" for i in range(4)}
+    assert {str(p.device) for p in model.parameters()} == {device(i) for i in range(4)}

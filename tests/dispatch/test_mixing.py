@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from devices import device
 
 import tl_devicefix
 from tl_devicefix import plan
@@ -24,10 +25,10 @@ def of_this_module_only():
 
 def mixes(model):
     try:
-        assert (model.blocks[0].attn.W_O + model.blocks[4].attn.W_O).device == torch.device("sim:0")
+        mixed = model.blocks[0].attn.W_O + model.blocks[4].attn.W_O
     except RuntimeError:
         return False
-    return True
+    return str(mixed.device) == device(0)
 
 
 def test_mix_devices_is_on_until_its_outermost_with_ends(model):
@@ -48,8 +49,8 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
         seen.append((gradient * at_home).device)
 
     seen = []
-    at_home = torch.ones(2, device="sim:0")
-    weight = torch.nn.Parameter(torch.ones(2, device="sim:2"))
+    at_home = torch.ones(2, device=device(0))
+    weight = torch.nn.Parameter(torch.ones(2, device=device(2)))
     with tl_devicefix.mix_devices():
         getattr(weight, register)(hook)
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
@@ -61,35 +62,36 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
 
 
 def test_mixed_result_lies_at_home_or_beside_the_largest_operand(model):
-    small, large = (torch.ones(n, device=f"sim:{n}") for n in (1, 3))
+    small, large = (torch.ones(n, device=device(n)) for n in (1, 3))
     with tl_devicefix.mix_devices():
         assert (small + large).device == large.device
-        assert torch.stack([large, torch.ones(3, device="sim:1")]).device == torch.device("sim:0")
+        stacked = torch.stack([large, torch.ones(3, device=device(1))])
+        assert stacked.device == torch.device(device(0))
         smalls = [small.clone() for _ in range(3)]
-        assert torch.cat([large, *smalls]).device == torch.device("sim:0")
+        assert torch.cat([large, *smalls]).device == torch.device(device(0))
 
 
 def test_changed_or_indexed_tensors_stay_on_their_device(model):
-    table, index = torch.arange(6.0, device="sim:3"), torch.tensor([1, 2], device="sim:1")
-    out, other = torch.empty(6, device="sim:1"), torch.zeros(6, device="sim:0")
+    table, index = torch.arange(6.0, device=device(3)), torch.tensor([1, 2], device=device(1))
+    out, other = torch.empty(6, device=device(1)), torch.zeros(6, device=device(0))
     with tl_devicefix.mix_devices():
         assert table[index].device == table.device
-        assert table.index_add_(0, index, torch.ones(2, device="sim:2")).device == table.device
-        assert torch.mul(table, torch.ones(6, device="sim:2"), out=out) is out
+        assert table.index_add_(0, index, torch.ones(2, device=device(2))).device == table.device
+        assert torch.mul(table, torch.ones(6, device=device(2)), out=out) is out
         assert table.tolist() == out.tolist() == [0, 2, 3, 3, 4, 5]
         other[index] = table[index]
         torch._foreach_add_([other, out], [table, table])
-        assert other.copy_(other + out).device == torch.device("sim:0")
-    assert (out.device, out.tolist()) == (torch.device("sim:1"), [0, 4, 6, 6, 8, 10])
+        assert other.copy_(other + out).device == torch.device(device(0))
+    assert (out.device, out.tolist()) == (torch.device(device(1)), [0, 4, 6, 6, 8, 10])
     assert other.tolist() == [0, 8, 12, 9, 12, 15]
 
 
 def test_a_device_that_is_not_in_use_is_left_to_torch(model):
     with tl_devicefix.mix_devices():
         with pytest.raises(RuntimeError, match="same device"):
-            torch.ones(3) + torch.ones(3, device="sim:0")
+            torch.ones(3) + torch.ones(3, device=device(0))
         with pytest.raises(RuntimeError, match=r"shapes|size"):  # and so is another error
-            torch.ones(2, 3, device="sim:0") @ torch.ones(2, 3, device="sim:1")
+            torch.ones(2, 3, device=device(0)) @ torch.ones(2, 3, device=device(1))
 
 
 def test_mixed_result_goes_home_to_the_model_on_all_its_devices(machine):
@@ -98,19 +100,19 @@ def test_mixed_result_goes_home_to_the_model_on_all_its_devices(machine):
     in_use.use(on_both)
     in_use.use(on_one)  # the latest, which is no reason
     with tl_devicefix.mix_devices():
-        result = torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1")
-    assert result.device == on_both.home == torch.device("sim:1")
+        result = torch.ones(2, device=device(0)) + torch.ones(2, device=device(1))
+    assert result.device == on_both.home == torch.device(device(1))
 
 
 def test_gather_on_s_device_is_in_use_and_home(model):
     with tl_devicefix.mix_devices(), tl_devicefix.gather_on("cpu"):
-        assert (torch.ones(3) + torch.ones(3, device="sim:2")).device == torch.device("cpu")
+        assert (torch.ones(3) + torch.ones(3, device=device(2))).device == torch.device("cpu")
 
 
 def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, from_pretrained):
     before = in_use.devices_in_use()
     model = from_pretrained("gpt2", device_map={"": 0, "blocks.4": "cpu"})
-    twin, its = copy.deepcopy(model), {torch.device("sim:0"), torch.device("cpu")}
+    twin, its = copy.deepcopy(model), {torch.device(device(0)), torch.device("cpu")}
     assert in_use.devices_in_use() == before | its
     del model
     assert in_use.devices_in_use() == before | its
@@ -132,7 +134,7 @@ def test_mix_devices_adds_no_copies_to_a_forward_that_mixes_none(model, machine,
 
 
 def test_copies_made_for_mixing_are_freed_with_the_result(model, machine):
-    at_home, elsewhere = torch.ones(256, device="sim:0"), torch.ones(256, device="sim:1")
+    at_home, elsewhere = torch.ones(256, device=device(0)), torch.ones(256, device=device(1))
     before = machine.memory_allocated(0)
     gc.collect()
     gc.disable()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 
 import tl_devicefix
 from tl_devicefix.tracebacks import ON_MIXED_DEVICES
@@ -79,7 +80,7 @@ def test_single_device_script_works_mixing_or_as_rewritten(script, over_devices,
     def stay(tensor, device):
         return tensor
 
-    model, reference, at_home = over_devices("gpt2"), on_one("gpt2"), tokens.to("sim:0")
+    model, reference, at_home = over_devices("gpt2"), on_one("gpt2"), tokens.to(device(0))
     if script is not modules_called_by_hand or not hasattr(model, "original_model"):
         with pytest.raises(RuntimeError, match="same device") as caught:
             script(model, at_home, stay)
@@ -105,7 +106,7 @@ def test_gradients_of_several_blocks_mix_as_on_one_device(over_devices, on_one, 
             return [norm, torch.stack(of_blocks)]
 
     expected = gradients(on_one("llama"), tokens)
-    actual = gradients(over_devices("llama"), tokens.to("sim:0"))
+    actual = gradients(over_devices("llama"), tokens.to(device(0)))
     assert_agrees(actual, expected, tolerance=1e-4)
 
 
@@ -118,7 +119,7 @@ def test_torchs_device_error_gets_a_note_naming_the_docs_page(
     def fails(*_, **__):
         raise RuntimeError("Expected all tensors to be on the same device, but mat2 is on cuda:1")
 
-    model, at_home = over_devices("llama"), tokens.to("sim:0")
+    model, at_home = over_devices("llama"), tokens.to(device(0))
     _, cache = model.run_with_cache(at_home)
     handle = model.blocks[2].mlp.register_forward_pre_hook(fails)
     runs = [

@@ -7,8 +7,10 @@ import gc
 import pytest
 import torch
 from comparison import assert_agrees
-from kinds import assert_runs, devices_of
+from devices import device
+from kinds import GREEDY, devices_of, home_of
 from offloads import assert_at_rest
+from parameters import in_turn
 
 OFFLOADED = "some of three devices"
 
@@ -19,34 +21,48 @@ def zero(model):
             parameter.zero_()
 
 
+def assert_runs(model, reference, tokens):
+    """A forward, an activation cache and generation with a KV cache are as on one device."""
+    home = home_of(model)
+    for block in reference.blocks:
+        block.attn.alibi = None  # of a longer text, which shifts scores
+    expected, expected_cache = reference.run_with_cache(tokens, return_type="both")
+    actual, cache = model.run_with_cache(tokens, return_type="both")
+    assert_agrees([actual, cache], [expected, expected_cache], home)
+    text = model.generate(tokens.to(home), **GREEDY)
+    assert_agrees(text, reference.generate(tokens, **GREEDY), home)
+
+
 MOVES = {
-    "to a string": (lambda model: model.to("sim:1"), "sim:1"),
-    "to a device": (lambda model: model.to(torch.device("sim:1"), print_details=False), "sim:1"),
-    "cuda": (lambda model: model.cuda(torch.device("sim:3")), "sim:3"),
+    "to a string": (lambda model: model.to(device(1)), device(1)),
+    "to a device": (
+        lambda model: model.to(torch.device(device(1)), print_details=False),
+        device(1),
+    ),
+    "cuda": (lambda model: model.cuda(torch.device(device(3))), device(3)),
     "cpu": (lambda model: model.cpu(), "cpu"),
 }
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize(
-    ("kind", "spread"),
-    [("llama", 1), ("bloom", 4), ("llama", "all but one of two devices"), ("llama", OFFLOADED)],
-)
-@pytest.mark.parametrize("move", MOVES)
+SPREADS = [("llama", 1), ("bloom", 4), ("llama", OFFLOADED)]
+SPREADS += [("llama", "all but one of two devices")]
+
+
+@pytest.mark.parametrize(("move", "kind", "spread"), in_turn(MOVES, SPREADS))
 def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, reference, tokens):
     """TransformerLens's issues 199 and 911 too: inputs did not follow."""
-    model, (call, device) = load(kind, spread), MOVES[move]
+    model, (call, target) = load(kind, spread), MOVES[move]
     model(tokens)  # leaves ALiBi biases where the blocks were
 
     assert call(model) is model
 
-    assert devices_of(model) == {device}
-    assert (str(model.cfg.device), model.cfg.n_devices) == (device, 1)
-    assert model.placement.devices == model.placement.memories == (torch.device(device),)
+    assert devices_of(model) == {target}
+    assert (str(model.cfg.device), model.cfg.n_devices) == (target, 1)
+    assert model.placement.devices == model.placement.memories == (torch.device(target),)
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
     assert_runs(model, reference, tokens)
-    hook = ("hook_embed", lambda value, hook: value + torch.ones(1, device="sim:0"))
+    hook = ("hook_embed", lambda value, hook: value + torch.ones(1, device=device(0)))
     with pytest.raises(RuntimeError, match="same device"):  # hooks mix nothing any more
         model.run_with_hooks(tokens, fwd_hooks=[hook])
 
@@ -64,22 +80,22 @@ def test_dtype_change_moves_no_component(spread, load, on_cpu, tokens):
     assert_agrees(model(tokens), copy.deepcopy(on_cpu("llama")).to(torch.float64)(tokens))
 
 
-def test_a_device_that_is_not_there_is_refused_and_nothing_moves(load, reference, tokens):
+def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, reference, tokens):
     model = load("llama")
     before = model.placement
-    for device in ("sim:4", "cuda:7", "gpu"):
-        with pytest.raises(ValueError, match=device):
-            model.to(device)
-    assert (model.placement, model.cfg.device) == (before, "sim:0")
-    assert_agrees(model(tokens), reference(tokens), torch.device("sim:0"))
+    for missing in (f"{machine.devices[0].type}:4", "cuda:7", "gpu"):
+        with pytest.raises(ValueError, match=missing):
+            model.to(missing)
+    assert (model.placement, model.cfg.device) == (before, device(0))
+    assert_agrees(model(tokens), reference(tokens), torch.device(device(0)))
 
 
 def test_model_moved_inside_another_module_runs_on_its_device(load, reference, tokens):
     """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
     model = load("llama")
-    torch.nn.ModuleDict({"language model": model}).to("sim:1")
-    assert devices_of(model) == {"sim:1"}
-    assert_agrees(model(tokens), reference(tokens), torch.device("sim:1"))
+    torch.nn.ModuleDict({"language model": model}).to(device(1))
+    assert devices_of(model) == {device(1)}
+    assert_agrees(model(tokens), reference(tokens), torch.device(device(1)))
 
 
 @pytest.mark.parametrize("spread", [4, OFFLOADED])
@@ -97,16 +113,16 @@ def test_copied_model_runs_and_moves_by_itself(kind, spread, load, reference, to
     model = load(kind, spread)
     model(tokens)
 
-    copied, moved = copy.deepcopy(model), copy.deepcopy(model).to("sim:2")
+    copied, moved = copy.deepcopy(model), copy.deepcopy(model).to(device(2))
     assert copied.placement == model.placement
-    assert (devices_of(moved), devices_of(copied)) == ({"sim:2"}, devices_of(model))
+    assert (devices_of(moved), devices_of(copied)) == ({device(2)}, devices_of(model))
     zero(model)
     del model
     gc.collect()
     assert_at_rest(copied)
 
     assert_runs(copied, reference, tokens)
-    assert_agrees(moved(tokens), reference(tokens), torch.device("sim:2"))
+    assert_agrees(moved(tokens), reference(tokens), torch.device(device(2)))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from model_classes import BRIDGE
 from torch import nn
 
@@ -89,11 +90,11 @@ def test_part_put_in_from_another_device_runs_with_one_warning(
     how = "are shared" if put in SHARED else "put in from another device"
 
     with pytest.warns(UserWarning, match=how) as warned:
-        actual = logits_and_gradients(model, tokens.to("sim:0"))
+        actual = logits_and_gradients(model, tokens.to(device(0)))
     assert len([warning for warning in warned if how in str(warning.message)]) == 1
     assert_agrees(actual, expected)
     with no_warning():
-        assert_agrees(model(tokens.to("sim:0"), return_type="loss"), expected[0])
+        assert_agrees(model(tokens.to(device(0)), return_type="loss"), expected[0])
 
 
 def test_forward_moves_the_same_parameter_with_its_grad(over_devices, machine, tokens):
@@ -105,10 +106,10 @@ def test_forward_moves_the_same_parameter_with_its_grad(over_devices, machine, t
     assert "device" in {finding.kind for finding in check(model).findings}
 
     with pytest.warns(UserWarning, match="put in from another device"):
-        model(tokens.to("sim:0"))
+        model(tokens.to(device(0)))
 
     assert held[name] is parameter
-    assert parameter.device == parameter.grad.device == machine.devices[3]
+    assert parameter.device == parameter.grad.device == torch.device(device(3))
     assert parameter.grad.sum() == parameter.numel()
     assert "device" not in {finding.kind for finding in check(model).findings}
 
@@ -123,7 +124,7 @@ def test_line_that_the_warning_suggests_silences_it(
     put(model)
     put(reference)
     with pytest.warns(UserWarning, match="to do without the copy") as warned:
-        model(tokens.to("sim:0"))
+        model(tokens.to(device(0)))
     warning = next(caught for caught in warned if "without the copy" in str(caught.message))
 
     line = str(warning.message).partition("the copy, write ")[2]
@@ -132,7 +133,7 @@ def test_line_that_the_warning_suggests_silences_it(
     exec(line, {"model": model, "value": value})
 
     with no_warning():
-        assert_agrees(model(tokens.to("sim:0")), reference(tokens))
+        assert_agrees(model(tokens.to(device(0))), reference(tokens))
 
 
 @pytest.mark.skipif(
@@ -151,20 +152,20 @@ def test_tensors_put_into_an_offloaded_block_move_to_the_host(machine, request, 
         actual = model(tokens)
 
     assert_agrees(actual, reference(tokens))
-    for layer, tensors, device in (
+    for layer, tensors, where in (
         (3, "parameters", "cpu"),
-        (3, "buffers", "sim:0"),
-        (4, "parameters", "sim:3"),
+        (3, "buffers", device(0)),
+        (4, "parameters", device(3)),
     ):
         on = {str(tensor.device) for tensor in getattr(model.blocks[layer], tensors)()}
-        assert on == {device}
+        assert on == {where}
 
 
 def test_untouched_model_and_its_copy_warn_of_nothing(over_devices, machine, tokens):
     model = over_devices("llama")
     with no_warning():
-        model(tokens.to("sim:0"))
-        copy.deepcopy(model)(tokens.to("sim:0"))
+        model(tokens.to(device(0)))
+        copy.deepcopy(model)(tokens.to(device(0)))
     assert pickle.dumps(model.blocks[4]._forward_pre_hooks)
 
 
@@ -175,7 +176,7 @@ def test_pre_hooks_see_their_block_s_device_after_a_setup(over_devices, machine,
     for block in model.blocks:
         block.register_forward_pre_hook(lambda block, args: devices.append(args[0].device))
     adapter_of(model).realign(model, model.placement)
-    model(tokens.to("sim:0"))
+    model(tokens.to(device(0)))
     assert devices == [next(block.parameters()).device for block in model.blocks]
 
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from devices import device
 from kinds import GREEDY, home_of
 
 from tl_devicefix.dispatch.carrying import CarryTo
@@ -33,8 +34,8 @@ def test_a_forward_copies_the_residual_stream_once_where_it_must(
 
 
 def test_input_copied_without_grad_is_copied_again_with_grad(machine):
-    bias = torch.ones(2, device="sim:0", requires_grad=True)
-    carry_to, block = CarryTo(torch.device("sim:1")), torch.nn.Identity()
+    bias = torch.ones(2, device=device(0), requires_grad=True)
+    carry_to, block = CarryTo(torch.device(device(1))), torch.nn.Identity()
     with one_forward():
         with torch.no_grad():  # as a hook may run a block
             carry_to.pre_forward(block, (), {"shortformer_pos_embed": bias})

@@ -7,12 +7,6 @@ import torch.nn.functional as F
 from attending import FUSING
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-
-if not has_hooked_transformer():
-    collect_ignore = ["test_kv_caches_that_grow.py", "test_parameters_named_anew.py"]
-if not has_bridge():
-    collect_ignore_glob = ["transformer_bridge*"]
 
 
 @pytest.fixture(params=FUSING)

@@ -20,6 +20,7 @@ from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
 from hf_models import D_MODEL, N_LAYERS, padded
 from model_classes import HOOKED
+from parameters import in_turn
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
@@ -81,7 +82,6 @@ def run_of(tokens: torch.Tensor, kind: str = "") -> Callable[[Any], Any]:
     return with_gradients(tokens) if "backward" in kind else lambda model: model(tokens)
 
 
-@pytest.mark.cover
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_acts_and_can_be_removed(kind, fused, tokens):
     model, run = fused(), run_of(tokens, kind)
@@ -232,7 +232,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.cover
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_acts_in_the_next_forward(change, fused, tokens):
     model = fused()
@@ -263,8 +262,9 @@ def test_dropout_in_training_acts(model_class, fused, tokens):
     assert_either_way(model.eval(), run)
 
 
-@pytest.mark.parametrize("where", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "where"), in_turn(["llama", "gpt2"], [slice(0, 3), slice(-3, None)])
+)
 def test_padding_changes_no_row_of_a_token(kind, where, fused, tokens):
     mask = padded(tokens, where)
 
@@ -382,8 +382,9 @@ def errors(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[float,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), in_turn(["llama", "gpt2"], [torch.bfloat16, torch.float32])
+)
 def test_fused_model_is_as_close_to_float64_as_unfused(kind, dtype, fused):
     prompts = torch.randint(0, 40, (64, 24), generator=torch.Generator().manual_seed(0))
     ours, theirs = errors(fused(kind), prompts, dtype)

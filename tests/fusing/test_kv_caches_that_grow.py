@@ -12,6 +12,7 @@ from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
 from packaging.version import Version
+from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import fused
@@ -78,10 +79,9 @@ def assert_grows_as_installed(model: Any, text: Any, mask: Any, step: Any = None
     assert_as_installed(model, run)
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("mask", ["all", "padded"])
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "inference", "mask"), in_turn(KINDS, [False, True], ["all", "padded"])
+)
 def test_growing_cache_gives_installed_logits_and_entries(name, inference, mask, fused_copy, text):
     model = fused_copy(name)
     with torch.inference_mode() if inference else torch.no_grad():
@@ -142,10 +142,10 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
 """Before which token a cache is changed, and how."""
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("mask", ["all", "padded"])
-@pytest.mark.parametrize("how", BY_HAND)
+@pytest.mark.parametrize(
+    ("how", "mask", "mode"),
+    in_turn(BY_HAND, ["all", "padded"], [torch.no_grad, torch.inference_mode]),
+)
 def test_cache_changed_by_hand_grows_as_the_installed_one(how, mask, mode, fused_copy, text):
     model, (token, change) = fused_copy("llama"), BY_HAND[how]
 

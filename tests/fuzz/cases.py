@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from block_variants import VARIANTS, config_of
 from operations import CHANGES, LOSES_CACHE, RUNS, Trial, tokens
-from pools import BETWEEN, BLOCKS, IS_BRIDGE, POOLS, Module, Point, Weight
+from pools import BETWEEN, BLOCKS, IS_BRIDGE, POOLS, VARIANTS, Module, Point, Weight, config_of
 
 EXTRAS: dict[str, Any] = {
     "use_attn_result": True,

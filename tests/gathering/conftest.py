@@ -2,11 +2,6 @@
 
 import pytest
 
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-
-if not has_hooked_transformer():
-    collect_ignore = ["test_gathering.py"]
-
 
 @pytest.fixture(scope="module")
 def machine(simulated):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from hf_models import N_LAYERS
 from kinds import home_of
 from packaging.version import Version
@@ -55,20 +56,21 @@ def test_gathered_weights_have_functional_gradients(model, reference):
 
 
 def test_gather_on_chooses_the_device_within_its_own_thread(model):
-    with gather_on("sim:2"):
-        assert model.W_Q.device == torch.device("sim:2")
+    with gather_on(device(2)):
+        assert model.W_Q.device == torch.device(device(2))
         with gather_on(1), ThreadPoolExecutor(1) as threads:
-            assert model.OV.A.device == torch.device("sim:1")
+            assert model.OV.A.device == torch.device(device(1))
             assert threads.submit(lambda: model.W_Q.device).result() == home_of(model)
-        assert model.W_Q.device == torch.device("sim:2")
-    with pytest.raises(ValueError, match="'sim:9' does not exist"), gather_on("sim:9"):
+        assert model.W_Q.device == torch.device(device(2))
+    missing = f"{home_of(model).type}:5"
+    with pytest.raises(ValueError, match=f"'{missing}' does not exist"), gather_on(missing):
         pass
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, monkeypatch):
     monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + 1000] * 4)
     machine.reset_transfers()
-    message = r"model\.W_in is .* KiB, but sim:0.* has 1000 bytes"
+    message = r"model\.W_in is .* KiB, but .* has 1000 bytes"
     with pytest.raises(torch.OutOfMemoryError, match=message):
         _ = model.W_in
     assert machine.transfers == []
@@ -76,7 +78,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, mo
     # Weights of grouped heads need room for each head's copy too.
     stored = sum(block.attn._W_K.nbytes for block in model.blocks)
     monkeypatch.setattr(machine, "_capacities", [machine.memory_allocated(0) + stored] * 4)
-    with pytest.raises(torch.OutOfMemoryError, match=r"model\.W_K is .*, but sim:0"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.W_K is .*, but .*:0"):
         _ = model.W_K
 
     with gather_on("cpu"):

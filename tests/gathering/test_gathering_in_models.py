@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from model_classes import BRIDGE, CLASSES
 from transformer_lens import ActivationCache
 
@@ -38,7 +39,7 @@ def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, folded):
 
     for name in ("W_Q", "W_in"):
         weight = getattr(model, name)
-        assert made_at_home("sim:0", lambda name=name: getattr(model, name)) == weight.nbytes
+        assert made_at_home(device(0), lambda name=name: getattr(model, name)) == weight.nbytes
         assert made_at_home("cpu", lambda name=name: getattr(model, name)) == 0
     scores = made_at_home("cpu", lambda: model.all_composition_scores("K"))
     assert scores < model.W_Q.nbytes / 4
@@ -112,7 +113,7 @@ def test_a_plain_dict_is_read_at_home_and_left_as_it_is(model, machine, tokens):
         assert {cache["resid_post", 4].device, *(value.device for value in cache.values())} == {CPU}
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+@pytest.mark.parametrize("device", ["cpu", device(3)])
 def test_a_cache_that_was_moved_is_read_where_it_is(model, machine, tokens, device):
     tokens, read_on = tokens.to(model.cfg.device), torch.device(device)
     kept = keep(model, tokens)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
+from devices import device
 from hf_models import GROUPED, HF_CONFIGS, make_hf_model, save_checkpoint
 from packaging.version import Version
 from transformer_lens import HookedTransformer
@@ -24,8 +25,8 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no devices": ({"n_devices": 0}, ("n_devices must be", "1 or more, but is 0")),
     "a kind of device that does not exist": ({"device": "gpu:0"}, ("'gpu:0'", "'cuda:0'")),
     "devices after the last": (
-        {"n_devices": 2, "device": "sim:3"},
-        ("'sim:3'", "there are 4 here, of which 1 are left"),
+        {"n_devices": 2, "device": device(3)},
+        (repr(device(3)), "there are 4 here, of which 1 are left"),
     ),
     "an index in quotes": (
         {"max_memory": {"0": "1GiB"}},
@@ -41,12 +42,12 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("device_map='balanced'", "n_devices=4", "leave n_devices out"),
     ),
     "a home that device_map contradicts": (
-        {"device_map": {"": 1}, "device": "sim:2"},
-        ("'sim:2'", "sim:1", "leave device out"),
+        {"device_map": {"": 1}, "device": device(2)},
+        (repr(device(2)), device(1), "leave device out"),
     ),
     "max_memory that is too small": (
         {"n_devices": 2, "max_memory": {0: 1000, 1: "1GiB"}},
-        ("sim:0", "1000 bytes", "larger max_memory"),
+        (device(0), "1000 bytes", "larger max_memory"),
     ),
     "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
@@ -88,7 +89,7 @@ def test_earlier_models_are_named_where_another_does_not_fit(checkpoints, simula
             ValueError, match=r"earlier models hold 4\d\.\d KiB until you `del` them"
         ):
             HookedTransformer.from_pretrained(str(checkpoints("llama")))
-        assert first.cfg.device == "sim:0"
+        assert first.cfg.device == device(0)
 
 
 def test_transformers_arguments_resembling_ours_are_accepted(from_pretrained):

@@ -15,6 +15,8 @@ import pytest
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from comparison import assert_same_weights
+from devices import device
+from parameters import in_turn
 from torch import nn
 from transformer_lens import HookedTransformer
 
@@ -93,9 +95,11 @@ def stopped_at(stage, stop):
         yield
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "kind", "load"),
+    in_turn(STAGES, [KeyboardInterrupt, torch.OutOfMemoryError], ["checkpoint", "hf_model"]),
+    indirect=["load"],
+)
 def test_an_error_at_any_stage_leaves_nothing_behind(
     stage, kind, load, state, snapshot, hf_models, checkpoints, references
 ):
@@ -111,7 +115,7 @@ def test_an_error_at_any_stage_leaves_nothing_behind(
     unchanged.assert_unchanged()
     assert caught.value is not None  # it is alive with all of its traceback, as in a notebook
     model = load()
-    assert [str(device) for device in model.placement.devices] == ["sim:0", "sim:1", "sim:2"]
+    assert [str(device) for device in model.placement.devices] == [device(0), device(1), device(2)]
     assert_same_weights(model, reference)
 
 

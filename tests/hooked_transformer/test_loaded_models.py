@@ -12,26 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import NO_PROCESSING, attention_only_config, build_toy
+from architectures import PROCESSING, attention_only_config, build_toy
 from comparison import assert_agrees, log_probs
+from devices import device
 from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
+from parameters import in_turn
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformers import AutoModelForCausalLM
 
+WHERE = [
+    {},
+    {"n_devices": 2, "device": device(2)},
+    {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
+]
 
-@pytest.mark.cover
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"n_devices": 2, "device": "sim:2"},
-        {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2", "bloom"])
+
+@pytest.mark.parametrize(("name", "options"), in_turn(["gpt2", "gemma-2", "bloom"], WHERE))
 def test_every_parameter_and_buffer_is_where_the_placement_says(
     name, options, from_pretrained, machine
 ):
@@ -48,18 +46,18 @@ def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machin
     assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
-@pytest.mark.parametrize("device", ["cpu", "sim:1"])
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "gemma-2"])
+@pytest.mark.parametrize(
+    ("name", "device", "processing"),
+    in_turn(["gpt2", "qwen2", "gemma-2"], ["cpu", device(1)], ["none", "default"]),
+)
 def test_parameters_share_no_memory_with_others_or_the_hf_model(
-    name, device, options, from_pretrained, hf_models, snapshot,
+    name, device, processing, from_pretrained, hf_models, snapshot,
     machine,
 ) :  # fmt: skip
     """Not even tied embeddings."""
     before = snapshot(hf_models(name))
 
-    model = from_pretrained(name, device=device, **options)
+    model = from_pretrained(name, device=device, **PROCESSING[processing])
 
     for (one, tensor), (other, another) in itertools.combinations(model.named_parameters(), 2):
         if tensor.numel() and another.numel():
@@ -81,9 +79,9 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
 ) :  # fmt: skip
     """See TransformerLens's issue 371."""
     reference = from_pretrained(name, device="cpu")
-    hf_model = copy.deepcopy(hf_models(name)).to(f"sim:{devices[0]}")
+    hf_model = copy.deepcopy(hf_models(name)).to(device(devices[0]))
     for i, layer in enumerate(getattr(hf_model, "model", hf_model).children()):
-        layer.to(f"sim:{devices[i % len(devices)]}")
+        layer.to(device(devices[i % len(devices)]))
     before = snapshot(hf_model)
 
     model = from_pretrained(name, hf_model, n_devices=4)

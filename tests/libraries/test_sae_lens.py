@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparison import assert_agrees
+from devices import device
 from hf_models import D_MODEL
 from sae_lens import HookedSAETransformer, StandardSAE, StandardSAEConfig
 from sae_lens.load_model import load_model
@@ -45,9 +46,9 @@ def test_a_model_loaded_through_its_own_kwargs_is_spread(checkpoints, machine, m
     by_hand = HookedTransformer.from_pretrained_no_processing(checkpoints("qwen2"), n_devices=4)
     load = HookedTransformer.from_pretrained_no_processing
 
-    def on_simulated(model_name, device, **kwargs):
-        assert device == "cuda"  # which SAELens writes for n_devices > 1
-        return load(model_name, device="sim", **kwargs)
+    def on_simulated(model_name, **kwargs):
+        assert kwargs.pop("device") == "cuda"  # which SAELens writes for n_devices > 1
+        return load(model_name, device=device(0), **kwargs)
 
     monkeypatch.setattr(HookedTransformer, "from_pretrained_no_processing", on_simulated)
     options = {"device": "cuda", "model_from_pretrained_kwargs": {"n_devices": 4}}
@@ -56,7 +57,7 @@ def test_a_model_loaded_through_its_own_kwargs_is_spread(checkpoints, machine, m
     assert_agrees(model(tokens), by_hand(tokens), model.placement.home)
 
 
-@pytest.mark.parametrize("at", ["sim:0", "sim:2"])
+@pytest.mark.parametrize("at", [device(0), device(2)])
 def test_an_sae_runs_wherever_it_is_and_is_left_as_it_was(at, models, tokens):
     model, reference = models
     home, sae, its_reference = model.placement.home, make_sae(at), make_sae("cpu")
@@ -80,7 +81,7 @@ def test_an_sae_runs_wherever_it_is_and_is_left_as_it_was(at, models, tokens):
 
 def test_view_runs_the_models_sae_with_its_own_hook_points(models, tokens):
     model, reference = models
-    model.add_sae(make_sae("sim:0"))
+    model.add_sae(make_sae(device(0)))
     expected, without = model(tokens), reference(tokens)
 
     view, other = view_of(model), view_of(model)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from datasets import Array2D, Dataset, Features, Sequence, Value
+from devices import device
 from sae_lens import (
     ActivationsStore,
     LanguageModelSAERunnerConfig,
@@ -107,7 +108,7 @@ def expected(train, references):
     return train(references("llama"), "cpu")
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:3"])
+@pytest.mark.parametrize("device", ["cpu", device(0), device(3)])
 def test_sae_trains_as_on_one_device_wherever_it_is(device, model, train, expected):
     """Wherever the SAE is, of a hook point that is not at home."""
     assert model.placement.device_of(HOOK) != model.placement.home

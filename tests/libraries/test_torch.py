@@ -219,7 +219,6 @@ def both(from_checkpoint, on_one, machine):
     return tuple(model.requires_grad_() for model in models)
 
 
-@pytest.mark.cover
 @pytest.mark.parametrize("name", ROWS)
 def test_each_row_behaves_as_the_page_says(name, model_class, both, tokens):
     (spread, alone), says, call = both, TABLE[name][model_class], ROWS[name]

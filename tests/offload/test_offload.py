@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
+from devices import device
 from model_classes import BRIDGE, CLASSES, HOOKED
 from offloads import OFFLOADED, assert_at_rest, offloaded_blocks
 from packaging.version import Version
@@ -103,8 +104,8 @@ def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, referen
     max_memory = {0: int(0.6 * total), 1: int(0.4 * total)}
     model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
     assert offloaded_blocks(model)
-    for device, limit in max_memory.items():
-        assert model.placement.bytes_on(device) <= limit
+    for index, limit in max_memory.items():
+        assert model.placement.bytes_on(index) <= limit
     assert_at_rest(model)
     assert_agrees(model(tokens), reference(tokens), machine.devices[0])
 
@@ -115,7 +116,7 @@ a_bridge = pytest.mark.parametrize(
 
 
 @a_bridge
-@pytest.mark.parametrize("device", ["sim:1", "cpu"])
+@pytest.mark.parametrize("device", [device(1), "cpu"])
 def test_moving_to_one_device_ends_offloading(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
     model, target = offloaded(), torch.device(device)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 import unittest.mock
-from itertools import product
 
 import pytest
 import torch
 from architectures import (
+    ALL_ARCHITECTURES,
     ARCHITECTURES,
     NO_PROCESSING,
-    OTHER_ARCHITECTURES,
     PROCESSING,
     load_hooked,
 )
 from comparison import assert_same_model, assert_same_weights, log_probs
+from devices import device
 from hf_models import N_CTX, N_LAYERS
+from parameters import in_turn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
 from tl_devicefix.hooked_transformer.processing import installed_conventions
@@ -25,9 +26,10 @@ UNREFACTORED = [name for name in PROCESSING if name != "refactored"]
 IN_FULL = ("gpt2", "qwen2")
 """Architectures that see every option: LayerNorm, and RMSNorm with grouped-query attention and
 biases. The others see few: each method is compared by itself in test_weight_processing.py."""
+FORMS = ["hf_model", "checkpoint"]
 
 
-@pytest.fixture(params=["hf_model", "checkpoint"])
+@pytest.fixture(params=FORMS)
 def load(request, hf_models, checkpoints, from_pretrained):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
     if request.param == "checkpoint" and request.config.getoption("--unpatched"):
@@ -43,18 +45,23 @@ def load(request, hf_models, checkpoints, from_pretrained):
     return load
 
 
-@pytest.mark.cover(("name", "processing"), ("name", "n_devices"), ("name", "load"))
+OPTIONS = {
+    **dict.fromkeys(ALL_ARCHITECTURES, (["default"], [1, 4])),
+    **dict.fromkeys(ARCHITECTURES, (["default", "none"], [4, 1])),
+    **dict.fromkeys(IN_FULL, (UNREFACTORED, [4, 1, 3, 2])),
+}
+"""Name of an architecture -> what processes its weights, and over how many devices it lies."""
+REFACTORED = [name for name, kind in ARCHITECTURES.items() if kind.can_refactor]
+
+
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
-    ("name", "processing", "n_devices"),
+    ("name", "processing", "n_devices", "load"),
     [
-        *product(IN_FULL, UNREFACTORED, (1, 2, 3, 4)),
-        *product(
-            [name for name in ARCHITECTURES if name not in IN_FULL], ("default", "none"), (1, 4)
-        ),
-        *product(OTHER_ARCHITECTURES, ("default",), (1, 4)),
-        *((name, "refactored", 4) for name, kind in ARCHITECTURES.items() if kind.can_refactor),
+        *(row for name, axes in OPTIONS.items() for row in in_turn([name], *axes, FORMS)),
+        *in_turn(REFACTORED, ["refactored"], [4], FORMS),
     ],
+    indirect=["load"],
 )
 def test_spread_model_equals_the_one_transformer_lens_loads(
     name, processing, n_devices, load, references, machine,
@@ -87,14 +94,13 @@ def test_from_pretrained_no_processing_loads_the_same_model(
     assert_same_model(model, reference, tokens)
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "load"), in_turn(ARCHITECTURES, FORMS), indirect=["load"])
 def test_the_config_is_the_same_but_for_the_devices(name, load, references, machine):
     expected = references(name).cfg.to_dict()
 
     cfg = load(name, n_devices=4).cfg.to_dict()
 
-    assert (str(cfg["device"]), cfg["n_devices"]) == ("sim:0", 4)
+    assert (str(cfg["device"]), cfg["n_devices"]) == (device(0), 4)
     may_differ = {"device", "n_devices"}
     if load.form == "checkpoint":
         # A directory's code is not trusted because of its architecture.
@@ -103,7 +109,7 @@ def test_the_config_is_the_same_but_for_the_devices(name, load, references, mach
     assert differences.keys() <= may_differ, differences
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
+@pytest.mark.parametrize(("name", "load"), in_turn(["gpt2", "gemma-2"], FORMS), indirect=["load"])
 def test_float64_stays_float64_and_is_folded_in_it(name, load, references, machine, tokens):
     reference = references(name, dtype=torch.float64)
 
@@ -116,7 +122,9 @@ def test_float64_stays_float64_and_is_folded_in_it(name, load, references, machi
     assert log_probs(model, tokens).sub(log_probs(unfolded, tokens)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(("name", "n_layers"), [("gpt2", 1), ("gemma-2", 3)])
+@pytest.mark.parametrize(
+    ("name", "n_layers", "load"), in_turn([("gpt2", 1), ("gemma-2", 3)], FORMS), indirect=["load"]
+)
 def test_first_n_layers_loads_the_same_model(name, n_layers, load, references, machine, tokens):
     reference = references(name, first_n_layers=n_layers)
 
@@ -126,7 +134,7 @@ def test_first_n_layers_loads_the_same_model(name, n_layers, load, references, m
     assert_same_model(model, reference, tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma-2"])
+@pytest.mark.parametrize(("name", "load"), in_turn(["llama", "gemma-2"], FORMS), indirect=["load"])
 def test_n_ctx_loads_the_same_model(name, load, references, machine, tokens):
     if "n_ctx" not in inspect.signature(HookedTransformer.from_pretrained).parameters:
         pytest.skip("this TransformerLens's from_pretrained has no argument n_ctx")
@@ -167,10 +175,10 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
 def test_without_move_to_device_the_model_stays_on_the_cpu(load, references, machine, tokens):
     reference = references("gpt2")
 
-    model = load("gpt2", move_to_device=False, device="sim:1")
+    model = load("gpt2", move_to_device=False, device=device(1))
 
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
-    assert model.cfg.device == "sim:1"
+    assert model.cfg.device == device(1)
     assert_same_weights(model, reference)
 
 

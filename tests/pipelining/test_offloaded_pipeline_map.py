@@ -53,7 +53,6 @@ def blocks_in_another_order(model, batch):
     return residual
 
 
-@pytest.mark.cover
 @pytest.mark.parametrize(
     ("run", "device_map"),
     [
@@ -84,9 +83,9 @@ def test_each_run_copies_each_block_once(machine, offloaded, batches):
 
 
 @pytest.fixture
-def one_token(tokens):
+def one_token(tokens, machine):
     """A token, whose activations are smaller than any block."""
-    return tokens[:1, :1].to("sim:0")
+    return tokens[:1, :1].to(machine.devices[0])
 
 
 def test_runs_that_wait_in_a_block_keep_that_block_alone(machine, offloaded, one_token):

@@ -13,6 +13,7 @@ import runs_of_users as users
 import torch
 import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
+from devices import device
 from runs_of_users import LAST, logits
 
 import tl_devicefix
@@ -141,7 +142,7 @@ STATES = {
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "default device": lambda: torch.device("sim:2"),
+    "default device": lambda: torch.device(device(2)),
     "gather_on": lambda: tl_devicefix.gather_on("cpu"),
     "mix_devices": tl_devicefix.mix_devices,
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -159,7 +160,7 @@ def what_is_in_force(model, batch):
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
         device_of(lambda: torch.ones(1)),
-        device_of(lambda: torch.ones(1, device="sim:0") + torch.ones(1, device="sim:3")),
+        device_of(lambda: torch.ones(1, device=device(0)) + torch.ones(1, device=device(3))),
         device_of(lambda: model.W_in),  # without the patches, of blocks on several devices
         is_enabled(),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,

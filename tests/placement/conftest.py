@@ -1,6 +1,11 @@
-"""Nothing here is run without HookedTransformer, which TransformerLens 4 removed."""
+"""Planning needs no device: its tests name simulated ones, also where real devices are in use."""
 
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+import pytest
 
-if not has_hooked_transformer():
-    collect_ignore_glob = ["*"]
+import tl_devicefix
+
+
+@pytest.fixture
+def machine(n_devices):
+    with tl_devicefix.simulate(n_devices) as machine:
+        yield machine

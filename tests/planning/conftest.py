@@ -10,9 +10,6 @@ from transformers import LlamaConfig
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-if not has_hooked_transformer():
-    collect_ignore = ["test_plan.py"]
-
 
 @pytest.fixture
 def loaded(hf_models, request):

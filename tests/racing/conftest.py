@@ -3,10 +3,6 @@
 import pytest
 
 from racing import asynchronous
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-
-if not has_hooked_transformer():
-    collect_ignore = ["test_detector.py", "test_offload.py"]
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformer_lens.evals as evals
 import transformer_lens.head_detector as head_detector
@@ -509,6 +510,25 @@ IN_COMMON: dict[str, Call] = {
     "evals.evaluate_on_dataset": evaluate_on_dataset,
     "evals.ioi_eval": ioi_eval,
 }
+
+
+def each_somewhere(
+    calls: Collection[str], public: set[str], places_of: Callable[[str], list[tuple[str, int]]]
+) -> list[Any]:
+    """Return rows of a call, a kind of model and a number of devices: each call at one place.
+
+    With `--full`, each call is at all of its places.
+    """
+    rows = []
+    for i, call in enumerate(call for call in calls if call.split()[0] in public):
+        places = places_of(call)
+        for place in places:
+            is_quick = place == places[i % len(places)] and not call.endswith(ALIKE)
+            marks = () if is_quick else pytest.mark.full
+            rows.append(pytest.param(call, *place, marks=marks))
+    return rows
+
+
 FETCH_DATA = {f"evals.{name}" for name in ("evaluate", "mmlu_eval", "sanity_check")}
 ARE_FROZEN = "where weights are frozen: they cannot be changed and get no gradients"
 STAY = "where weights keep their device and dtype"

@@ -2,13 +2,6 @@
 
 import pytest
 
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-
-collect_ignore = [
-    *([] if has_hooked_transformer() else ["test_sweep.py"]),
-    *([] if has_bridge() else ["test_bridge_sweep.py"]),
-]
-
 
 @pytest.fixture(scope="module")
 def machine(simulated):

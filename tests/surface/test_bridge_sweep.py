@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from bridge_calls import OF_ANALYSIS, OF_BRIDGE, OF_LENS
-from calls import ALIKE, ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, trained
+from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, each_somewhere, trained
 from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
@@ -80,10 +80,10 @@ REFUSED_OVER_HOSTS = {
 }
 
 AS_BOOTED = "llama as booted"
-KINDS = {"gpt2": (3,), "llama": (1, 4), AS_BOOTED: (3,)}
-"""On how many devices; in compatibility mode unless it says otherwise."""
+PLACES = [("gpt2", 3), ("llama", 4), ("llama", 1), (AS_BOOTED, 3)]
+"""Kinds of models and over how many devices; in compatibility mode unless it says otherwise."""
 if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
-    KINDS = {"gpt2": (3,)}
+    PLACES = [("gpt2", 3)]
 
 
 def test_every_public_name_is_called_or_left_out():
@@ -93,18 +93,18 @@ def test_every_public_name_is_called_or_left_out():
         assert known - PUBLIC == set()
 
 
-def kinds_of(call):
-    """With which kinds of models something is called."""
+def places_of(call):
+    """Return the kinds of models that a call has, and over how many devices."""
     if call.startswith("JacobianLens."):
-        return {AS_BOOTED: (3,)}  # which refuses compatibility mode
+        return [(AS_BOOTED, 3)]  # which refuses compatibility mode
     if call.startswith("patching."):
-        return {"llama": (4,)}  # a forward for each layer, head and position
+        return [("llama", 4)]  # a forward for each layer, head and position
     if call == "evals.ioi_eval":  # which hands over tokens on the CPU: one device refuses them
-        return {"gpt2": (3,), "llama": (4,)}
+        return [("gpt2", 3), ("llama", 4)]
     is_for_folded = call == "analysis.direct_logit_attribution"  # which refuses others
     if call.startswith(("TransformerBridge.", "analysis.")) and not is_for_folded:
-        return KINDS
-    return {kind: numbers for kind, numbers in KINDS.items() if kind != AS_BOOTED}
+        return PLACES
+    return [(kind, n_devices) for kind, n_devices in PLACES if kind != AS_BOOTED]
 
 
 @pytest.fixture(scope="module")
@@ -144,20 +144,7 @@ def unpatched():
             yield
 
 
-full = pytest.mark.full("alike")
-
-
-@pytest.mark.cover(("call",), ("kind", "n_devices"))
-@pytest.mark.parametrize(
-    ("call", "kind", "n_devices"),
-    [
-        pytest.param(call, kind, n_devices, marks=full if call.endswith(ALIKE) else ())
-        for call in CALLS
-        if call.split()[0] in PUBLIC
-        for kind, numbers in kinds_of(call).items()
-        for n_devices in numbers
-    ],
-)
+@pytest.mark.parametrize(("call", "kind", "n_devices"), each_somewhere(CALLS, PUBLIC, places_of))
 def test_each_bridge_call_gives_what_one_device_gives(call, kind, n_devices, runs, pytestconfig):
     if has_hooked_transformer() and call == "JacobianLens.occupancy":
         pytest.skip("TransformerLens 3.9 makes a random generator on the device, simulated or not")

@@ -6,13 +6,13 @@ from importlib.metadata import version
 
 import pytest
 from calls import (
-    ALIKE,
     ARE_FROZEN,
     FETCH_DATA,
     IN_COMMON,
     OF_MODEL,
     RESID,
     STAY,
+    each_somewhere,
     hooked,
     moved,
     steer,
@@ -68,9 +68,6 @@ LEFT_OUT = {
 }
 REFUSED_OVER_HOSTS = {"HookedTransformer.to dtype": STAY, "train.train": ARE_FROZEN}
 
-KINDS = {"gpt2": (3,), "llama": (1, 4), "phi-3": (3,)}
-"""On how many devices. LayerNorm; RMSNorm with grouped-query attention; RMSNorm without."""
-
 
 def test_every_public_name_is_called_or_left_out():
     known = {call.split()[0] for call in CALLS} | LEFT_OUT
@@ -79,21 +76,14 @@ def test_every_public_name_is_called_or_left_out():
         assert known - PUBLIC == set()
 
 
-def every_call():
-    """A parameter for each call, kind and number of devices."""
-    for call in CALLS:
-        if call.split()[0] not in PUBLIC:
-            continue
-        is_patching = call.startswith("patching.")
-        marks = [pytest.mark.full("alike")] if call.endswith(ALIKE) else []
-        for kind, numbers in KINDS.items():
-            # Patching is a forward for each layer, head and position: not everywhere.
-            for n_devices in numbers[-1:] if is_patching else numbers:
-                yield pytest.param(call, kind, n_devices, marks=marks)
+def places_of(call):
+    """Return the kinds of models that a call has, and over how many devices."""
+    if call.startswith("patching."):  # a forward for each layer, head and position
+        return [("gpt2", 3), ("llama", 4), ("phi-3", 3)]
+    return [("gpt2", 3), ("llama", 1), ("llama", 4), ("phi-3", 3)]
 
 
-@pytest.mark.cover(("call",), ("kind", "n_devices"))
-@pytest.mark.parametrize(("call", "kind", "n_devices"), list(every_call()))
+@pytest.mark.parametrize(("call", "kind", "n_devices"), each_somewhere(CALLS, PUBLIC, places_of))
 def test_each_public_call_gives_what_one_device_gives(
     call, kind, n_devices, models, references, tokens, pytestconfig
 ):

@@ -13,6 +13,7 @@ import torch
 import transformers
 from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
+from devices import device
 from hf_models import (
     D_VOCAB,
     HF_CONFIGS,
@@ -21,6 +22,7 @@ from hf_models import (
     randomize,
     save_checkpoint,
 )
+from parameters import in_turn
 from safetensors.torch import load_file, save_file
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
@@ -57,7 +59,7 @@ def test_embeddings_boot_at_home_and_blocks_in_ranges(machine, boot):
 @pytest.mark.parametrize(
     ("options", "used"),
     [
-        ({"n_devices": 2, "device": "sim:1"}, {1, 2}),
+        ({"n_devices": 2, "device": device(1)}, {1, 2}),
         ({"device_map": "auto", "max_memory": {0: "1GiB", 2: "1GiB"}}, {0, 2}),
         ({"max_memory": {1: "1GiB", 3: "1GiB", "cpu": "9GiB"}}, {1, 3}),
         ({"device_map": {"": 0, "blocks.2": 1, "blocks.3": 2}}, {0, 1, 2}),
@@ -72,7 +74,7 @@ def test_devices_are_named_as_for_hooked_transformer(
     assert {device.index for device in devices_of(bridge).values()} == used
     assert {device.index for device in bridge.placement.devices} == used
     home = bridge.placement.home
-    assert home == torch.device(options.get("device", f"sim:{min(used)}"))
+    assert home == torch.device(options.get("device", device(min(used))))
     assert_agrees(bridge(tokens.to(home)), references("llama")(tokens), home)
 
 
@@ -85,8 +87,8 @@ def test_a_map_of_hugging_face_modules_is_honoured(by_index, machine, boot, refe
     bridge = boot("llama", device_map=indices if by_index else spread)
 
     modules = dict(bridge.original_model.named_modules())
-    for path, device in spread.items():
-        assert {str(p.device) for p in modules[path].parameters()} <= {device}
+    for path, where in spread.items():
+        assert {str(p.device) for p in modules[path].parameters()} <= {where}
     home = machine.devices[0]
     logits, cache = bridge.run_with_cache(tokens.to(home))
     expected, expected_cache = references("llama").run_with_cache(tokens)
@@ -137,8 +139,7 @@ INCOMPLETE = {
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("options", SPREADS, ids=str)
-@pytest.mark.parametrize("says", INCOMPLETE)
+@pytest.mark.parametrize(("says", "options"), in_turn(INCOMPLETE, SPREADS))
 def test_an_incomplete_checkpoint_is_refused(says, options, machine, boot_changed):
     with pytest.raises(ValueError, match=r"^the checkpoint '.*") as caught:
         boot_changed(INCOMPLETE[says], **options)
@@ -236,11 +237,11 @@ def test_boot_refuses_a_model_that_no_bridge_can_be_of(
 
 
 def test_one_device_is_left_to_transformer_lens(machine, boot):
-    for options in ({}, {"n_devices": 1}, {"device": "sim:2"}):
+    for options in ({}, {"n_devices": 1}, {"device": device(2)}):
         bridge = boot("llama", **options)
-        device = torch.device(options.get("device", "sim:0"))
-        assert bridge.placement.devices == (device,)
-        assert {p.device for p in bridge.parameters()} == {device}
+        expected = torch.device(options.get("device", device(0)))
+        assert bridge.placement.devices == (expected,)
+        assert {p.device for p in bridge.parameters()} == {expected}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,6 @@ import torch
 import transformers
 from hf_models import HF_CONFIGS, make_hf_model, save_checkpoint
 
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-
-collect_ignore = [
-    *([] if has_hooked_transformer() else ["test_hooked_twin.py"]),
-    *([] if has_bridge() else ["test_bridge_twin.py"]),
-]
-
 
 @pytest.fixture(autouse=True)
 def numbers_as_users_have_them(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from hf_models import HF_CONFIGS, make_hf_model
+from parameters import in_turn
 from transformer_lens import HookedTransformer
 
 import tl_devicefix
@@ -124,9 +125,9 @@ SCALINGS = {
 OF_LONGROPE = {"original_max_position_embeddings": 16}  # where transformers 4 looks for it
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize(
+    ("kind", "name", "n_devices"), in_turn(SCALINGS, ["llama", "qwen2"], [1, 4])
+)
 def test_scaled_rotary_frequencies_are_transformers(
     save, difference, machine, name, kind, n_devices
 ):

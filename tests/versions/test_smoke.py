@@ -5,11 +5,18 @@ Each result is compared with what the same library gives unpatched, on one CPU.
 
 import pytest
 from comparison import assert_agrees
+from parameters import in_turn
 
 import tl_devicefix
 
 HOOK = "blocks.2.hook_resid_post"
 GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
+
+
+@pytest.fixture(scope="module")
+def machine(simulated):
+    with simulated(4) as machine:
+        yield machine
 
 
 def forward(model, tokens):
@@ -41,8 +48,10 @@ def gradients(model, tokens):
 
 # GPT-2: LayerNorm, absolute positions. Llama: grouped heads. Gemma 2: soft caps, windows, 4 norms.
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma-2"])
-@pytest.mark.parametrize(("n_devices", "home"), [(1, "cpu"), (4, "sim:0")])
+@pytest.mark.parametrize(
+    ("kind", "n_devices", "home"),
+    in_turn(["gpt2", "llama", "gemma-2"], [(4, "sim:0"), (1, "cpu")]),
+)
 def test_first_calls_give_what_unpatched_transformer_lens_gives(
     kind, n_devices, home, folded, folded_on_one, tokens
 ):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING
+from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING, PROCESSING
 from hf_models import GROUPED, make_hf_model, save_checkpoint
+from parameters import in_turn
 from transformer_lens import HookedTransformer
 from transformers import GemmaConfig
 
@@ -75,9 +78,7 @@ def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> N
     assert n_different <= 0.001 * n_entries, f"{n_different} of {n_entries}"
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", EVERY_ARCHITECTURE)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(EVERY_ARCHITECTURE, DTYPES))
 def test_every_folded_weight_is_the_exact_one_rounded_once(name, dtype, load, machine):
     exact = load(name, torch.float64, dtype, device="cpu")
 
@@ -87,8 +88,7 @@ def test_every_folded_weight_is_the_exact_one_rounded_once(name, dtype, load, ma
     assert_rounded_once(model, exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(["gpt2", "gemma-2"], DTYPES))
 def test_unprocessed_weights_of_the_stored_dtype_are_not_rounded(name, dtype, load, machine):
     exact = load(name, torch.float64, dtype, device="cpu", **NO_PROCESSING)
 
@@ -101,8 +101,7 @@ def test_unprocessed_weights_of_the_stored_dtype_are_not_rounded(name, dtype, lo
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(["gpt2", "qwen2"], DTYPES))
 def test_float32_weights_are_not_rounded_before_folding(
     name,
     dtype,
@@ -150,14 +149,15 @@ IN_GPT2 = {"attn.W_O": (0, 1, 2), "mlp.W_in": (0, 1), "mlp.W_out": (0, 1)}
 AXES = {"gpt2": IN_GPT2, "qwen2": IN_ROTARY, "gemma-2": IN_ROTARY}
 
 
-@pytest.mark.cover(("options", "form"))
-@pytest.mark.parametrize("form", ["hf_model", "checkpoint"])
-@pytest.mark.parametrize("options", [{}, NO_PROCESSING], ids=["processed", "not processed"])
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize(
+    ("name", "processing", "form"),
+    in_turn(AXES, product(["default", "none"], ["hf_model", "checkpoint"])),
+)
 def test_loaded_weights_keep_their_stored_memory_layout(
-    name, options, form, load, checkpoints, machine
+    name, processing, form, load, checkpoints, machine
 ):
     """TransformerLens shows most matrices transposed, and transposes them back to use them."""
+    options = PROCESSING[processing]
     if form == "hf_model":
         model = load(name, torch.float32, n_devices=3, **options)
     else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
 from architectures import NO_PROCESSING, TOYS
 from comparison import assert_same_tensors
 from hf_models import N_LAYERS
+from parameters import in_turn
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.processing import processing_units
@@ -71,13 +71,14 @@ def load_in_slices(hf_models, from_pretrained, unprocessed):
 REFACTORED = {"refactor_factored_attn_matrices": True}
 
 
-def cases() -> list[tuple[str, int, dict[str, bool]]]:
-    refactored = product(["gpt2", "bloom", *TOYS], (1, 300), [REFACTORED])
-    return [*product(IN_FULL, SIZES, [{}]), *product(OTHERS, (1, 300), [{}]), *refactored]
-
-
-@pytest.mark.cover(("name", "options"))
-@pytest.mark.parametrize(("name", "elements", "options"), cases())
+@pytest.mark.parametrize(
+    ("name", "elements", "options"),
+    [
+        *in_turn(IN_FULL, SIZES, [{}]),
+        *in_turn(OTHERS, [1, 300], [{}]),
+        *in_turn(["gpt2", "bloom", *TOYS], [1, 300], [REFACTORED]),
+    ],
+)
 def test_slices_of_any_size_give_what_the_whole_gives(name, elements, options, load_in_slices):
     uncut = load_in_slices(name, EVERYTHING, **options)
 

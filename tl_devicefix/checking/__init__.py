@@ -69,7 +69,7 @@ def _repairable(model: Model, adapter: Adapter) -> list[Finding]:
     found = (
         config_findings(model),
         device_findings(model),
-        setup_findings(model, *adapter.SETUP_HINT),
+        setup_findings(model, *adapter.setup_hint),
     )
     return [finding for findings in found for finding in findings]
 

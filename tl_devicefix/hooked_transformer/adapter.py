@@ -24,10 +24,10 @@ __all__ = ["model_class", "option_names", "view_of"]
 
 NAME = "HookedTransformer"
 model_class = HookedTransformer
-RUN_METHODS = ("forward", "run_with_hooks", "input_to_embed")
-SETUP_HINT = "the model was set up", "model.setup()"
+run_methods = ("forward", "run_with_hooks", "input_to_embed")
+setup_hint = "the model was set up", "model.setup()"
 read_blueprint = HookedBlueprint
-HAS_DROPOUT = False  # because a HookedTransformer has none
+has_dropout = False  # because a HookedTransformer has none
 
 
 def passes_stream_alone(model: HookedTransformer) -> bool:

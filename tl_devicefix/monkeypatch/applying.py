@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
 
 _MISSING = object()
-Owner = type | FunctionType
+_Function = Callable[..., Any]
 
 
 class _Replacement(NamedTuple):
     """One attribute that is replaced; `before` is _MISSING if it was inherited."""
 
-    owner: Owner
+    owner: type | FunctionType
     name: str
     before: object
     after: object
 
 
-def _own(owner: Owner, name: str) -> object:
+def _own(owner: type | FunctionType, name: str) -> object:
     """Return an attribute of a function, or one from a class's own `__dict__`."""
     if isinstance(owner, FunctionType):
         return getattr(owner, name, _MISSING)
@@ -57,7 +57,7 @@ def _replace(table: Sequence[Patch]) -> None:
     """Apply a table that was checked and is not applied."""
     global _applied, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
-    for patch in table:
+    for patch in table:  # all of them before any is set, because a target may be wrong
         target = named(patch.owner or patch.name)
         if patch.owner is None:
             replacements += _within_function(target, patch.replacement)
@@ -71,14 +71,12 @@ def _replace(table: Sequence[Patch]) -> None:
     _is_enabled = True
 
 
-def _within_function(
-    function: FunctionType, replacement: Callable[..., Any]
-) -> Iterator[_Replacement]:
+def _within_function(function: FunctionType, replacement: _Function) -> Iterator[_Replacement]:
     """Make a function call its replacement by exchanging its code.
 
-    The function object stays, because others have imported it or hold it in a partial. Its code is
-    set last and restored first, because the new code needs the other attributes.
+    The function object stays, because others have imported it or hold it in a partial.
     """
+    # A function of its own, because `function` has the new code once this is applied.
     original = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
     )
@@ -87,13 +85,14 @@ def _within_function(
     instead = {
         "__wrapped__": original,  # because `help` shows its signature
         "__kwdefaults__": {"_replacement": partial(replacement, original)},
+        # Set last and restored first, because this code needs the attributes above.
         "__code__": _call.__code__,
     }
     for name, after in instead.items():
         yield _Replacement(function, name, _own(function, name), after)
 
 
-def _call(*args: Any, _replacement: Callable[..., Any], **kwargs: Any) -> Any:
+def _call(*args: object, _replacement: _Function, **kwargs: object) -> object:
     return _replacement(*args, **kwargs)
 
 
@@ -105,6 +104,7 @@ def disable() -> None:
     """
     global _is_enabled, _originals, _replaced
     _is_enabled = False
+    # Backwards, because a function's code has to go before the replacement that it calls.
     for owner, name, before, _ in reversed(_replaced):
         if before is not _MISSING:
             setattr(owner, name, before)
@@ -115,28 +115,20 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Undo all patches within a `with` block.
-
-    It acts on all threads.
-    """
+    """Undo all patches within a `with` block, in all threads."""
     were_enabled = is_enabled()
     disable()
     try:
         yield
     finally:
         if were_enabled and not is_enabled():
-            disable()
+            disable()  # because one that was interrupted may have left some
             _replace(_applied)
 
 
 def is_enabled() -> bool:
     """Return True if all patches are applied."""
     return _is_enabled
-
-
-def in_place() -> object:
-    """Return an object that is another one after each `enable`."""
-    return _replaced
 
 
 def original(cls: type, name: str) -> Any:
@@ -149,10 +141,10 @@ def original(cls: type, name: str) -> Any:
 
 # A cache, because each forward asks. Another dict when the patches change, so that a thread that
 # looks up meanwhile cannot leave an old answer.
-_originals: dict[tuple[type, str], Any] = {}
+_originals: dict[tuple[type, str], object] = {}
 
 
-def _find_original(cls: type, name: str) -> Any:
+def _find_original(cls: type, name: str) -> object:
     for base in cls.__mro__:
         # Skip users' subclasses, because their from_pretrained is not TransformerLens's.
         if package_of(base) not in ("transformer_lens", "torch"):
@@ -165,10 +157,10 @@ def _find_original(cls: type, name: str) -> Any:
 
 
 @cache  # because applying again has to put the same object there
-def _like_installed(installed: Any, replacement: Callable[..., Any]) -> Any:
+def _like_installed(installed: Any, replacement: _Function) -> object:
     """Return the replacement as a property, classmethod or function, like the installed one."""
     if isinstance(installed, classmethod):
-        return _classmethod_like(installed, replacement)
+        return _classmethod_like(installed.__func__, replacement)
     if next(iter(inspect.signature(replacement).parameters), None) == "original":
         is_property = isinstance(installed, property)
         function = installed.fget if is_property else getattr(installed, "__func__", installed)
@@ -178,7 +170,7 @@ def _like_installed(installed: Any, replacement: Callable[..., Any]) -> Any:
     return staticmethod(replacement) if isinstance(installed, staticmethod) else replacement
 
 
-def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _around(original: _Function, replacement: _Function) -> _Function:
     """Wrap the installed function in one that calls a replacement with it.
 
     The replacement is a partial because of nnsight: its `.source` looks through a wrapper that
@@ -187,7 +179,7 @@ def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
     call = partial(replacement)
 
     @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> object:
         if not _replaced:  # because somebody may have kept this method from before `disable`
             return original(*args, **kwargs)
         return call(original, *args, **kwargs)
@@ -195,16 +187,16 @@ def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
     return method
 
 
-def _classmethod_like(installed: Any, replacement: Callable[..., Any]) -> Any:
-    target = installed.__func__
+def _classmethod_like(target: _Function, replacement: _Function) -> object:
     new = [
         parameter
         for parameter in inspect.signature(replacement).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     ]
+    # New ones before the last, because that is `**hf_kwargs`.
     *parameters, hf_kwargs = inspect.signature(target).parameters.values()
 
-    def method(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(cls: type, *args: object, **kwargs: object) -> object:
         return replacement(cls, *args, **kwargs)
 
     # help() shows the installed signature with the new arguments, and both docstrings.

@@ -194,7 +194,7 @@ class _FirstBlock:
         by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
         if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
             return True
-        return module.training and (self._adapter.HAS_DROPOUT or isinstance(module, _UNSTEADY))
+        return module.training and (self._adapter.has_dropout or isinstance(module, _UNSTEADY))
 
 
 def _needs_gradient(value: object) -> bool:
@@ -209,7 +209,7 @@ def _is_known(model: Model, adapter: Adapter) -> bool:
     base = next(cls for cls in type(model).__mro__ if package_of(cls) == "transformer_lens")
     return not any(
         name in vars(model) or getattr(type(model), name) is not getattr(base, name)
-        for name in adapter.RUN_METHODS
+        for name in adapter.run_methods
     )
 
 

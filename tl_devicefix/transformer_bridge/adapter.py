@@ -22,10 +22,10 @@ from tl_devicefix.transformer_bridge.blueprint import OPTIONS, BridgeBlueprint
 __all__ = ["model_class", "view_of"]
 
 NAME = "TransformerBridge"
-RUN_METHODS = ("forward", "run_with_hooks")
-SETUP_HINT = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
+run_methods = ("forward", "run_with_hooks")
+setup_hint = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint.read
-HAS_DROPOUT = True
+has_dropout = True
 
 # Blocks of these Bridges pass on the residual stream alone. Others share more (keys and values,
 # states, an embedding for each layer), which a run that starts at a later block would miss.

@@ -11,6 +11,7 @@ from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
 from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
 from packaging.version import Version
+from parameters import in_turn
 from torch.nn.utils import parametrize
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, masking_utils
@@ -63,17 +64,6 @@ LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
 
 
-def test_bridge_booted_fused_over_devices_builds_no_pattern(
-    machine, boot, bridge_references, fused_blocks
-):
-    bridge = boot("llama", n_devices=4, fuse_blocks=True)
-    with ShapesMade() as made:
-        actual = bridge(LONG.to("sim:0"))
-    assert len(fused_blocks) == N_LAYERS
-    assert not made.of_pairs(29)
-    assert_agrees(actual, bridge_references("llama", compatible=False)(LONG), machine.devices[0])
-
-
 def test_hooks_replaced_over_devices_are_called_no_more(machine, boot, tokens):
     bridge = boot("llama", n_devices=4, fuse_blocks=True)
     bridge(tokens)
@@ -86,9 +76,9 @@ def test_hooks_replaced_over_devices_are_called_no_more(machine, boot, tokens):
     assert len(calls) == 1
 
 
-@pytest.mark.cover
-@pytest.mark.parametrize("compatible", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "pythia"])
+@pytest.mark.parametrize(
+    ("name", "compatible"), in_turn(["llama", "gpt2", "pythia"], [False, True])
+)
 def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused_bridge):
     bridge, run = fused_bridge(name, compatible=compatible), with_gradients(LONG)
 
@@ -123,8 +113,7 @@ def test_users_own_mask_function_is_called_and_stays(fused_bridge, tokens):
     assert not torch.allclose(actual, bridge(tokens))
 
 
-@pytest.mark.parametrize("of_layer", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "of_layer"), in_turn(["llama", "gpt2"], [False, True]))
 def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused_bridge, tokens):
     bridge = fused_bridge(name)
     expected = bridge(tokens)
