@@ -262,7 +262,7 @@ class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on it as a whole act here."""
 
     def _check_name(self, name: str) -> None:
-        if name != "forward":  # which acts here, around the call
+        if name != "forward":  # because that acts here, around the call
             super()._check_name(name)
 
 
