@@ -125,14 +125,14 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
 def attach(address: str, node: list[psutil.Process]) -> Any:
     """Join, and have the worker keep to its cores; returns the connection to it."""
     import tl_devicefix
-    from tl_devicefix.placement.devices import joined
+    from tl_devicefix.placement.devices import joined_hosts
 
     start = time.perf_counter()
     tl_devicefix.init_hosts(address)
     print(f"joined in {time.perf_counter() - start:.1f} s")
     for thread in worker_among(node).threads():  # some of Ray's run the calls
         os.sched_setaffinity(thread.id, CORES[HALF:] or CORES)
-    return joined()[0].connection
+    return joined_hosts()[0].connection
 
 
 def show_memory(what: str, processes: list[psutil.Process]) -> None:

@@ -39,7 +39,7 @@ from racing import asynchronous
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
-from tl_devicefix.placement.devices import joined
+from tl_devicefix.placement.devices import joined_hosts
 from tl_devicefix.simulation.machine import Machine, Transfer
 
 if has_hooked_transformer():
@@ -418,7 +418,7 @@ def from_pretrained(
 
     def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
         references(name)  # skips what TransformerLens has no name for
-        if joined():  # who load from files
+        if joined_hosts():  # who load from files
             return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
         hf_model = hf_models(name) if hf_model is None else hf_model
         return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.devices import Host, join, joined
+from tl_devicefix.placement.devices import Host, join, joined_hosts
 
 
 class LocalConnection:
@@ -59,7 +59,7 @@ def _check(value: Any) -> None:
 @contextmanager
 def hosts(*names: str, devices: tuple[str, ...] = ("cpu",)) -> Iterator[list[LocalConnection]]:
     """Within it, hosts of these names have joined, each with these devices, and no others."""
-    before = joined()
+    before = joined_hosts()
     connections = [LocalConnection(name, Worker(devices)) for name in names]
     join([Host(connection, devices) for connection in connections])
     try:

@@ -141,10 +141,10 @@ def _report_of_model(model: Model) -> ModelReport:
     # Imported here for the same reason as in `table`.
     from tl_devicefix.adapters import adapter_of
     from tl_devicefix.dispatch.naming import by_shortest_name
-    from tl_devicefix.fusing.fused import is_block, report_of
+    from tl_devicefix.fusing.fused import is_known_block, report_of
 
     adapter_of(model)  # because it refuses a model of another class
-    blocks = by_shortest_name(model, is_block)
+    blocks = by_shortest_name(model, is_known_block)
     model_report = ModelReport({name: report_of(block) for name, block in blocks.items()})
     kind = type(model).__name__
     print(f"{kind}, tl_devicefix on transformer_lens {installed()}: {_state()}")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Collection, Iterator
 
 
-def let_go(error: BaseException, but_not: Collection[int] = ()) -> None:
+def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
     """Clear the frames of a handled error and of its causes, because they keep tensors alive.
 
     Frames that still run are left. So are the errors whose `id` is in `but_not`, and their causes.

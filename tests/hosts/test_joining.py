@@ -12,7 +12,7 @@ import torch
 import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
 from tl_devicefix.multihost.init_hosts import _packed, _unpacked, own_versions
-from tl_devicefix.placement.devices import joined
+from tl_devicefix.placement.devices import joined_hosts
 
 
 class _Described:
@@ -39,7 +39,7 @@ def test_without_ray_init_hosts_warns_or_refuses_an_address(monkeypatch):
         tl_devicefix.init_hosts()
     with pytest.raises(ImportError, match=r"Ray to join 'head:6379': pip install"):
         tl_devicefix.init_hosts("head:6379")
-    assert joined() == ()
+    assert joined_hosts() == ()
 
 
 def test_address_that_does_not_answer_is_refused():
@@ -56,7 +56,7 @@ def test_init_hosts_without_a_cluster_joins_no_host(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tl_devicefix.init_hosts()
-    assert joined() == ()
+    assert joined_hosts() == ()
 
 
 TENSORS = [

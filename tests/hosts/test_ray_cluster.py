@@ -15,7 +15,7 @@ from conftest import WITHIN
 
 import tl_devicefix
 from tl_devicefix.multihost.init_hosts import leave_hosts
-from tl_devicefix.placement.devices import HostLost, joined
+from tl_devicefix.placement.devices import HostLost, joined_hosts
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
@@ -67,7 +67,7 @@ def both_nodes(cluster):
 def worker(cluster, both_nodes, leaving):
     """The connection to the other node's worker, which has been started anew if it was lost."""
     tl_devicefix.init_hosts(cluster.address)
-    return joined()[0].connection
+    return joined_hosts()[0].connection
 
 
 def eventually(holds):
@@ -172,14 +172,14 @@ def test_killed_node_is_reported_and_no_longer_joined(worker, cluster):
     is_told()
     assert eventually(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)
     tl_devicefix.init_hosts(cluster.address)
-    assert joined() == ()
+    assert joined_hosts() == ()
 
 
 def test_workers_that_do_not_start_in_time_end(cluster, both_nodes, leaving):
     started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
     with pytest.raises(RuntimeError, match=started_none):
         tl_devicefix.init_hosts(cluster.address, wait=0.01)
-    assert joined() == ()
+    assert joined_hosts() == ()
     assert eventually(lambda: not cluster.other.workers())
 
 

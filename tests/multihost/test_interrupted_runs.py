@@ -7,7 +7,7 @@ import pytest
 import torch
 from local_hosts import LocalConnection, hosts
 
-from tl_devicefix.placement.devices import HostLost, free_memory, joined, resolve
+from tl_devicefix.placement.devices import HostLost, free_memory, joined_hosts, resolve
 
 Z = "blocks.2.attn.hook_z"
 PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
@@ -85,7 +85,7 @@ def test_after_an_error_the_next_run_is_right(run, graph, error, model, tokens, 
 def kept(host):
     """How many models, runs and activations a host keeps, once it is told what it need not."""
     gc.collect()
-    (own,) = joined()
+    (own,) = joined_hosts()
     host.call("forget", list(own.forgotten))
     own.forgotten.clear()
     return len(host.worker._kept)

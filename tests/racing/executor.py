@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from racing.ordering import Launcher, Memory
-from tl_devicefix.simulation.executor import Args, CpuExecutor, Kwargs, Operation, tensors_in
+from tl_devicefix.simulation.executor import Args, CpuExecutor, Kwargs, Operation, dense_tensors
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ class RacingExecutor(CpuExecutor):
         used = _memories_of(reads), _memories_of(_written(func, args, kwargs))
         launched = self.launcher.launch(str(func), stream, *used)
         result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
+        for tensor in dense_tensors(result):
             if memory_of(tensor) is None:
                 memory = Memory(launched, allocated=launched.operation)
                 _hold(tensor, memory, self.launcher.freed)
@@ -94,7 +94,7 @@ class RacingExecutor(CpuExecutor):
         """Launch a copy; to the host, into pinned memory if it does not wait."""
         copied = aten._to_copy.default(source, **options)
         if to is not None:
-            for part in tensors_in(copied):
+            for part in dense_tensors(copied):
                 self.memory_of(part, to)
         elif non_blocking:  # torch takes pinned memory for it
             pinned(_poisoned(copied))
@@ -148,14 +148,14 @@ def _is_view(func: Operation) -> bool:
 def _depends_on_values(func: Operation, args: Args) -> bool:
     """Whether an operation's result is a number, or its shape depends on values."""
     if func is aten.index.Tensor:  # numbers give a shape without being known
-        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+        return any(index.dtype in (torch.bool, torch.uint8) for index in dense_tensors(args[1]))
     return func is aten._linalg_check_errors.default or bool(_DEPENDS_ON_VALUES & set(func.tags))
 
 
 def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
     names = _written_arguments(func)
-    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in names])
+    return dense_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in names])
 
 
 @cache
@@ -195,7 +195,7 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 
 
 def _memories_of(tensors: Sequence[Any]) -> list[Memory]:
-    memories = map(memory_of, tensors_in(tensors))
+    memories = map(memory_of, dense_tensors(tensors))
     return [memory for memory in memories if memory is not None]
 
 
@@ -237,7 +237,7 @@ class WatchingHost(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
-            tensors = tensors_in((args, tuple(kwargs.values())))
+            tensors = dense_tensors((args, tuple(kwargs.values())))
             if all(tensor.device.type == "cpu" for tensor in tensors):
                 changed = _written(func, args, kwargs)
                 reads = [t for t in tensors if not any(t is other for other in changed)]

@@ -14,7 +14,7 @@ import torch
 from racing.executor import RacingExecutor, WatchingHost, is_pinned, memory_of, pin_memory
 from racing.ordering import Clock, Launcher
 from tl_devicefix.placement.devices import DEVICE_TYPE
-from tl_devicefix.placement.memory import bytes_of
+from tl_devicefix.placement.memory import parse_bytes
 from tl_devicefix.simulation.executor import CpuExecutor
 from tl_devicefix.simulation.machine import Allocation, Machine, active_machine
 from tl_devicefix.simulation.session import entering
@@ -138,7 +138,7 @@ def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[Racing
     executor = RacingExecutor()
     with ExitStack() as stack:
         machine: Any = stack.enter_context(
-            entering(lambda: RacingMachine([bytes_of(memory)] * n_devices, executor))
+            entering(lambda: RacingMachine([parse_bytes(memory)] * n_devices, executor))
         )
         stack.callback(setattr, machine, "executor", CpuExecutor())
         for owner, stand_ins in (

@@ -31,7 +31,7 @@ from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.misspelt import check_iterable
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
-from tl_devicefix.placement.memory import bytes_of, gib
+from tl_devicefix.placement.memory import gib, parse_bytes
 from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def save_activations(
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     with torch.no_grad(), on_disk.locked(directory):
         saving = _Saving(model, batches, selection, arguments, directory)
-        saving.begin(on_disk.saved_index(directory, resume), bytes_of(shard_size, "shard_size"))
+        saving.begin(on_disk.saved_index(directory, resume), parse_bytes(shard_size, "shard_size"))
         saving.run(n_runs, progress)
     return load_activations(directory)
 

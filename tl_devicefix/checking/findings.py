@@ -13,7 +13,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.dispatch.carrying import not_carried_to
-from tl_devicefix.dispatch.naming import WRAPPED, expression, joined, listed, named_modules
+from tl_devicefix.dispatch.naming import WRAPPED, expression, join_path, list_names, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.monkeypatch.patch import is_of_user
@@ -90,7 +90,7 @@ def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTen
             if placement is None:
                 device = resolve(str(model.cfg.device))
             else:
-                device = placement.device_for(joined(path, name), is_weight)
+                device = placement.device_for(join_path(path, name), is_weight)
                 if is_elsewhere(device) and type(value) is not RemoteTensor:
                     device = placement.home  # such as a block that replaces a remote one
             yield PlacedTensor(path, name, module, value, is_weight, device)
@@ -119,10 +119,12 @@ def device_findings(model: Model) -> Iterator[Finding]:
         names = [tensor.name for tensor in misplaced]
         name = path or "model"
         if path not in modules:
-            name = joined(path, names[0]) if len(names) == 1 else f"{listed(names)} of {name}"
+            name = (
+                join_path(path, names[0]) if len(names) == 1 else f"{list_names(names)} of {name}"
+            )
         # By identity, because tied parameters are one tensor.
         size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
-        devices = listed(sorted({printed(tensor.value.device) for tensor in misplaced}))
+        devices = list_names(sorted({printed(tensor.value.device) for tensor in misplaced}))
         planned, by = misplaced[0].planned, "cfg.device"
         fix = f'{expression(path)}.to("{planned}")'
         if _placement_of(model) is not None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.placement.devices import DEVICE_TYPE, default_device, device_count, joined
+from tl_devicefix.placement.devices import DEVICE_TYPE, default_device, device_count, joined_hosts
 from tl_devicefix.simulation import simulate
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
@@ -79,7 +79,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
         A sentence that says whether they are real or simulated.
     """
     accelerator = default_device()
-    if hosts := joined():
+    if hosts := joined_hosts():
         yield f"Using {n_devices} device(s) of {len(hosts) + 1} hosts."
         return
     n_real = device_count(accelerator.type)

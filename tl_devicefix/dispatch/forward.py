@@ -13,7 +13,7 @@ from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in_hooks
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
-from tl_devicefix.dispatch.user_modules import IsOwn, detach, look_through, watch
+from tl_devicefix.dispatch.user_modules import IsOwn, detach, move_in_new_parts, move_in_parts
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import HOST
 from tl_devicefix.placement.placement import Placement
@@ -46,7 +46,7 @@ def align(
         model.__dict__[_ALIGNED] = True
         carry(model, placement, brings_home)
         offload_blocks(model, placement.here)
-        watch(model, placement.here, is_own)
+        move_in_parts(model, placement.here, is_own)
         allow_mixing_in_hooks(model, placement.here)
 
 
@@ -75,7 +75,7 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
     if not is_aligned(self):
         return original(self, *args, **kwargs)
     placement: Placement = vars(self)["placement"]
-    look_through(self, placement.here)
+    move_in_new_parts(self, placement.here)
     run = current_run()
     # A hook may run the model again: the run then goes on at the device of the hook's block.
     with contextlib.nullcontext() if run is None else run.preserve_device():

@@ -28,12 +28,12 @@ def expression(path: str) -> str:
     return written
 
 
-def joined(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """Join a module's name and a name within it."""
     return f"{path}.{name}" if path else name
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """List names: ["W_in", "b_in"] -> "W_in, b_in"; only the first few of many."""
     if len(names) <= 4:
         return ", ".join(names)

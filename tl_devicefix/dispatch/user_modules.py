@@ -22,7 +22,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, tensor_bytes, tensors_in
-from tl_devicefix.dispatch.naming import expression, joined, listed
+from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.fitting import move_parameter
@@ -98,13 +98,13 @@ def _run_where_it_is(model: Model, placement: Placement, module: nn.Module) -> N
         model.__dict__.setdefault(_ATTACHED, []).append(module)
 
 
-def watch(model: Model, placement: Placement, is_own: IsOwn | None = None) -> None:
+def move_in_parts(model: Model, placement: Placement, is_own: IsOwn | None = None) -> None:
     """Move misplaced parts to their component, now and before each forward."""
     watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
     watching.bring_in(model, placement)
 
 
-def look_through(model: Model, placement: Placement) -> None:
+def move_in_new_parts(model: Model, placement: Placement) -> None:
     """Move in parts that were assigned since the last forward."""
     watching: Watch = model.__dict__[_WATCH]
     if not watching.is_as_seen():
@@ -198,7 +198,7 @@ class PlacedTensor:
     @property
     def full_name(self) -> str:
         """Its name in the model."""
-        return joined(self.path, self.name)
+        return join_path(self.path, self.name)
 
     @property
     def device(self) -> torch.device:
@@ -274,4 +274,4 @@ def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
 
 def _named(tensors: list[PlacedTensor]) -> str:
     size = sum({id(tensor.value): tensor_bytes(tensor.value) for tensor in tensors}.values())
-    return f"{listed([tensor.full_name for tensor in tensors])} ({gib(size)})"
+    return f"{list_names([tensor.full_name for tensor in tensors])} ({gib(size)})"

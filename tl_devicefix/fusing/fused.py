@@ -175,7 +175,7 @@ def kind_of(module: nn.Module) -> type[Fused] | None:
     return next((kind for kind in KINDS if kind.fits(module)), None)
 
 
-def is_block(module: nn.Module) -> bool:
+def is_known_block(module: nn.Module) -> bool:
     """Return True for a block of a model."""
     return any(kind.is_block(module) for kind in KINDS)
 

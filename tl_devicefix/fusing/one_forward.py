@@ -16,7 +16,7 @@ Made = TypeVar("Made")
 _this_forward: ContextVar[dict[object, Any] | None] = ContextVar(
     "tl_devicefix_forward", default=None
 )
-FACTS = "facts"
+SENT_FACTS = "facts"
 """The key of facts that other hosts need to run blocks of this forward."""
 
 

@@ -110,9 +110,9 @@ class FusedBlock(Fused):
         cfg: Any = self.cfg
         if not is_enabled() or unsupported_mode() or _why_flags(cfg):
             return super().forward(*inputs)
-        bound: Bound | None = self.__dict__.get(BOUND)
+        bound: BoundBlock | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
-            bound = self.__dict__[BOUND] = Bound(self)
+            bound = self.__dict__[BOUND] = BoundBlock(self)
         return _block(cfg, bound, *inputs)
 
 
@@ -126,7 +126,7 @@ def _why_flags(cfg: HookedTransformerConfig) -> str | None:
     return None
 
 
-class Bound:
+class BoundBlock:
     """Cached facts about a fused block, valid until a module in it is exchanged."""
 
     def __init__(self, block: nn.Module) -> None:
@@ -306,7 +306,7 @@ def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
 
 def _block(
     cfg: HookedTransformerConfig,
-    bound: Bound,
+    bound: BoundBlock,
     resid_pre: Residual,
     shortformer_pos_embed: Residual | None,
     entry: kv_cache.Entry | None,

@@ -45,7 +45,7 @@ from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import let_go
+from tl_devicefix.tracebacks import clear_frames
 from tl_devicefix.twin import Numbers, choice_of_numbers, refuse_parts_beyond_config
 from tl_devicefix.weight_processing import Steps
 
@@ -112,7 +112,7 @@ def from_pretrained(
         model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, numbers)
     except BaseException as error:
         # Because its frames would keep the loaded weights as long as the error.
-        let_go(error, but_not=[handled])
+        clear_frames(error, but_not=[handled])
         raise
     return fused.fuse_blocks(model) if fuse_blocks else model
 

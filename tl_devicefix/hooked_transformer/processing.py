@@ -31,7 +31,7 @@ from tl_devicefix.hooked_transformer.moving import placement_of, settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import Placement, is_block
+from tl_devicefix.placement.placement import Placement, names_block
 from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import Conventions, Steps, process_component
@@ -58,7 +58,7 @@ def _fold_norms(
 ) -> None:
     keep = installed_conventions().keeps_folded_norms
     options = {"center_weights": center_weights, "keep_norms": keep}
-    if is_block(unit):
+    if names_block(unit):
         fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
     elif unit == "unembed":
         fold_biases = fold_biases and not cfg.final_rms  # an RMS norm has no bias

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.devices import Host, HostLost, join, joined
+from tl_devicefix.placement.devices import Host, HostLost, join, joined_hosts
 from tl_devicefix.placement.in_use import held_by
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
             transformers, TransformerLens, this package), or starts no worker in time.
     """
     with _joining:
-        if joined() and all(map(_answers, joined())):
+        if joined_hosts() and all(map(_answers, joined_hosts())):
             return
         leave_hosts()
         if not _connect(address):
@@ -75,7 +75,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
 
 def leave_hosts() -> None:
     """End all workers."""
-    for host in joined():
+    for host in joined_hosts():
         host.connection.end()
     join([])
 

@@ -40,7 +40,7 @@ from transformers.cache_utils import Cache
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
 from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
-from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.kv_caches import (
@@ -59,7 +59,7 @@ from tl_devicefix.multihost.worker import (
     Output,
     Reply,
     Request,
-    Step,
+    StepRequest,
     config_at,
     sent,
     settings,
@@ -227,7 +227,7 @@ _SET_BY_LIBRARIES = frozenset(
         *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
     )
 )
-"""Attributes that TransformerLens sets. The worker gets them by `Step` or `call_everywhere`."""
+"""Attributes that TransformerLens sets; `StepRequest` or `call_everywhere` brings them along."""
 
 
 class RemotePart(RemoteModule):
@@ -366,7 +366,7 @@ def _why_not_now() -> str | None:
     """Return the mode of this process that would change numbers here only; None without one."""
     if (why := unsupported_mode()) is not None:
         return why
-    is_of_bridge, *_ = kept_in_forward().get(FACTS) or [False]
+    is_of_bridge, *_ = kept_in_forward().get(SENT_FACTS) or [False]
     recording = sys.modules.get(RECORDING)
     if recording and recording._active_collector.get() and not is_of_bridge:
         return "transformers was asked for hidden states or attentions"
@@ -432,7 +432,7 @@ class _Step:
                     )
         return marked
 
-    def message(self) -> Step:
+    def message(self) -> StepRequest:
         """Return the step as it is sent to the worker."""
         args, kwargs = self.arguments
         return {
@@ -543,7 +543,7 @@ class _RemoteRun(RemoteHandle):
             "leaves": leaves,
             "graph": torch.is_grad_enabled(),
             "settings": settings(),
-            "facts": kept_in_forward().get(FACTS),
+            "facts": kept_in_forward().get(SENT_FACTS),
         }
         forget = self.host.take_forgotten()
         ask = partial(self._replied, "begin", self._remote.number, sent(request), forget)

@@ -40,7 +40,7 @@ from transformer_lens.hook_points import LensHandle
 
 from tl_devicefix.dispatch.views import restore, view_of
 from tl_devicefix.fusing.fused import is_fused, set_fused
-from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, one_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
@@ -67,7 +67,7 @@ HAS_MLP_IN = "_use_hook_mlp_in"
 """A setting that a Bridge keeps in its block, and not in a config."""
 
 
-class Step(TypedDict):
+class StepRequest(TypedDict):
     """One block of a run.
 
     `taps` has the kinds of the hooks ("fwd", "bwd") at each tap, and `cached` the number under
@@ -93,7 +93,7 @@ class Request(TypedDict):
     """
 
     x: Float[torch.Tensor, "batch pos d_model"]
-    steps: list[Step]
+    steps: list[StepRequest]
     leaves: list[int]
     graph: bool
     settings: list[object]
@@ -372,14 +372,14 @@ class _PausableRun:
         request = self._request
         x = request["x"]  # [batch, pos, d_model]
         with torch.set_grad_enabled(request["graph"]), one_forward():
-            kept_in_forward()[FACTS] = request["facts"]
+            kept_in_forward()[SENT_FACTS] = request["facts"]
             for number, step in enumerate(request["steps"]):
                 output = self._run_block(number, step, x)
                 x = output[0] if isinstance(output, tuple) else output
         return self._stopped(number, "", x, output)
 
     def _run_block(
-        self, number: int, step: Step, x: Float[torch.Tensor, "batch pos d_model"]
+        self, number: int, step: StepRequest, x: Float[torch.Tensor, "batch pos d_model"]
     ) -> Output:
         layer, block = step["layer"], self._model.blocks[step["layer"]]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
@@ -436,7 +436,7 @@ class _PausableRun:
         geometry = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self._grown.append((number, settings_of(entry), geometry))
 
-    def _put_hook(self, number: int, step: Step, name: str, point: Any) -> None:
+    def _put_hook(self, number: int, step: StepRequest, name: str, point: Any) -> None:
         """Put a hook of torch's on a hook point."""
 
         # torch's, because home runs TransformerLens's conversions around the user's hook.

@@ -22,7 +22,7 @@ import transformers.utils.logging as hf_logging
 from tqdm import tqdm
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.naming import WRAPPED, joined
+from tl_devicefix.dispatch.naming import WRAPPED, join_path
 from tl_devicefix.dispatch.scheduler import DeviceQueue, Run, Streams, running, with_view_of
 from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
@@ -235,7 +235,7 @@ class WeightsSnapshot:
         for path, module in model.named_modules():
             for name, weight in module._parameters.items():
                 if weight is not None and type(weight) is not RemoteTensor:
-                    full_name = joined(path, name).replace(f"{WRAPPED}.", "")
+                    full_name = join_path(path, name).replace(f"{WRAPPED}.", "")
                     state = full_name, module._parameters, name, weight, _state(weight)
                     self._states.append(state)
 

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from tl_devicefix.placement.placement import VISITING, ComponentSize, is_block, shared_once
+from tl_devicefix.placement.placement import (
+    VISITING,
+    ComponentSize,
+    names_block,
+    shared_buffer_bytes,
+)
 
 _Cost = TypeVar("_Cost", bound=tuple[object, ...])
 """Tuples are compared entry by entry, so that each entry breaks the ties of those before it."""
@@ -34,9 +39,9 @@ class _Loads(NamedTuple):
 
 
 def _weigh(sizes: Sequence[ComponentSize]) -> _Loads:
-    blocks = [size for size in sizes if is_block(size.name)]
-    around = (size.weights + size.buffers for size in sizes if not is_block(size.name))
-    return _Loads([block.weights for block in blocks], shared_once(blocks), sum(around))
+    blocks = [size for size in sizes if names_block(size.name)]
+    around = (size.weights + size.buffers for size in sizes if not names_block(size.name))
+    return _Loads([block.weights for block in blocks], shared_buffer_bytes(blocks), sum(around))
 
 
 def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:

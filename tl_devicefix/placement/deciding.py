@@ -35,7 +35,7 @@ from tl_devicefix.placement.placement import (
     PlacedComponent,
     Placement,
     in_short,
-    is_block,
+    names_block,
     placed_as,
 )
 
@@ -109,7 +109,7 @@ def decide(
     devices = _devices_to_use(home, device, n_devices, device_map, limits)
     if limits is None:
         limits = by_device(max_memory, home, devices)
-    n_blocks = sum(is_block(size.name) for size in sizes)
+    n_blocks = sum(names_block(size.name) for size in sizes)
     if n_devices is not None and n_devices > max(n_blocks, 1):
         _log.warning(
             "n_devices is %d, but the model has %d blocks, so it uses at most as many devices: "
@@ -197,7 +197,7 @@ def _contiguous(
     ]
     placed = []
     for size in sizes:
-        where = (devices[0], False) if not is_block(size.name) else of_block.pop(0)
+        where = (devices[0], False) if not names_block(size.name) else of_block.pop(0)
         placed.append(placed_as(size, *where))
     return Placement(tuple(placed))
 
@@ -219,7 +219,7 @@ def _from_dict(
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
         # Small ones, such as a Bridge's rotary embedding, go with `embed` if a map leaves them out.
-        if not keys and not (is_block(size.name) or size.name in _NAMED_IN_MAPS):
+        if not keys and not (names_block(size.name) or size.name in _NAMED_IN_MAPS):
             keys = [key for key in device_map if _is_prefix(key, "embed")]
         if not keys:
             missing.append(size.name)
@@ -245,13 +245,13 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     home = placed[0].device
     # Blocks before the first one on a device run on that device. The others run on the device of
     # the block before them, because the residual stream is there.
-    on_device = [c for c in placed if is_block(c.name) and c.device != HOST]
+    on_device = [c for c in placed if names_block(c.name) and c.device != HOST]
     device = on_device[0].device if on_device else home
     running = list(placed)
     for position, component in enumerate(placed):
-        if is_block(component.name) and component.device != HOST:
+        if names_block(component.name) and component.device != HOST:
             device = component.device
-        elif is_block(component.name) and home != HOST and not is_elsewhere(home):
+        elif names_block(component.name) and home != HOST and not is_elsewhere(home):
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
 
@@ -282,7 +282,7 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
     # A worker's map has stand-ins for the embeddings too, because the driver holds these.
-    if not is_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
+    if not names_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(
             f"device_map puts {component} on another host, where only blocks can be: put it on a "
             "device of this host"

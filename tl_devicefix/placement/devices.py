@@ -76,7 +76,7 @@ def join(hosts: Sequence[Host]) -> None:
     _joined = tuple(hosts)
 
 
-def joined() -> tuple[Host, ...]:
+def joined_hosts() -> tuple[Host, ...]:
     """Return the hosts that have joined, in order, without this process's own."""
     return _joined
 
@@ -123,10 +123,10 @@ def site_named(name: str, sites: Sequence[Site]) -> Site:
             f"device {name!r} names a host, but no other host has joined: call "
             "tl_devicefix.init_hosts() first, or leave the host out"
         )
-    raise ValueError(f"device {name!r} does not exist: name one of {listed(sites)}")
+    raise ValueError(f"device {name!r} does not exist: name one of {list_sites(sites)}")
 
 
-def listed(sites: Sequence[Site]) -> str:
+def list_sites(sites: Sequence[Site]) -> str:
     """List hosts and their devices: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
     by_host: dict[int, list[Site]] = {}
     names = {site.hostname for site in sites}
@@ -214,19 +214,19 @@ def is_elsewhere(device: torch.device) -> bool:
 
 def host_of(device: torch.device) -> tuple[Host, int]:
     """Return the host of a device elsewhere, and the device's number there."""
-    devices = [(host, number) for host in joined() for number in range(len(host.devices))]
+    devices = [(host, number) for host in joined_hosts() for number in range(len(host.devices))]
     return devices[device.index]
 
 
 def sites_here() -> tuple[Site, ...]:
     """Return the sites of all devices after `init_hosts`; nothing with one host or a simulation."""
-    if not joined() or simulated_device() is not None:
+    if not joined_hosts() or simulated_device() is not None:
         return ()
     here = default_device()
     own = [torch.device(here.type, number) for number in range(device_count(here.type))]
     own = own if has_index(here) else [here]
     sites = [Site(d, 0, socket.gethostname(), n, str(d)) for n, d in enumerate(own)]
-    for number, host in enumerate(joined(), 1):
+    for number, host in enumerate(joined_hosts(), 1):
         for index, name in enumerate(host.devices):
             device = elsewhere(len(sites) - len(own))
             sites.append(Site(device, number, host.connection.name, index, name))
@@ -248,7 +248,7 @@ def printed(device: torch.device) -> str:
 def and_there_are() -> str:
     """Return the hosts' devices as the end of a sentence; "" with one host."""
     sites = sites_here()
-    return f"; the hosts have {listed(sites)}" if sites else ""
+    return f"; the hosts have {list_sites(sites)}" if sites else ""
 
 
 def is_device(named: object) -> bool:
@@ -314,7 +314,7 @@ def _existing(device: torch.device, named: str) -> torch.device:
     if (device.index or 0) >= count and not is_elsewhere(device):
         present = f"this machine has {count} device(s) of type {device.type!r}"
         if (sites := sites_here()) and site_of(torch.device(device.type, 0), sites) is not None:
-            present = f"the hosts have {len(sites)} ({listed(sites)})"
+            present = f"the hosts have {len(sites)} ({list_sites(sites)})"
         raise ValueError(f"device {named!r} does not exist: {present}; name one that is there")
     return device
 
@@ -341,7 +341,7 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         if start:
             present += f", of which {max(available - start, 0)} are left from there on"
         if sites and site_of(first, sites) is not None:
-            present = f"the hosts have {len(sites)} ({listed(sites)})"
+            present = f"the hosts have {len(sites)} ({list_sites(sites)})"
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
             f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
@@ -356,7 +356,7 @@ def free_memory(device: torch.device) -> int | None:
     Memory of other processes counts as used. Unused memory in this process's caching allocator
     counts as free, because torch reuses it, unless `set_per_process_memory_fraction` forbids it.
     """
-    if is_elsewhere(device) and joined():
+    if is_elsewhere(device) and joined_hosts():
         host, number = host_of(device)
         return int(host.connection.call("free_memory", number, host.take_forgotten()))
     if device.type in ("cpu", "meta"):

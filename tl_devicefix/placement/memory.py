@@ -28,7 +28,7 @@ def by_device(
     if max_memory is None:
         return None
     if isinstance(max_memory, int | str):
-        return dict.fromkeys(devices, bytes_of(max_memory, "max_memory"))
+        return dict.fromkeys(devices, parse_bytes(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
         raise ValueError(
             "max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
@@ -40,7 +40,7 @@ def by_device(
             named = resolve(key, home)
         except ValueError as error:
             raise ValueError(f"max_memory names {shown(key)}, but {error}") from error
-        limits.setdefault(named, bytes_of(limit, f"max_memory[{key!r}]"))
+        limits.setdefault(named, parse_bytes(limit, f"max_memory[{key!r}]"))
     return limits
 
 
@@ -58,7 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
 
 
-def bytes_of(size: int | str, called: str = "memory") -> int:
+def parse_bytes(size: int | str, called: str = "memory") -> int:
     """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
     if isinstance(size, str):

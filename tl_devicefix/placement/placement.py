@@ -186,7 +186,7 @@ class Placement:
         device = self._device(device)
         running = [c for c in self.components if c.device == device]
         stored = sum(c.weights for c in self.components if c.stored_on == device)
-        return stored + sum(self._visiting(device)) + shared_once(running)
+        return stored + sum(self._visiting(device)) + shared_buffer_bytes(running)
 
     def _device(self, named: DeviceLike) -> torch.device:
         """Resolve a device; one in use is found by name, because simulated ones cease to exist."""
@@ -281,10 +281,10 @@ def in_short(names: Sequence[str]) -> str:
 def component_of(name: str) -> str:
     """Return the component of a parameter or buffer: "blocks.3" for "blocks.3.attn.W_Q"."""
     parts = name.split(".")
-    return ".".join(parts[:2]) if is_block(name) else parts[0]
+    return ".".join(parts[:2]) if names_block(name) else parts[0]
 
 
-def is_block(name: str) -> bool:
+def names_block(name: str) -> bool:
     """Return True for a block, or a name within one.
 
     Other components (embed, pos_embed, ln_final, unembed) stay at home, so that tokens go in and
@@ -293,7 +293,7 @@ def is_block(name: str) -> bool:
     return name.partition(".")[2].partition(".")[0].isdecimal()
 
 
-def shared_once(on_one_device: Sequence[ComponentSize]) -> int:
+def shared_buffer_bytes(on_one_device: Sequence[ComponentSize]) -> int:
     """Return the bytes of buffers that components on one device hold, shared ones counted once."""
     copies = {component.shared or component.name: component.buffers for component in on_one_device}
     return sum(copies.values())

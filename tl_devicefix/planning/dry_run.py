@@ -170,10 +170,10 @@ def dry_run(
         model = planned.make(placement, tokenizer)
         if fuse_blocks:
             fused.fuse_blocks(model)
-        return watch(machine, model, placement, run)
+        return record_run(machine, model, placement, run)
 
 
-def watch(
+def record_run(
     machine: Machine, model: Model, placement: Placement, run: Callable[[Model], object]
 ) -> DryRun:
     """Run the function, and record its memory and transfers on each device."""

@@ -17,9 +17,9 @@ from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
 from tl_devicefix.placement.devices import HOST, DeviceLike
-from tl_devicefix.placement.memory import MaxMemory, by_device, bytes_of, gib
-from tl_devicefix.placement.placement import Placement, in_short, shared_once
-from tl_devicefix.planning.dry_run import OnDevice, memory_table, watch
+from tl_devicefix.placement.memory import MaxMemory, by_device, gib, parse_bytes
+from tl_devicefix.placement.placement import Placement, in_short, shared_buffer_bytes
+from tl_devicefix.planning.dry_run import OnDevice, memory_table, record_run
 from tl_devicefix.planning.plan import (
     UNLIMITED,
     Blueprint,
@@ -227,7 +227,7 @@ def _estimate(
         if job.fuse_blocks:
             fused.fuse_blocks(live)
 
-        dry = watch(machine, live, placement, partial(_run, job, model))
+        dry = record_run(machine, live, placement, partial(_run, job, model))
         if dry.error is not None:  # not the model's memory, which has no limit here
             raise dry.error
         devices = []
@@ -236,7 +236,7 @@ def _estimate(
             # Without offloaded blocks, because their weights live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
             # The larger one, because sizes count an unembedding that a Bridge ties.
-            weights = max(row.weights, resident + shared_once(runs))
+            weights = max(row.weights, resident + shared_buffer_bytes(runs))
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.
             if runs and peak < (loading := weights + model.room_to_load(placement)):
@@ -257,8 +257,8 @@ def _estimate(
 
 def _of_each(memory: MaxMemory | None, n_devices: int) -> dict[DeviceLike, int | str]:
     """Return the size of each device: one for all, or a dict's sizes and 80 GiB for the rest."""
-    if not isinstance(memory, Mapping):  # ignored, because `bytes_of` refuses None
-        size = bytes_of(memory, "max_memory")  # type: ignore[arg-type]
+    if not isinstance(memory, Mapping):  # ignored, because `parse_bytes` refuses None
+        size = parse_bytes(memory, "max_memory")  # type: ignore[arg-type]
         return dict.fromkeys(range(n_devices), size)
     return {**dict.fromkeys(range(n_devices), "80GiB"), **memory}
 

@@ -118,7 +118,7 @@ def call_without_values(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     result = func(*args, **kwargs)
     results = result if isinstance(result, tuple) else (result,)
     # A result that shares memory with an operand is not cached: a copy would not share it.
-    operands = tensors_in((*args, *kwargs.values()))
+    operands = dense_tensors((*args, *kwargs.values()))
     used = {tensor.untyped_storage()._cdata for tensor in operands}
     if all(_is_new(tensor, used) for tensor in results):
         if len(_layouts) >= _MOST_LAYOUTS:
@@ -155,12 +155,12 @@ def _described(value: object) -> Hashable:
     raise _DecidesByValues
 
 
-def tensors_in(value: object) -> list[torch.Tensor]:
+def dense_tensors(value: object) -> list[torch.Tensor]:
     """Return the dense tensors in lists and tuples; a sparse one's values and indices."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.sparse_coo:
             return [value._values(), value._indices()]
         return [value] if value.layout is torch.strided else []
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [tensor for item in value for tensor in dense_tensors(item)]
     return []

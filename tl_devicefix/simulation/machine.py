@@ -14,7 +14,7 @@ import torch.fx.experimental._config as meta_config
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import Executor, tensors_in
+from tl_devicefix.simulation.executor import Executor, dense_tensors
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Machine:
         self, source: torch.device, target: torch.device, copy: torch.Tensor
     ) -> None:
         """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
-        nbytes = sum(part.nbytes for part in tensors_in(copy))
+        nbytes = sum(part.nbytes for part in dense_tensors(copy))
         # No empty copies, because transformers' KV cache begins with empty tensors.
         if nbytes and source != target:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))

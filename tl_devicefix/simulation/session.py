@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
-from tl_devicefix.placement.memory import bytes_of
+from tl_devicefix.placement.memory import parse_bytes
 from tl_devicefix.simulation import backend, backward
 from tl_devicefix.simulation.executor import CpuExecutor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
@@ -113,7 +113,7 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
             f"memory must be a size such as '24GiB', or a list of one for each of {n_devices} "
             f"devices, but is {shown(memory)}"
         )
-    return [bytes_of(size) for size in sizes]
+    return [parse_bytes(size) for size in sizes]
 
 
 def _prepare_torch() -> None:

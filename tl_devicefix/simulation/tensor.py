@@ -12,7 +12,7 @@ import torch
 
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import Args, Kwargs, Operation, tensors_in, zeros_for
+from tl_devicefix.simulation.executor import Args, Kwargs, Operation, dense_tensors, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
 from tl_devicefix.tracebacks import note_mixed_devices
 
@@ -189,7 +189,7 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
         # Resolve lazy conjugation here, because a wrapper cannot carry its bit.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
     # Values and indices, because a sparse tensor itself has no storage, strides or offset.
-    parts = tensors_in(cpu) or [cpu]
+    parts = dense_tensors(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
     strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
     tensor = torch.Tensor._make_wrapper_subclass(

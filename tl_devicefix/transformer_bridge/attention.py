@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import nn
 from transformers import masking_utils
 
-from tl_devicefix.fusing.one_forward import FACTS, kept_in_forward, made_once
+from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, made_once
 from tl_devicefix.monkeypatch.patch import patches
 
 _Result = TypeVar("_Result")
@@ -34,7 +34,7 @@ def this_forward() -> ThisForward:
     kept = kept_in_forward()
     # A worker on another host gets the facts alone, because a config is not sent.
     if ThisForward not in kept:
-        is_of_bridge, by_sdpa, is_cache_read = kept.get(FACTS) or (False, False, True)
+        is_of_bridge, by_sdpa, is_cache_read = kept.get(SENT_FACTS) or (False, False, True)
         kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None, is_cache_read)
     return kept[ThisForward]  # type: ignore[no-any-return]
 
@@ -135,7 +135,7 @@ def place_of_mask(layer: nn.Module) -> int:
 
 
 @torch.inference_mode(False)  # because edits are not counted in inference mode
-def built(mask: object, residual: Float[torch.Tensor, "batch pos d_model"]) -> object:
+def eager_mask_of(mask: object, residual: Float[torch.Tensor, "batch pos d_model"]) -> object:
     """Convert a mask for SDPA to the one that transformers makes for "eager"."""
     made: torch.Tensor
     n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()

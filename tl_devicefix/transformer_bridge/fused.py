@@ -33,7 +33,7 @@ from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     are_masks_edited,
-    built,
+    eager_mask_of,
     place_of_mask,
     this_forward,
     why_no_sdpa,
@@ -137,12 +137,12 @@ def _classes(of: type[nn.Module]) -> Iterator[type]:
 _METHODS = Methods((*_classes(GeneralizedComponent), HookPoint))
 
 
-def bound_of(wrapper: nn.Module) -> Bound:
-    """Return a fused wrapper's `Bound`, made anew if a module or hook was exchanged."""
+def bound_of(wrapper: nn.Module) -> BoundWrapper:
+    """Return a fused wrapper's `BoundWrapper`, made anew if a module or hook was exchanged."""
     attributes = wrapper.__dict__
-    bound: Bound | None = attributes.get(BOUND)
+    bound: BoundWrapper | None = attributes.get(BOUND)
     if bound is None or not bound.is_current(attributes):
-        bound = attributes[BOUND] = Bound(wrapper)
+        bound = attributes[BOUND] = BoundWrapper(wrapper)
     return bound
 
 
@@ -161,7 +161,7 @@ def forget(bridge: TransformerBridge) -> None:
         vars(module).pop(BOUND, None)
 
 
-class Bound:
+class BoundWrapper:
     """transformers' own module within a wrapper, and the hooks around and within it.
 
     Attributes:
@@ -274,10 +274,13 @@ class Bound:
         """Return a block's arguments with the mask for "eager" in place of the one for SDPA."""
         residual: Any = args[0] if args else kwargs["hidden_states"]
         if "attention_mask" in kwargs:
-            return args, {**kwargs, "attention_mask": built(kwargs["attention_mask"], residual)}
+            return args, {
+                **kwargs,
+                "attention_mask": eager_mask_of(kwargs["attention_mask"], residual),
+            }
         at = self._mask_at
         if len(args) > at > 0:
-            args = (*args[:at], built(args[at], residual), *args[at + 1 :])
+            args = (*args[:at], eager_mask_of(args[at], residual), *args[at + 1 :])
         return args, kwargs
 
 

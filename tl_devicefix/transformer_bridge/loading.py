@@ -36,7 +36,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, joined, resolve, simulated_device
+from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.transformer_bridge.alignment import (
@@ -201,7 +201,9 @@ def _boot_checkpoint(
             device_map = options.get("device_map")
             devices = device_map.values() if isinstance(device_map, Mapping) else ()
             # A worker has no hosts joined; its map names devices of other hosts.
-            if joined() or any(isinstance(d, torch.device) and is_elsewhere(d) for d in devices):
+            if joined_hosts() or any(
+                isinstance(d, torch.device) and is_elsewhere(d) for d in devices
+            ):
                 stack.enter_context(_without_all_values())
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
