@@ -20,7 +20,7 @@ from tl_devicefix.types import Model
 class Adapter(Protocol):
     """The interface to a class of models."""
 
-    NAME: str
+    name: str
     """The name of the class, for messages."""
     model_class: type[Model]
     run_methods: tuple[str, ...]
@@ -65,7 +65,7 @@ def adapters() -> dict[str, Adapter]:
         from tl_devicefix.transformer_bridge import adapter as of_bridge
 
         installed.append(of_bridge)
-    return {adapter.NAME: cast(Adapter, adapter) for adapter in installed}
+    return {adapter.name: cast(Adapter, adapter) for adapter in installed}
 
 
 def is_model(model: object) -> bool:

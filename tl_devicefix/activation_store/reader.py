@@ -20,7 +20,7 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import HOST, DeviceLike
+from tl_devicefix.placement.devices import CPU, DeviceLike
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.types import Model
 
@@ -138,7 +138,7 @@ class SavedActivations:
                 "an ActivationCache needs all tokens, but token_mask left some out: read "
                 "saved[name] instead"
             )
-        home = HOST
+        home = CPU
         if model is not None:
             for name in ("n_layers", "d_model"):
                 if (own := getattr(model.cfg, name)) != self.model[name]:

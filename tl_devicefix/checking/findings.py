@@ -17,7 +17,7 @@ from tl_devicefix.dispatch.naming import WRAPPED, expression, join_path, list_na
 from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.monkeypatch.patch import is_of_user
-from tl_devicefix.placement.devices import HOST, is_elsewhere, printed, resolve, with_index
+from tl_devicefix.placement.devices import CPU, is_elsewhere, printed, resolve, with_index
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
@@ -129,7 +129,7 @@ def device_findings(model: Model) -> Iterator[Finding]:
         fix = f'{expression(path)}.to("{planned}")'
         if _placement_of(model) is not None:
             by = "the placement"
-            if planned == HOST:  # because .to(...) would move the buffers too
+            if planned == CPU:  # because .to(...) would move the buffers too
                 fix = "tl_devicefix.check(model, repair=True)"
         message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
         yield Finding("device", name, message, fix)

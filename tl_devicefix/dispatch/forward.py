@@ -15,7 +15,7 @@ from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, move_in_new_parts, move_in_parts
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
@@ -81,7 +81,7 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
     with contextlib.nullcontext() if run is None else run.preserve_device():
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())
-            if HOST in placement.memories:
+            if CPU in placement.memories:
                 layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
                 stack.enter_context(prefetching(self, *layers, is_in_flight=run is not None))
             output = original(self, *args, **kwargs)

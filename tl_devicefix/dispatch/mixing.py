@@ -19,7 +19,7 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.scheduler import refuse_in_run
 from tl_devicefix.monkeypatch.patch import package_of, patches
-from tl_devicefix.placement.devices import HOST, printed, version_of
+from tl_devicefix.placement.devices import CPU, printed, version_of
 from tl_devicefix.placement.in_use import chosen_device, device_of_result, devices_in_use
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
@@ -230,7 +230,7 @@ class mix_devices(JoinedAt):
 
     def __init__(self) -> None:
         # Neither is used, because models may be loaded, and dropped, within the block.
-        super().__init__(HOST, frozenset())
+        super().__init__(CPU, frozenset())
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -249,7 +249,7 @@ class mix_devices(JoinedAt):
         home = device_of_result(devices)
         sizes = {id(tensor): tensor_bytes(tensor) for tensor in tensors if tensor.device in devices}
         largest = max(tensors, key=lambda tensor: sizes.get(id(tensor), -1))
-        if largest.device not in (home, HOST) and 2 * sizes[id(largest)] > sum(sizes.values()):
+        if largest.device not in (home, CPU) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device
         return home
 

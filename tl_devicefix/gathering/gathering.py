@@ -17,7 +17,7 @@ from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import move
 from tl_devicefix.dispatch.mixing import JoinedAt, mapped
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.devices import HOST, free_memory, printed
+from tl_devicefix.placement.devices import CPU, free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
@@ -65,8 +65,8 @@ class ReadAt(JoinedAt):
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Return the device of the reading."""
         # Offloaded weights come to the one other device, because they are used on it as ever.
-        others = devices - {HOST}
-        return next(iter(others)) if len(others) == 1 and self._device != HOST else self._device
+        others = devices - {CPU}
+        return next(iter(others)) if len(others) == 1 and self._device != CPU else self._device
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None

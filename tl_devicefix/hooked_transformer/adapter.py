@@ -22,7 +22,7 @@ from tl_devicefix.placement.placement import Placement
 
 __all__ = ["model_class", "option_names", "view_of"]
 
-NAME = "HookedTransformer"
+name = "HookedTransformer"
 model_class = HookedTransformer
 run_methods = ("forward", "run_with_hooks", "input_to_embed")
 setup_hint = "the model was set up", "model.setup()"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import HOST, module_with_streams, storage_of, version_of
+from tl_devicefix.placement.devices import CPU, module_with_streams, storage_of, version_of
 
 
 class Place(NamedTuple):
@@ -167,7 +167,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0].to(HOST), None  # because the parameter is there
+        return gradients[0].to(CPU), None  # because the parameter is there
 
 
 def keeping_on_host(

@@ -28,7 +28,7 @@ from torch import nn
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.fusing.one_forward import kept_in_forward
 from tl_devicefix.offload.copying import BlockCopy, Place, keeping_on_host
-from tl_devicefix.placement.devices import HOST, module_with_streams
+from tl_devicefix.placement.devices import CPU, module_with_streams
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
@@ -48,7 +48,7 @@ def pin(model: Model, placement: Placement) -> None:
     for block, device in _offloaded(model, placement):
         if module_with_streams(device) is not None:
             for parameter in block.parameters():
-                if parameter.device == HOST and not parameter.is_pinned():
+                if parameter.device == CPU and not parameter.is_pinned():
                     parameter.data = parameter.data.pin_memory()
 
 
@@ -89,7 +89,7 @@ class OffloadedForward(Around):
         for module in self.module.modules():
             for name, parameter in module._parameters.items():
                 host = hosts.get(id(parameter), parameter)
-                if host is not None and host.device == HOST:
+                if host is not None and host.device == CPU:
                     yield Place(module, name, host)
 
     # Functions of their own, because names in `forward` would keep weights that are swapped out.

@@ -15,7 +15,7 @@ import torch
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fits, shares
 from tl_devicefix.placement.devices import (
-    HOST,
+    CPU,
     DeviceLike,
     and_there_are,
     consecutive,
@@ -67,7 +67,7 @@ def decide_fitting(
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     limited = max_memory if isinstance(max_memory, Mapping) else ()
     indices = [named for named in (device, *in_map, *limited) if type(named) is int]
-    if indices and default_device() == HOST:
+    if indices and default_device() == CPU:
         _log.warning(
             "device %d is asked for, but there is no GPU here, so the model is placed on the CPU",
             indices[0],
@@ -118,8 +118,8 @@ def decide(
             n_blocks,
         )
     home = devices[0]  # the lowest that `max_memory` names, if `device` is left out
-    may_offload = home != HOST and HOST in (limits or {})
-    _warn_of_unused(limits, [*devices, HOST] if may_offload else devices)
+    may_offload = home != CPU and CPU in (limits or {})
+    _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
     # Leave out devices that may hold nothing. Home stays, so that `check_fit` reports its lack.
     devices = [d for d in devices if d == home or capacity(d, limits) != 0]
     rooms = [capacity(d, limits) for d in devices]
@@ -245,13 +245,13 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
     home = placed[0].device
     # Blocks before the first one on a device run on that device. The others run on the device of
     # the block before them, because the residual stream is there.
-    on_device = [c for c in placed if names_block(c.name) and c.device != HOST]
+    on_device = [c for c in placed if names_block(c.name) and c.device != CPU]
     device = on_device[0].device if on_device else home
     running = list(placed)
     for position, component in enumerate(placed):
-        if names_block(component.name) and component.device != HOST:
+        if names_block(component.name) and component.device != CPU:
             device = component.device
-        elif names_block(component.name) and home != HOST and not is_elsewhere(home):
+        elif names_block(component.name) and home != CPU and not is_elsewhere(home):
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
 

@@ -144,7 +144,7 @@ def list_sites(sites: Sequence[Site]) -> str:
 DeviceLike = str | int | torch.device
 """A device as torch takes it, an index, or a name with its host: "host1/cuda:1"."""
 
-HOST = torch.device("cpu")
+CPU = torch.device("cpu")
 """The memory of offloaded blocks' weights."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import HOST, free_memory, is_elsewhere, printed
+from tl_devicefix.placement.devices import CPU, free_memory, is_elsewhere, printed
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
@@ -47,7 +47,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     if over:
         if held:
             over.append(f"where earlier models hold {gib(held)} until you `del` them")
-        remedy, offload = "use more devices,", "" if HOST in (limits or {}) else _OFFLOAD
+        remedy, offload = "use more devices,", "" if CPU in (limits or {}) else _OFFLOAD
         if is_given:
             remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from tl_devicefix.misspelt import UnknownName, did_you_mean
 from tl_devicefix.placement.devices import (
-    HOST,
+    CPU,
     DeviceLike,
     Site,
     is_elsewhere,
@@ -57,7 +57,7 @@ class PlacedComponent(ComponentSize):
     @property
     def stored_on(self) -> torch.device:
         """The device of its weights while it does not run."""
-        return HOST if self.offloaded else self.device
+        return CPU if self.offloaded else self.device
 
 
 @dataclass(frozen=True, repr=False)
@@ -243,7 +243,7 @@ class Placement:
         name = str(memory) if site is None else site.name
         if memory == self.home:
             return f"{name} (home)"
-        is_offload = memory == HOST and any(c.offloaded for c in self.components)
+        is_offload = memory == CPU and any(c.offloaded for c in self.components)
         return f"{name} (offloaded)" if is_offload else name
 
     def held_in(self, memory: torch.device) -> str:
@@ -251,7 +251,7 @@ class Placement:
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))
         held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]
-        for device in self.devices if memory == HOST else ():
+        for device in self.devices if memory == CPU else ():
             visitors = [c.name for c in self.components if c.offloaded and c.device == device]
             held.append(f"{in_short(visitors)} -> {device}" if visitors else "")
         return "; ".join(filter(None, held))

@@ -16,7 +16,7 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
-from tl_devicefix.placement.devices import HOST, DeviceLike
+from tl_devicefix.placement.devices import CPU, DeviceLike
 from tl_devicefix.placement.memory import MaxMemory, by_device, gib, parse_bytes
 from tl_devicefix.placement.placement import Placement, in_short, shared_buffer_bytes
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, record_run
@@ -245,12 +245,12 @@ def _estimate(
             devices.append(
                 replace(row, weights=weights, peak=peak, module=module, capacity=capacity)
             )
-        on_host = [component for component in placement.components if component.stored_on == HOST]
+        on_host = [component for component in placement.components if component.stored_on == CPU]
         if on_host:
             names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
             peak = weights * (1 + job.gradients)  # a gradient is as large as its parameter
             module = "outside the model" if job.gradients else "the weights"
-            devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(HOST)))
+            devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(CPU)))
     dtype = str(model.dtype).removeprefix("torch.")
     return Estimate(model.name, dtype, job, tuple(devices), placement)
 

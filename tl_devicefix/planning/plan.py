@@ -111,7 +111,7 @@ def check_options(
     # The function's own names too, because one of them may be misspelt.
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if names else " beside a config, which says all"
-    where = " for a TransformerBridge" if adapter.NAME == "TransformerBridge" else where
+    where = " for a TransformerBridge" if adapter.name == "TransformerBridge" else where
     refuse_unknown(function.__name__, options, [*own, *names], where)
 
 
@@ -173,7 +173,7 @@ def plan(
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
     # Count norms too, because a Bridge is booted without folding.
-    is_of_bridge = adapter_to_load(config_or_model_name).NAME == "TransformerBridge"
+    is_of_bridge = adapter_to_load(config_or_model_name).name == "TransformerBridge"
     options = {} if is_of_bridge else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
     return decide_fitting(model.sizes(), n_devices, device, device_map, max_memory)

@@ -21,7 +21,7 @@ from tl_devicefix.transformer_bridge.blueprint import OPTIONS, BridgeBlueprint
 
 __all__ = ["model_class", "view_of"]
 
-NAME = "TransformerBridge"
+name = "TransformerBridge"
 run_methods = ("forward", "run_with_hooks")
 setup_hint = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint.read

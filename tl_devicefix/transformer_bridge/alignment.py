@@ -21,7 +21,7 @@ from tl_devicefix.dispatch.views import ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
-from tl_devicefix.placement.devices import HOST, resolve_to_move, with_index
+from tl_devicefix.placement.devices import CPU, resolve_to_move, with_index
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement
@@ -95,9 +95,9 @@ def to(
     """
     # Resolve numbers here, because TransformerLens would silently move a spread Bridge.
     if args and type(args[0]) is int:
-        args = (resolve_to_move(args[0], home_of(self) or HOST), *args[1:])
+        args = (resolve_to_move(args[0], home_of(self) or CPU), *args[1:])
     if type(kwargs.get("device")) is int:
-        kwargs["device"] = resolve_to_move(kwargs["device"], home_of(self) or HOST)
+        kwargs["device"] = resolve_to_move(kwargs["device"], home_of(self) or CPU)
     asked = {name: value for name, value in kwargs.items() if name != "print_details"}
     refuse_to_convert(self, lambda tensor: tensor.to(*args, **asked))
     moved = original(self, *args, **kwargs)

@@ -36,7 +36,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
 from tl_devicefix.offload.prefetch import pin
-from tl_devicefix.placement.devices import HOST
+from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.placement.remote_tensor import RemoteTensor
@@ -263,7 +263,7 @@ def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
     placement: Placement | None = getattr(bridge, "placement", None)
     if placement is not None and unit.weights:
         return placement.device_for(unit.name)
-    return next((weight.device for weight in unit.weights.values()), HOST)
+    return next((weight.device for weight in unit.weights.values()), CPU)
 
 
 def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
