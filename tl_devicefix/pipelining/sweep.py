@@ -131,7 +131,7 @@ def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Ho
 
 # Arguments of a forward on which the residual stream depends.
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
-# A run may start at any block with these, because no run changes them, as it would a KV cache.
+# Arguments with which a run may start at any block; not a KV cache, because each run changes it.
 _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
