@@ -89,6 +89,8 @@ def sweep(
         )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
+    if isinstance(runs, torch.Tensor):
+        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
 
