@@ -300,7 +300,7 @@ def is_right(measure: MeasureTwin, hf_config: PretrainedConfig) -> bool:
 
 
 def _blame(measure: MeasureTwin, hf_config: PretrainedConfig) -> str:
-    """Name the setting without which, at its default, there is no difference; "" if none."""
+    """Name a setting whose default value would remove the difference; "" if there is none."""
     config = getattr(hf_config, "text_config", hf_config)
     defaults = type(config)()
     for name, value in vars(config).items():
