@@ -61,13 +61,13 @@ def _fold_norm(
     """Fold a norm into a matrix of d_in rows, or one for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
     has_bias = norm == "ln1" or bias in weights  # because attention always has biases
-    # The bias first, because it goes through the matrix before that is scaled by the norm.
+    # The bias comes first, because it needs the matrix before the norm's weights scale it.
     if fold_biases and f"{norm}.b" in weights and has_bias:
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
         )
     matrix *= weights[f"{norm}.w"][:, None]  # [... d_in, d_out]
-    if center_weights:  # because LayerNorm's output has no mean, a constant in d_in has no effect
+    if center_weights:  # changes no output, because LayerNorm's has mean zero over d_in
         matrix -= matrix.mean(dim=-2, keepdim=True)  # [... 1, d_out]
 
 
