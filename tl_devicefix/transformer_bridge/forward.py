@@ -71,8 +71,9 @@ def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
 
 def _takes_cache(bridge: TransformerBridge) -> bool:
     """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
-    takes = inspect.signature(bridge.original_model.forward).parameters
-    return bool(getattr(bridge.cfg, "is_stateful", False)) and "cache" in takes
+    if not getattr(bridge.cfg, "is_stateful", False):
+        return False  # before the signature is read, because `generate` asks at each token
+    return "cache" in inspect.signature(bridge.original_model.forward).parameters
 
 
 def _is_of_tokens(mask: object) -> bool:
