@@ -1,8 +1,8 @@
-"""Runs in flight: each holds the device where it computes, and waits for the next one's.
+"""Runs in flight: a run holds the device it computes on, and queues for the next one it needs.
 
-Each run is a thread. Where its residual stream leaves for another device, it releases the device
-that it holds, waits until the tensors have arrived, and queues for the other device. Runs 0, 1, 2
-and 3 over two devices:
+Each run is a thread. When its residual stream goes to another device, the run releases its device,
+waits until the copies have arrived, and then queues for the other device. Runs 0, 1, 2 and 3 over
+two devices:
 
     cuda:0   blocks 0-3   | 0 | 1 | 2 | 3 |
     cuda:1   blocks 4-7       | 0 | 1 | 2 | 3 |
@@ -38,10 +38,11 @@ class Abandoned(BaseException):
 
 
 class DeviceQueue:
-    """Gives each device to one run of a `pipeline_map` at a time: the oldest that asks for it."""
+    """Gives each device to one run at a time: of those that ask, the one of the lowest number."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # its lock guards the others
+        # Its lock guards the attributes below; only `check` reads `_is_over` without it.
+        self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[Run]] = defaultdict(list)
         self._requested = -1  # the number of the run whose result the caller waits for
@@ -54,19 +55,19 @@ class DeviceQueue:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Cancel all runs that have not finished."""
+        """Have each unfinished run raise `Abandoned` at its next `check`."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Cancel the run that calls this, if nobody waits for results any more."""
-        # Without the lock, because each torch function of a run comes here.
+        """Raise `Abandoned` in the run that calls this, if `end` was called."""
+        # Without the lock, because every torch function of a run calls this, by `InOrder`.
         if self._is_over:
             raise Abandoned
 
     def acquire(self, run: Run, device: torch.device) -> None:
-        """Wait until a run, which holds no device, holds this one."""
+        """Block until `run` holds the device. The run must hold none when it calls this."""
         with self._changed:
             self._asking[device].append(run)
             self._grant(device)
@@ -82,7 +83,7 @@ class DeviceQueue:
                 raise
 
     def release(self, run: Run, device: torch.device) -> None:
-        """Let the next run have a device."""
+        """Release the device if `run` holds it, and grant it to the next run that asks."""
         with self._changed:
             if self._holders.get(device) is run:
                 del self._holders[device]
@@ -106,7 +107,7 @@ class DeviceQueue:
 
 
 class Streams(dict[torch.device, torch.Stream]):
-    """The streams of one view, a device each, on which tensors go from device to device."""
+    """The copy streams of one view, one for each device, made at the first use."""
 
     def __missing__(self, device: torch.device) -> torch.Stream:
         stream = self[device] = torch.get_device_module(device.type).Stream(device)
@@ -125,15 +126,17 @@ class Run:
         self.queue = queue
         self._streams = streams
         self.device: torch.device | None = None
-        self._thread = threading.get_ident()  # because autograd may call hooks in another
-        # Tensors on the way to the next device, each with its source, which is read until then.
+        # Compared in `wait_for_earlier`, because autograd may call hooks in another thread.
+        self._thread = threading.get_ident()
+        # Pairs of a source and its copy. The source is kept, because the copy reads it meanwhile.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        # The versions of tensors whose copies the host has waited for.
+        # Tensor -> its version when it was last sent. The host waits for each copy, so a tensor of
+        # that version is known to be computed.
         self._computed = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
     def moving_to(self, device: torch.device) -> Iterator[None]:
-        """Within it, `send` copies tensors to a device; after it, the run holds that device."""
+        """Make `send` copy to a device within the `with` block; then hold that device."""
         if device == self.device:
             yield
             return
@@ -146,11 +149,12 @@ class Run:
             self._sent = None
             self.release()
             if sent:
-                # The host waits, also after an error, because somebody may have kept what arrives.
+                # Also after an error, because the user may have kept a copy that has not arrived.
                 self._streams[device].synchronize()
                 computing = torch.get_device_module(device.type).current_stream(device)
-                # The allocator took the copies on our stream, and would free them in its order.
-                while sent:  # without names, which would hold tensors while the run waits
+                # The copies were allocated on our stream, so the allocator would otherwise reuse
+                # their memory while kernels on the computing stream still read it.
+                while sent:  # popped without a name, because that would hold a tensor in `acquire`
                     sent.pop()[1].record_stream(computing)
         self.acquire(device)
 
@@ -160,12 +164,13 @@ class Run:
         self.device = device
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a tensor to a device, within `moving_to`; at once where there are no streams."""
+        """Copy a tensor to a device: asynchronously in `moving_to`, if the device has streams."""
         module = module_with_streams(device)
         if self._sent is None or module is None:
             return tensor.to(device)
         with contextlib.ExitStack() as stack:
-            # On streams of the view, because those that compute have kernels of later runs queued.
+            # On the view's own streams, because other runs have queued kernels on those that
+            # compute, and the copy would wait for them.
             if tensor.device.type == device.type:
                 source = self._streams[tensor.device]
                 if not self._is_computed(tensor):
@@ -177,9 +182,9 @@ class Run:
         return copy
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
-        """Return True if the host has waited for this tensor before; from now on it has."""
-        # Because a mask goes to each device, and would wait at each for all kernels that other runs
-        # have queued at home meanwhile.
+        """Return True if this version of a tensor was sent before, and note that it is sent now."""
+        # A mask is sent to every device. Without this note, each of these copies would wait for all
+        # kernels that other runs have queued at home meanwhile.
         if tensor.is_inference():  # because torch does not count their changes
             return False
         is_computed = self._computed.get(tensor) == tensor._version
@@ -190,13 +195,13 @@ class Run:
         """Release the device that the run holds, if any, and what is prefetched there."""
         device, self.device = self.device, None
         if device is not None:
-            # Because the next run prefetches there too: memory is for two blocks.
+            # The next run prefetches there too, and the device has memory for two blocks only.
             drop_prefetched(device)
             self.queue.release(self, device)
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:
-        """After it, the run holds the device that it held before, or none."""
+        """Give the run the device back that it held before the `with` block, or none."""
         before = self.device
         try:
             yield
@@ -214,7 +219,7 @@ class Run:
                 "flight, because autograd calls it in a thread that all runs share: do so before "
                 "the backward, or pass max_in_flight=1"
             )
-        # Without the device, because earlier runs need it before their results can be fetched.
+        # Release the device while waiting, because earlier runs need it to finish.
         device = self.device
         self.release()
         self.queue.wait_until_requested(self.number)
@@ -223,7 +228,10 @@ class Run:
 
 
 class _Current(NamedTuple):
-    """A thread's run in flight, and the models and hook points of which a run was given a view."""
+    """A thread's run in flight, and the models and hook points that it may not use.
+
+    It may not use them, because it was given a view of them.
+    """
 
     run: Run | None = None
     refused: frozenset[nn.Module] = frozenset()
@@ -240,7 +248,7 @@ def current_run() -> Run | None:
 
 @contextlib.contextmanager
 def running(run: Run) -> Iterator[None]:
-    """Within it, this thread is a run in flight."""
+    """Make this thread a run in flight within the `with` block."""
     with setting(_current, _current.get()._replace(run=run)):
         try:
             yield
@@ -249,16 +257,16 @@ def running(run: Run) -> Iterator[None]:
 
 
 def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[[Model, Item], T]:
-    """Return a run that is called with a view of a model, and within which the model is refused."""
+    """Return `run`, in which using `model` itself raises, because the run gets a view of it."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
     refused = _current.get().refused.union((model,), points)
 
-    def refusing(view: Model, item: Item) -> T:
+    def with_view(view: Model, item: Item) -> T:
         with setting(_current, _current.get()._replace(refused=refused)):
             return run(view, item)
 
-    return refusing
+    return with_view
 
 
 def refuse_in_run(module: nn.Module) -> None:
@@ -266,19 +274,19 @@ def refuse_in_run(module: nn.Module) -> None:
     if module in _current.get().refused:
         raise RuntimeError(
             "a run was given a view of this model, with hooks of its own, and may not run or hook "
-            "the model itself: use the first argument of `run` (a hook of a sweep has none: "
-            "compute what it needs before)"
+            "the model itself: use the first argument of `run` (a hook of a sweep is given none: "
+            "compute what it needs before the sweep)"
         )
 
 
 def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Within it, a run in flight sends tensors to a device; after it, the run holds the device."""
+    """Move a run in flight, if this thread is one, to a device: see `Run.moving_to`."""
     run = current_run()
     return contextlib.nullcontext() if run is None else run.moving_to(device)
 
 
 # Reentrant, because `to_str_tokens` calls `to_tokens`.
-_reads_text = threading.RLock()
+_tokenizer_lock = threading.RLock()
 _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 
 
@@ -287,13 +295,13 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a method that calls the tokenizer."""
-    # One at a time, because a call sets the padding side on the tokenizer, and reads it again.
-    with contextlib.nullcontext() if current_run() is None else _reads_text:
+    # One at a time, because a call sets the shared tokenizer's padding side, and reads it later.
+    with contextlib.nullcontext() if current_run() is None else _tokenizer_lock:
         return original(self, *args, **kwargs)
 
 
 def take_own_tokenizer(view: Model) -> None:
     """Give a run's view a copy of the tokenizer, whose padding side a method is about to set."""
-    # A shallow copy, because the Rust tokenizer behind it is told the side at each call.
+    # A shallow copy is enough, because the Rust tokenizer behind it is told the side at each call.
     if current_run() is not None and view.tokenizer is not None:
         view.tokenizer = copy.copy(view.tokenizer)

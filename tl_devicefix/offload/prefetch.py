@@ -1,18 +1,18 @@
 """Offloaded blocks: their weights live in host memory, and are on a device while the block runs.
 
-While one block computes, the next one's weights are copied, so two blocks at a time are there:
+While one block computes, the next one's weights are copied, so a device holds two blocks' weights:
 
     computes     block 0      block 1      block 2
     is copied    block 1 ->   block 2 ->   block 3 ->
     is there     0, 1         1, 2         2, 3
 
-`OffloadedForward` swaps weights in before a block's forward, and the parameters back after it, also
-after an error. `Prefetch` knows the order in which one forward runs its blocks. Blocks that a hook
-runs, or a forward that it starts, add their own copies.
+`OffloadedForward` puts copies in the place of a block's parameters before its forward, and the
+parameters back after it, also after an error. `Prefetch` knows the order in which one forward runs
+its blocks. If a hook runs a block, or starts another forward, that needs further copies.
 
-Runs of a `pipeline_map` share no copies. Each prefetches to the device that it holds, and drops
-that when it releases the device, so all runs together have two blocks there. A run that waits in a
-block, such as for random numbers of a hook, keeps that block's weights meanwhile.
+Runs of a `pipeline_map` share no copies. A run drops its prefetched copy when it releases the
+device, so a device normally holds two blocks. A run that waits inside a block, such as for a hook's
+random numbers, keeps that block's weights, so there may be more.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tl_devicefix.placement.devices import CPU, module_with_streams
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
-# Threads may run one model, whose parameters are exchanged while others copy them.
+# Held while parameters are swapped or copied, because several threads may run one model.
 _exchanging = threading.RLock()
 
 
 def offload_blocks(model: Model, placement: Placement) -> None:
-    """Have each offloaded block's weights on its device while it runs."""
+    """Attach an `OffloadedForward` to each offloaded block, and pin its weights."""
     for block, device in _offloaded(model, placement):
         OffloadedForward(block, device).attach(block)
     pin(model, placement)
@@ -59,16 +59,17 @@ def _offloaded(model: Model, placement: Placement) -> Iterator[tuple[nn.Module, 
 
 
 class OffloadedForward(Around):
-    """Swaps an offloaded block's weights in before it runs, and out after it."""
+    """Brings an offloaded block's weights to its device before its forward, and back after it."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.module = block
         self.device = device
-        self._runs = 0  # because a hook, or another thread, may run the block while it runs
+        # Calls under way: more than one, if a hook or another thread calls the block meanwhile.
+        self._calls = 0
         self._copy: BlockCopy | None = None
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Return the block's output."""
+        """Run the block with its weights on the device."""
         prefetch = kept_in_forward().get(Prefetch)
         with contextlib.nullcontext(prefetch) if prefetch else Prefetch([]) as prefetch:
             self._swap_in(prefetch)
@@ -78,12 +79,12 @@ class OffloadedForward(Around):
             finally:
                 self._swap_out()
 
-    def copied(self) -> BlockCopy:
-        """Start to copy the weights, as they are now."""
+    def start_copy(self) -> BlockCopy:
+        """Start to copy the current weights; they may not have arrived when this returns."""
         return BlockCopy(self.places(), self.device)
 
     def places(self) -> Iterator[Place]:
-        """Yield each parameter that lives in host memory, also while a copy is in its place."""
+        """Yield each parameter that lives in host memory, or the one behind a device copy."""
         weights = self._copy.weights if self._copy else ()
         hosts = {id(one.weight): one.host for one in weights}
         for module in self.module.modules():
@@ -92,35 +93,37 @@ class OffloadedForward(Around):
                 if host is not None and host.device == CPU:
                     yield Place(module, name, host)
 
-    # Functions of their own, because names in `forward` would keep weights that are swapped out.
+    # Not in `forward`, because its local names would keep copies alive that are swapped out.
 
     def _swap_in(self, prefetch: Prefetch) -> None:
         with _exchanging:
-            if self._runs and self._copy is not None:  # another run of it is under way
+            if self._calls and self._copy is not None:  # another call is under way
                 self._copy.share()
             else:
-                # Known before they are in, because the next run undoes what an interrupt leaves.
+                # Assigned before the weights are in, because after an interrupt of `swap_in`,
+                # `places` finds the host parameters of the next call by it.
                 self._copy = prefetch.take(self)
                 self._copy.swap_in()
-            self._runs += 1
+            self._calls += 1
 
     def _swap_out(self) -> None:
         with _exchanging:
-            self._runs -= 1
-            if not self._runs and self._copy is not None:
+            self._calls -= 1
+            if not self._calls and self._copy is not None:
                 self._copy.swap_out()
                 self._copy = None
 
 
 class Prefetch:
-    """Copies of the offloaded blocks that one forward runs next, at most one on each device."""
+    """The offloaded blocks that one forward still runs, and the next one's copy on each device."""
 
     def __init__(self, blocks: Iterable[OffloadedForward]) -> None:
         self._to_run: dict[torch.device, deque[OffloadedForward]] = {}
         for block in blocks:
             self._to_run.setdefault(block.device, deque()).append(block)
-        self._next: dict[torch.device, BlockCopy] = {}
-        self._last: dict[torch.device, BlockCopy] = {}  # begun last, so they arrive last
+        self._prefetched: dict[torch.device, BlockCopy] = {}
+        # The copy begun last on each device: once it has arrived, so have all before it.
+        self._begun_last: dict[torch.device, BlockCopy] = {}
 
     def __enter__(self) -> Prefetch:
         return self
@@ -132,18 +135,18 @@ class Prefetch:
                 self._start_next(device)
 
     def take(self, block: OffloadedForward) -> BlockCopy:
-        """Return the weights of a block that runs now, and start to copy those of the next one."""
+        """Return the copy of a block that runs now, and start to copy the next block."""
         device, queue = block.device, self._to_run.get(block.device, deque())
-        if block in queue:  # or else a hook runs it
+        if block in queue:  # it is not, if a hook runs it again
             while queue.popleft() is not block:  # because a forward may skip blocks
                 pass
-        copy = self._next.pop(device, None)
+        copy = self._prefetched.pop(device, None)
         if copy is not None and not copy.is_current(block.places()):
-            # Because a hook has changed the weights since, or runs a block out of turn.
+            # A hook has changed the weights since, or this is not the prefetched block.
             copy.drop()
             copy = None
         if copy is None:
-            copy = self._last[device] = block.copied()
+            copy = self._begun_last[device] = block.start_copy()
         try:
             self._start_next(device)
         except BaseException:
@@ -154,21 +157,23 @@ class Prefetch:
     def _start_next(self, device: torch.device) -> None:
         queue = self._to_run.get(device)
         if queue:
-            self._next[device] = self._last[device] = queue[0].copied()
+            self._prefetched[device] = self._begun_last[device] = queue[0].start_copy()
 
     def drop(self, device: torch.device) -> None:
-        """Drop the copy that waits on a device, if there is one."""
+        """Drop the prefetched copy on a device, if no block has taken it."""
         with _exchanging:
-            copy = self._next.pop(device, None)
+            copy = self._prefetched.pop(device, None)
             if copy is not None:
                 copy.drop()
 
     def __exit__(self, *error: object) -> None:
-        """Drop copies that no block has used, and wait until parameters may be changed."""
-        # Because the user may write to a parameter once the forward has returned.
+        """Drop copies that no block has used, and wait until all copies have read the parameters.
+
+        After the forward, the user may write to these.
+        """
         for device in self._to_run:
             self.drop(device)
-        for copy in self._last.values():
+        for copy in self._begun_last.values():
             copy.wait_until_read()
 
 
@@ -176,9 +181,10 @@ class Prefetch:
 def prefetching(
     model: Model, start_at_layer: int | None, stop_at_layer: int | None, *, is_in_flight: bool
 ) -> Iterator[None]:
-    """Within it, a forward runs these blocks, and offloaded ones are copied before they run.
+    """Copy the offloaded blocks of one forward ahead of their turn, within a `with` block.
 
-    A run in flight has no device yet, so its first copies start where its first blocks run.
+    If it `is_in_flight`, nothing is copied yet, because the run holds no device: its first block
+    begins the first copy.
     """
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     with Prefetch(filter(None, map(OffloadedForward.of, blocks))) as prefetch:
@@ -189,7 +195,7 @@ def prefetching(
 
 
 def drop_prefetched(device: torch.device) -> None:
-    """Drop what this thread's forward has prefetched to a device, which its run releases."""
+    """Drop what this thread's forward has prefetched to a device that its run releases."""
     prefetch = kept_in_forward().get(Prefetch)
     if prefetch is not None:
         prefetch.drop(device)

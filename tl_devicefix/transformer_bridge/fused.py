@@ -148,7 +148,7 @@ def bound_of(wrapper: nn.Module) -> BoundWrapper:
 
 def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     """Return the config by which transformers makes a fused Bridge's masks, if for SDPA."""
-    blocks = getattr(bridge, "blocks", ())
+    blocks = list(getattr(bridge, "blocks", ()))
     # All of them, because an unfused block would attend to all tokens if it gets no mask.
     is_by_sdpa = bool(blocks) and first_unfused(bridge) is None
     by_first = is_by_sdpa and isinstance(blocks[0], FusedWrapper)
