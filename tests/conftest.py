@@ -24,6 +24,7 @@ from comparison import Snapshot, in_use
 from hf_models import (
     D_VOCAB,
     HF_CONFIGS,
+    balanced_map,
     make_hf_model,
     make_tokenizer,
     randomize,
@@ -55,7 +56,6 @@ if has_hooked_transformer():
     from transformer_lens import HookedTransformer
 
 if has_bridge():
-    from bridges import balanced_map
     from transformer_lens.model_bridge import TransformerBridge
 
 OF_HOOKED = [

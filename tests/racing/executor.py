@@ -220,9 +220,8 @@ class WatchingHost(TorchDispatchMode):
         if not func.is_view:
             tensors = dense_tensors((args, tuple(kwargs.values())))
             if all(tensor.device.type == "cpu" for tensor in tensors):
-                changed = _written(func, args, kwargs)
-                reads = [t for t in tensors if not any(t is other for other in changed)]
-                self._launcher.host_uses(str(func), _memories_of(reads), _memories_of(changed))
+                changed = _memories_of(_written(func, args, kwargs))
+                self._launcher.host_uses(str(func), _memories_of(tensors), changed)
         if kwargs.get("pin_memory"):
             return pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)

@@ -188,11 +188,7 @@ class Launcher:
             self._host[HOST] += 1
             target = writes[0] if is_copy and writes else None
             operation = Operation(name, stream, _line(), clock[stream], target)
-            for memory in reads:
-                if memory not in writes:
-                    memory.use(operation, clock, False, self._host)
-            for memory in writes:
-                memory.use(operation, clock, True, self._host)
+            self._use(operation, clock, reads, writes)
             return operation
 
     def allocate(self, stream: StreamKey) -> Operation:
@@ -205,11 +201,18 @@ class Launcher:
         """Check the memory that an operation of the host uses."""
         with self._lock:
             operation = Operation(name, HOST, _line(), self._host[HOST])
-            for memory in reads:
-                memory.use(operation, self._host, False, self._host)
             for memory in writes:
                 memory.tear(operation, self._host)
-                memory.use(operation, self._host, True, self._host)
+            self._use(operation, self._host, reads, writes)
+
+    def _use(
+        self, operation: Operation, clock: Clock, reads: Sequence[Memory], writes: Sequence[Memory]
+    ) -> None:
+        for memory in reads:
+            if memory not in writes:
+                memory.use(operation, clock, False, self._host)
+        for memory in writes:
+            memory.use(operation, clock, True, self._host)
 
     def arrive_later(self, copy: Operation, write: Callable[[], object]) -> None:
         """Have `write` called when the host waits for a copy: its values arrive then."""
