@@ -37,7 +37,7 @@ NO_PROCESSING = {
     "center_unembed": False,
     "fold_value_biases": False,
 }
-"""What turns off all of `from_pretrained`'s processing."""
+"""Options that turn off all of `from_pretrained`'s processing."""
 PROCESSING: dict[str, dict[str, bool]] = {
     "default": {},
     "none": NO_PROCESSING,
@@ -106,7 +106,7 @@ EVERY_ARCHITECTURE = [
     pytest.param(name, marks=() if name in ARCHITECTURES or name == "gpt-oss" else _LIKE_ANOTHER)
     for name in ALL_ARCHITECTURES
 ]
-"""Of what does not depend on how an architecture is converted: some by default."""
+"""For tests that do not depend on how an architecture is converted: some run by default."""
 
 
 @contextlib.contextmanager

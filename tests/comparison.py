@@ -1,4 +1,4 @@
-"""The meaning of "the same": for models, results, and all that a refused call must not change."""
+"""Comparisons of models and results, and of all that a refused call must not change."""
 
 from __future__ import annotations
 

@@ -42,16 +42,8 @@ from tl_devicefix.placement.devices import joined_hosts
 from tl_devicefix.simulation.machine import Machine, Transfer
 
 if has_hooked_transformer():
+    import architectures
     import transformer_lens.loading_from_pretrained as tl_loading
-    from architectures import (
-        ALL_ARCHITECTURES,
-        NO_PROCESSING,
-        TOYS,
-        attention_only_config,
-        build_toy,
-        load_hooked,
-        toy_config,
-    )
     from kinds import KINDS, Spread, where_to
     from transformer_lens import HookedTransformer
 
@@ -199,9 +191,9 @@ def tokens():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection():
-    """Collections need not look at what is there before a module's tests: a third of a second.
+    """Freeze what exists before a module's tests, because collections then skip it.
 
-    A load that fails collects, and so do tests before they measure what a device holds.
+    That saves a third of a second each: of loads that fail, and of tests that measure memory.
     """
     gc.collect()
     gc.freeze()
@@ -209,10 +201,9 @@ def quick_garbage_collection():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network(tmp_path_factory):
-    """Whoever asks the hub is told at once that it cannot be reached.
+    """Refuse connections at once, and do not try loads on a tiny twin.
 
-    No load is tried on a tiny twin either, because that takes as long as loading a tiny model;
-    tests/twin does so.
+    The trial takes as long as loading a tiny model; tests/twin has it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TL_DEVICEFIX_NUMBERS", "ignore")
@@ -384,13 +375,13 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
     """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
 
     def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        architecture = ALL_ARCHITECTURES[name]
+        architecture = architectures.ALL_ARCHITECTURES[name]
         if (official := architecture.official_name) not in tl_loading.OFFICIAL_MODEL_NAMES:
             pytest.skip(f"the installed TransformerLens has no {official}")
         hf_model = copy.deepcopy(hf_models(name, dtype))
         with as_installed():
             options |= {"device": "cpu", "dtype": dtype}
-            return load_hooked(architecture, hf_model, tokenizer, **options)
+            return architectures.load_hooked(architecture, hf_model, tokenizer, **options)
 
     return cache(load)
 
@@ -401,28 +392,30 @@ def from_pretrained(
 ) -> Callable[..., Any]:
     """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered.
 
-    Of the tiny model in float32, or of one that is given.
+    The weights are the tiny model's in float32, or those of `hf_model`.
     """
 
     def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
         references(name)  # skips what TransformerLens has no name for
-        if joined_hosts():  # who load from files
+        if joined_hosts():  # because workers load from files
             return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
         hf_model = hf_models(name) if hf_model is None else hf_model
-        return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, **options)
+        return architectures.load_hooked(
+            architectures.ALL_ARCHITECTURES[name], hf_model, tokenizer, **options
+        )
 
     return load
 
 
 @pytest.fixture(scope="session")
 def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
-    """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
+    """`unprocessed("gpt2")`, on the CPU, of an architecture or a toy; not to be changed."""
 
     def make(name: str) -> HookedTransformer:
-        if name in ALL_ARCHITECTURES:
-            return references(name, **NO_PROCESSING)
+        if name in architectures.ALL_ARCHITECTURES:
+            return references(name, **architectures.NO_PROCESSING)
         with tl_devicefix.disabled():
-            model = HookedTransformer(TOYS[name](), move_to_device=False)
+            model = HookedTransformer(architectures.TOYS[name](), move_to_device=False)
         randomize(model)
         return model
 
@@ -433,7 +426,7 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
 def config() -> Callable[..., Any]:
     """`config(n_layers=26, d_vocab=500)`."""
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
-    return lambda **options: toy_config(**{**sizes, **options})
+    return lambda **options: architectures.toy_config(**{**sizes, **options})
 
 
 @pytest.fixture
@@ -480,7 +473,9 @@ def load(machine: Machine, from_pretrained: Any, tokenizer: Any) -> Callable[...
 
     def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
         if kind == "attention-only":
-            model = build_toy(attention_only_config(), tokenizer, devices.device(0), spread)
+            model = architectures.build_toy(
+                architectures.attention_only_config(), tokenizer, devices.device(0), spread
+            )
         else:
             name, how = KINDS.get(kind, (kind, {}))
             model = from_pretrained(name, **{**where_to(name, spread), **how, **options})
@@ -527,7 +522,7 @@ def on_cpu(references: Any) -> Callable[..., HookedTransformer]:
 def reference(on_cpu: Any, tokenizer: Any, kind: str) -> HookedTransformer:
     """The same weights as `model` has, on the CPU."""
     if kind == "attention-only":
-        return build_toy(attention_only_config(), tokenizer)
+        return architectures.build_toy(architectures.attention_only_config(), tokenizer)
     name, how = KINDS[kind]
     return on_cpu(name, **how)
 

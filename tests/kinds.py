@@ -1,4 +1,4 @@
-"""Which models run over which devices, and what it means that they agree with the CPU's."""
+"""Kinds of models, and ways to spread them over devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks of a model are offloaded in the tests, and what must hold when none runs."""
+"""Device maps with offloaded blocks, and a check of a model at rest."""
 
 from __future__ import annotations
 
