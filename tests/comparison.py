@@ -1,9 +1,9 @@
-"""The meaning of "the same": for models, results, and all that a refused call must not change."""
+"""Comparisons of models and results, and of all that a refused call must not change."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,23 +24,20 @@ def on_cpu(state_dict: Weights) -> Weights:
 
 
 def assert_same_weights(model: Any, reference: Any, tolerance: float = 1e-5) -> None:
-    """Every parameter and buffer is the same, and of the same dtype.
+    """Every parameter and buffer is the same, and of the same dtype, with two exceptions.
 
-    Two exceptions. Where TransformerLens 2 leaves a folded norm's module behind, ours may be gone
-    if theirs does nothing. And no one reads the W_pos of an ALiBi model: TransformerLens 3 leaves
-    it uninitialised.
+    1. Where TransformerLens 2 leaves a folded norm's module behind, ours may be gone if theirs does
+       nothing.
+    2. Nothing reads the W_pos of an ALiBi model: TransformerLens 3 leaves it uninitialised.
     """
     ours, theirs = on_cpu(model.state_dict()), on_cpu(reference.state_dict())
     if model.cfg.positional_embedding_type == "alibi":
         del ours["pos_embed.W_pos"], theirs["pos_embed.W_pos"]
     for name in theirs.keys() - ours.keys():
-        assert_is_identity_norm(name, theirs.pop(name))
+        weight, identity = theirs.pop(name), float(name.endswith(".w"))
+        assert ".ln" in f".{name}", f"{name} is missing"
+        assert (weight == identity).all(), f"{name} is missing, and not an identity"
     assert_same_tensors(ours, theirs, tolerance)
-
-
-def assert_is_identity_norm(name: str, weight: torch.Tensor) -> None:
-    assert ".ln" in f".{name}", f"{name} is missing"
-    assert (weight == float(name.endswith(".w"))).all(), f"{name} is missing, and not an identity"
 
 
 def assert_same_tensors(ours: Weights, theirs: Weights, tolerance: float = 1e-5) -> None:
@@ -53,10 +50,8 @@ def assert_same_tensors(ours: Weights, theirs: Weights, tolerance: float = 1e-5)
 def assert_same_logits(
     model: HookedTransformer, reference: Any, tokens: torch.Tensor, tolerance: float = 1e-5
 ) -> None:
-    logits = model(tokens)
-    assert logits.device == torch.device(model.cfg.device)
-    expected = reference(tokens)
-    torch.testing.assert_close(logits.cpu(), expected, rtol=tolerance, atol=tolerance)
+    home = torch.device(model.cfg.device)
+    assert_agrees(model(tokens), reference(tokens), home, tolerance)
 
 
 def assert_same_model(
@@ -71,43 +66,44 @@ def log_probs(model: HookedTransformer, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens).detach().cpu().log_softmax(dim=-1)
 
 
-def assert_agrees(
-    actual: Any, expected: Any, home: torch.device | None = None, tolerance: float = 1e-5
-) -> None:
-    """Tensors are equal, and at home where that is given; so are those in sequences and dicts."""
-    if isinstance(expected, torch.Tensor):
-        assert home is None or actual.device == home, f"on {actual.device}, not at home on {home}"
-        within: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-        torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), **within)
-    elif isinstance(expected, (Mapping, ActivationCache)):
+def _pairs(actual: Any, expected: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what two results hold in the same places, in sequences and dicts of the same form."""
+    if isinstance(expected, (Mapping, ActivationCache)):
         assert list(actual.keys()) == list(expected.keys())
         for name, value in expected.items():
-            assert_agrees(actual[name], value, home, tolerance)
+            yield from _pairs(actual[name], value)
     elif isinstance(expected, (list, tuple)):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected):
-            assert_agrees(one, other, home, tolerance)
-    elif isinstance(expected, float):
-        tolerance = max(tolerance, LEAST)
-        assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance)
+            yield from _pairs(one, other)
     else:
-        assert actual == expected
+        yield actual, expected
+
+
+def assert_agrees(
+    actual: Any, expected: Any, home: torch.device | None = None, tolerance: float = 1e-5
+) -> None:
+    """Numbers and tensors are equal within the tolerance; tensors are at home, if it is given."""
+    tolerance = max(tolerance, LEAST)
+    within: dict[str, Any] = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    for one, other in _pairs(actual, expected):
+        if isinstance(other, torch.Tensor):
+            assert home is None or one.device == home, f"on {one.device}, not at home on {home}"
+            torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), **within)
+        elif isinstance(other, float):
+            assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+        else:
+            assert one == other
 
 
 def assert_bit_equal(actual: Any, expected: Any) -> None:
     """The same bits, on the same devices."""
-    if isinstance(expected, torch.Tensor):
-        assert (actual.device, actual.dtype) == (expected.device, expected.dtype)
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        assert_bit_equal(list(actual.values()), list(expected.values()))
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected):
-            assert_bit_equal(one, other)
-    else:
-        assert actual == expected
+    for one, other in _pairs(actual, expected):
+        if isinstance(other, torch.Tensor):
+            assert (one.device, one.dtype) == (other.device, other.dtype)
+            assert torch.equal(one, other)
+        else:
+            assert one == other
 
 
 class Snapshot:

@@ -7,8 +7,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -25,16 +24,16 @@ from comparison import Snapshot, in_use
 from hf_models import (
     D_VOCAB,
     HF_CONFIGS,
+    balanced_map,
     make_hf_model,
     make_tokenizer,
-    padded,
     randomize,
     save_checkpoint,
 )
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
 from machines import as_installed, transformer_lens_alone
-from model_classes import BRIDGE, CLASSES
+from model_classes import BRIDGE, CLASSES, HOOKED
 from racing import asynchronous
 
 import tl_devicefix
@@ -43,21 +42,12 @@ from tl_devicefix.placement.devices import joined_hosts
 from tl_devicefix.simulation.machine import Machine, Transfer
 
 if has_hooked_transformer():
+    import architectures
     import transformer_lens.loading_from_pretrained as tl_loading
-    from architectures import (
-        ALL_ARCHITECTURES,
-        NO_PROCESSING,
-        TOYS,
-        attention_only_config,
-        build_toy,
-        load_hooked,
-        toy_config,
-    )
-    from kinds import KINDS, Kind, Spread, where_to
+    from kinds import KINDS, Spread, where_to
     from transformer_lens import HookedTransformer
 
 if has_bridge():
-    from bridges import balanced_map
     from transformer_lens.model_bridge import TransformerBridge
 
 OF_HOOKED = [
@@ -100,8 +90,7 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more
 def pytest_addoption(parser: pytest.Parser) -> None:
     for option, meaning in {
         "--unpatched": "run only tests marked fails_unpatched, without the patches: they fail",
-        "--asynchronous": "run tests of simulated devices on devices that run behind the host, "
-        "where what nothing orders is an error (tests/racing)",
+        "--asynchronous": "run on simulated devices that run behind the host (tests/racing)",
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
         "--full": "run every combination of what tests are parametrised over, and what other "
@@ -125,15 +114,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    others: set[pytest.Item] = set()
-    if config.getoption("--hosts"):  # of which a model on one device uses none
-        others |= {item for item in items if parameters_of(item).get("n_devices") == 1}
+    """Deselect what the options leave out."""
+    left_out: set[pytest.Item] = set()
+    if config.getoption("--hosts"):  # a model on one device uses none
+        left_out |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
-        others |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
+        left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
     if config.getoption("--unpatched"):
-        others |= {item for item in items if not fails_unpatched(item)}
-    config.hook.pytest_deselected(items=[item for item in items if item in others])
-    items[:] = [item for item in items if item not in others]
+        left_out |= {item for item in items if not fails_unpatched(item)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def parameters_of(test: pytest.Item) -> dict[str, Any]:
@@ -150,22 +140,19 @@ def fails_unpatched(test: pytest.Item) -> bool:
 def is_left_to_others(test: pytest.Item) -> bool:
     """Return True if another version's default run has this test, of the same code.
 
-    The newest HookedTransformer is in TransformerLens 3, the newest Bridge in 4: all of each is
-    tested there, and elsewhere what depends on TransformerLens.
+    1. The newest HookedTransformer is in TransformerLens 3 and the newest Bridge in 4, so where
+       there are HookedTransformers, Bridges are left to 4: all but their parity.
+    2. Simulated devices, Ray and saved files know nothing of TransformerLens: 3 runs them.
     """
     stem, folder = test.path.stem, test.path.parent.name
-    is_of_bridge = folder == "transformer_bridge" or "bridge" in stem
     if has_hooked_transformer() and (
-        is_of_bridge or parameters_of(test).get("model_class") == BRIDGE
+        folder == "transformer_bridge"
+        or "bridge" in stem
+        or parameters_of(test).get("model_class") == BRIDGE
     ):
-        return stem != "test_parity"  # it asks whether the Bridge gives what it gives unpatched
-    # Simulated devices, Ray and files know nothing of TransformerLens.
-    is_of_torch = folder in ("simulation", "hosts") or stem in OF_FILES
-    return installed().major != 3 and is_of_torch
-
-
-OF_FILES = ("test_saved_activations_resumed", "test_load_activations")
-"""Saved activations, whichever model they are of."""
+        return stem != "test_parity"
+    files = "test_saved_activations_resumed", "test_load_activations"
+    return installed().major != 3 and (folder in ("simulation", "hosts") or stem in files)
 
 
 @pytest.fixture(scope="session")
@@ -204,9 +191,9 @@ def tokens():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection():
-    """Collections need not look at what is there before a module's tests: a third of a second.
+    """Freeze what exists before a module's tests, because collections then skip it.
 
-    A load that fails collects, and so do tests before they measure what a device holds.
+    That saves a third of a second each: of loads that fail, and of tests that measure memory.
     """
     gc.collect()
     gc.freeze()
@@ -214,10 +201,9 @@ def quick_garbage_collection():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network(tmp_path_factory):
-    """Whoever asks the hub is told at once that it cannot be reached.
+    """Refuse connections at once, and do not try loads on a tiny twin.
 
-    No load is tried on a tiny twin either, because that takes as long as loading a tiny model;
-    tests/twin does so.
+    The trial takes as long as loading a tiny model; tests/twin has it.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TL_DEVICEFIX_NUMBERS", "ignore")
@@ -299,23 +285,20 @@ def over_devices(model_class: str, request: pytest.FixtureRequest) -> Get:
 
     A Bridge lies as accelerate's "balanced" has it, and is not folded.
     """
-    if model_class == BRIDGE:
-        return request.getfixturevalue("dispatched")
-    return request.getfixturevalue("load")
+    return request.getfixturevalue({HOOKED: "load", BRIDGE: "dispatched"}[model_class])
 
 
 @pytest.fixture
 def from_checkpoint(model_class: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`from_checkpoint("llama", device_map=...)`: a new model, as users load it."""
-    return request.getfixturevalue("boot" if model_class == BRIDGE else "from_pretrained")
+    return request.getfixturevalue({HOOKED: "from_pretrained", BRIDGE: "boot"}[model_class])
 
 
 @pytest.fixture
 def on_one(model_class: str, request: pytest.FixtureRequest) -> Get:
     """`on_one("llama")`: the same weights, as TransformerLens alone has them on one CPU."""
     if model_class == BRIDGE:
-        boot = request.getfixturevalue("boot")
-        return lambda kind: boot(kind, device="cpu")
+        return partial(request.getfixturevalue("boot"), device="cpu")
     return request.getfixturevalue("on_cpu")
 
 
@@ -324,9 +307,7 @@ def folded(model_class: str, request: pytest.FixtureRequest) -> Callable[..., An
     """`folded("llama", 4)`: a new model with folded weights, over so many devices."""
     if model_class == BRIDGE:
         boot = request.getfixturevalue("boot")
-        return lambda kind, n_devices, **where: boot(
-            kind, compatible=True, n_devices=n_devices, **where
-        )
+        return lambda kind, n, **where: boot(kind, compatible=True, n_devices=n, **where)
     return request.getfixturevalue("load")
 
 
@@ -334,8 +315,7 @@ def folded(model_class: str, request: pytest.FixtureRequest) -> Callable[..., An
 def folded_on_one(model_class: str, request: pytest.FixtureRequest) -> Get:
     """`folded_on_one("llama")`: the same on one CPU."""
     if model_class == BRIDGE:
-        references = request.getfixturevalue("bridge_references")
-        return lambda kind: references(kind, compatible=True)
+        return partial(request.getfixturevalue("bridge_references"), compatible=True)
     return request.getfixturevalue("on_cpu")
 
 
@@ -379,8 +359,7 @@ def boot(checkpoints: Any) -> Callable[..., Any]:
     """`boot("gpt2", n_devices=4)`: a new Bridge, from a checkpoint; `compatible=True` folds it."""
 
     def boot(name: str, *, compatible: bool = False, **options: Any) -> Any:
-        directory: Path = checkpoints(name)
-        bridge = TransformerBridge.boot_transformers(str(directory), **options)
+        bridge = TransformerBridge.boot_transformers(str(checkpoints(name)), **options)
         if compatible:
             bridge.enable_compatibility_mode()
         return bridge
@@ -396,13 +375,13 @@ def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransforme
     """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
 
     def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        architecture = ALL_ARCHITECTURES[name]
-        if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
-            pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
+        architecture = architectures.ALL_ARCHITECTURES[name]
+        if (official := architecture.official_name) not in tl_loading.OFFICIAL_MODEL_NAMES:
+            pytest.skip(f"the installed TransformerLens has no {official}")
         hf_model = copy.deepcopy(hf_models(name, dtype))
         with as_installed():
             options |= {"device": "cpu", "dtype": dtype}
-            return load_hooked(architecture, hf_model, tokenizer, **options)
+            return architectures.load_hooked(architecture, hf_model, tokenizer, **options)
 
     return cache(load)
 
@@ -413,28 +392,30 @@ def from_pretrained(
 ) -> Callable[..., Any]:
     """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered.
 
-    Of the tiny model in float32, or of one that is given.
+    The weights are the tiny model's in float32, or those of `hf_model`.
     """
 
     def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
         references(name)  # skips what TransformerLens has no name for
-        if joined_hosts():  # who load from files
+        if joined_hosts():  # because workers load from files
             return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
         hf_model = hf_models(name) if hf_model is None else hf_model
-        return load_hooked(ALL_ARCHITECTURES[name], hf_model, tokenizer, **options)
+        return architectures.load_hooked(
+            architectures.ALL_ARCHITECTURES[name], hf_model, tokenizer, **options
+        )
 
     return load
 
 
 @pytest.fixture(scope="session")
 def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
-    """`unprocessed("gpt2")`, on the CPU, for all of ARCHITECTURES and TOYS; not to be changed."""
+    """`unprocessed("gpt2")`, on the CPU, of an architecture or a toy; not to be changed."""
 
     def make(name: str) -> HookedTransformer:
-        if name in ALL_ARCHITECTURES:
-            return references(name, **NO_PROCESSING)
+        if name in architectures.ALL_ARCHITECTURES:
+            return references(name, **architectures.NO_PROCESSING)
         with tl_devicefix.disabled():
-            model = HookedTransformer(TOYS[name](), move_to_device=False)
+            model = HookedTransformer(architectures.TOYS[name](), move_to_device=False)
         randomize(model)
         return model
 
@@ -445,7 +426,7 @@ def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
 def config() -> Callable[..., Any]:
     """`config(n_layers=26, d_vocab=500)`."""
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
-    return lambda **options: toy_config(**{**sizes, **options})
+    return lambda **options: architectures.toy_config(**{**sizes, **options})
 
 
 @pytest.fixture
@@ -486,23 +467,18 @@ def refused(machine: Machine) -> Callable[..., Any]:
 # HookedTransformers that the tests of a module share.
 
 
-@pytest.fixture(scope="session")
-def toys(tokenizer: Any) -> Callable[..., HookedTransformer]:
-    """`toys("sim:0", 4)`: an attention-only model that is built from its config."""
-    return lambda *devices: build_toy(attention_only_config(), tokenizer, *devices)
-
-
 @pytest.fixture(scope="module")
-def load(machine: Machine, from_pretrained: Any, toys: Any) -> Callable[..., Any]:
+def load(machine: Machine, from_pretrained: Any, tokenizer: Any) -> Callable[..., Any]:
     """`load("gpt2", 4)`: a model over four devices, for one test to change as it likes."""
 
     def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
         if kind == "attention-only":
-            model = toys(devices.device(0), spread)
+            model = architectures.build_toy(
+                architectures.attention_only_config(), tokenizer, devices.device(0), spread
+            )
         else:
-            of_kind = KINDS.get(kind, Kind(kind))
-            options = {**where_to(kind, spread), **of_kind.options, **options}
-            model = from_pretrained(of_kind.name, **options)
+            name, how = KINDS.get(kind, (kind, {}))
+            model = from_pretrained(name, **{**where_to(name, spread), **how, **options})
         if hasattr(model, "placement"):  # not if it is unpatched
             assert spread == 1 or len(model.placement.memories) > 1
         return model
@@ -543,11 +519,12 @@ def on_cpu(references: Any) -> Callable[..., HookedTransformer]:
 
 
 @pytest.fixture
-def reference(on_cpu: Any, toys: Any, kind: str) -> HookedTransformer:
+def reference(on_cpu: Any, tokenizer: Any, kind: str) -> HookedTransformer:
     """The same weights as `model` has, on the CPU."""
     if kind == "attention-only":
-        return toys("cpu", 1)
-    return on_cpu(KINDS[kind].name, **KINDS[kind].options)
+        return architectures.build_toy(architectures.attention_only_config(), tokenizer)
+    name, how = KINDS[kind]
+    return on_cpu(name, **how)
 
 
 def _clean(model: HookedTransformer) -> None:
@@ -569,15 +546,3 @@ def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
         return list(machine.transfers)
 
     return transfers_of
-
-
-@pytest.fixture(scope="session")
-def other_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """A second batch, to patch from."""
-    return tokens.flip(1)
-
-
-@pytest.fixture(scope="session")
-def mask(tokens: torch.Tensor) -> torch.Tensor:
-    """An attention mask for `tokens`, on the CPU."""
-    return padded(tokens)

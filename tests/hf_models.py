@@ -199,3 +199,25 @@ def save_checkpoint(hf_model: PreTrainedModel, tokenizer: Any, directory: Path) 
     hf_model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+_FIRST_BLOCKS_LAST = {
+    "llama": (("model.embed_tokens", "model.rotary_emb", "lm_head"), "model.layers", "model.norm"),
+    "gpt2": (
+        ("transformer.wte", "transformer.wpe", "transformer.drop", "lm_head"),
+        "transformer.h",
+        "transformer.ln_f",
+    ),
+}
+
+
+def balanced_map(name: str, devices: list[Any]) -> dict[str, str]:
+    """Return a `device_map` as accelerate's "balanced": the final norm lies last.
+
+    That is not where the package's own plan puts it.
+    """
+    first, blocks, last = _FIRST_BLOCKS_LAST.get(name, _FIRST_BLOCKS_LAST["llama"])
+    device_map = dict.fromkeys(first, str(devices[0]))
+    for layer in range(N_LAYERS):
+        device_map[f"{blocks}.{layer}"] = str(devices[layer * len(devices) // N_LAYERS])
+    return {**device_map, last: str(devices[-1])}

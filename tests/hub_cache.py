@@ -6,7 +6,6 @@ models--organisation--name/refs/REVISION names a commit, and snapshots/COMMIT ha
 from __future__ import annotations
 
 import hashlib
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 class HubCache:
-    """A directory in which `from_pretrained` finds what was fetched from the hub before."""
+    """A directory of checkpoints that count as fetched from the hub before."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -32,17 +31,14 @@ class HubCache:
         **options: Any,
     ) -> Path:
         """Save a checkpoint, by `save_pretrained(**options)`; returns the folder with its files."""
-        snapshot = self._snapshot(name, revision)
+        snapshot = self.folder(name, revision)
         hf_model.save_pretrained(snapshot, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(snapshot)
         return snapshot
 
-    def add_config(self, name: str, fields: dict[str, Any]) -> None:
-        """Save nothing but a config.json with these fields."""
-        (self._snapshot(name, "main") / "config.json").write_text(json.dumps(fields))
-
-    def _snapshot(self, name: str, revision: str) -> Path:
+    def folder(self, name: str, revision: str = "main") -> Path:
+        """Make the folder of a checkpoint's files."""
         repository = self.directory / f"models--{name.replace('/', '--')}"
         commit = commit_of(name, revision)
         (repository / "refs").mkdir(parents=True, exist_ok=True)
@@ -68,15 +64,13 @@ def go_offline(patch: pytest.MonkeyPatch, cache: Path) -> None:
         patch.setattr(transformers.utils.hub, "TRANSFORMERS_CACHE", str(cache))
         patch.setattr(transformers.utils.hub, "_is_offline_mode", True)
 
+    connect = socket.socket.connect
+
     def refuse(*_: Any) -> None:
         raise AssertionError("the network is asked")
 
-    connect = socket.socket.connect
-
     def connect_here(self: socket.socket, address: Any) -> None:
-        if address[0] != "127.0.0.1":
-            refuse()
-        connect(self, address)
+        (connect if address[0] == "127.0.0.1" else refuse)(self, address)
 
     patch.setattr(socket, "getaddrinfo", refuse)
     patch.setattr(socket.socket, "connect", connect_here)

@@ -1,8 +1,7 @@
-"""Which models run over which devices, and what it means that they agree with the CPU's."""
+"""Kinds of models, and ways to spread them over devices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,34 +12,20 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.components import IS_2
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of model: an architecture (or "attention-only"), and how it is loaded."""
-
-    name: str
-    options: dict[str, bool] = field(default_factory=dict)
-
-
-KINDS = {
-    "llama": Kind("llama"),  # RMSNorm, rotary positions, grouped-query attention
-    "gpt2": Kind("gpt2"),  # LayerNorm, absolute positions
-    "bloom": Kind("bloom"),  # ALiBi
-    "unfolded gpt2": Kind("gpt2", NO_PROCESSING),
-    "unfolded pythia": Kind("pythia", NO_PROCESSING),  # attention and MLP side by side
-    "attention-only": Kind("attention-only"),  # built from a config
+KINDS: dict[str, tuple[str, dict[str, bool]]] = {
+    "llama": ("llama", {}),  # RMSNorm, rotary positions, grouped-query attention
+    "gpt2": ("gpt2", {}),  # LayerNorm, absolute positions
+    "bloom": ("bloom", {}),  # ALiBi
+    "unfolded gpt2": ("gpt2", NO_PROCESSING),
+    "unfolded pythia": ("pythia", NO_PROCESSING),  # attention and MLP side by side
+    "attention-only": ("attention-only", {}),  # built from a config
 }
+"""Kind of model -> its architecture, and how it is loaded."""
 
 SCATTERED = {
-    "embed": 2,
-    "pos_embed": 1,
-    "blocks": 3,
-    "blocks.0": 1,
-    "blocks.1": 0,
-    "blocks.2": 1,
-    "ln_final": 0,
-    "unembed": 1,
-}
+    "embed": 2, "pos_embed": 1, "blocks": 3, "blocks.0": 1, "blocks.1": 0, "blocks.2": 1,
+    "ln_final": 0, "unembed": 1,
+}  # fmt: skip
 """A device_map in which nothing is next to what it exchanges with, and home is the third device."""
 
 GREEDY: dict[str, Any] = {
@@ -51,14 +36,14 @@ Spread = int | str
 """Over how many devices a model lies, or "scattered", or which of `OFFLOADED` it is."""
 
 
-def where_to(kind: str, spread: Spread) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that spread this kind of model so."""
+def where_to(architecture: str, spread: Spread) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that spread a model of this architecture so."""
     if spread in OFFLOADED:
         return {"device_map": OFFLOADED[spread]}
     if spread != "scattered":
         return {"n_devices": spread}
-    has_pos_embed = KINDS[kind].name in ("gpt2", "bloom")
-    return {"device_map": {c: d for c, d in SCATTERED.items() if has_pos_embed or c != "pos_embed"}}
+    left_out = () if architecture in ("gpt2", "bloom") else ("pos_embed",)
+    return {"device_map": {name: at for name, at in SCATTERED.items() if name not in left_out}}
 
 
 def devices_of(model: Any) -> set[str]:

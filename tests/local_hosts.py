@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,11 +57,12 @@ def _check(value: Any) -> None:
 
 
 @contextmanager
-def hosts(*names: str, devices: tuple[str, ...] = ("cpu",)) -> Iterator[list[LocalConnection]]:
-    """Within it, hosts of these names have joined, each with these devices, and no others."""
+def hosts(**counts: int) -> Iterator[list[LocalConnection]]:
+    """Within `hosts(node_b=2)`, node-b has joined with two devices, and no other host."""
     before = joined_hosts()
-    connections = [LocalConnection(name, Worker(devices)) for name in names]
-    join([Host(connection, devices) for connection in connections])
+    devices = {name.replace("_", "-"): ("cpu",) * count for name, count in counts.items()}
+    connections = [LocalConnection(name, Worker(own)) for name, own in devices.items()]
+    join([Host(connection, connection.worker.devices) for connection in connections])
     try:
         yield connections
     finally:
@@ -71,14 +72,6 @@ def hosts(*names: str, devices: tuple[str, ...] = ("cpu",)) -> Iterator[list[Loc
 @contextmanager
 def simulated_by_hosts(n_devices: int, *args: Any, **options: Any) -> Iterator[None]:
     """In place of `tl_devicefix.simulate`: the CPU, and devices of two other hosts."""
-    n_other, n_of_last = n_devices - 1, (n_devices - 1) // 2
-    counts = {"node-b": n_other - n_of_last, "node-c": n_of_last}
-    with ExitStack() as stack:
-        connections = [
-            LocalConnection(name, Worker(("cpu",) * count))
-            for name, count in counts.items()
-            if count
-        ]
-        join([Host(connection, connection.worker.devices) for connection in connections])
-        stack.callback(join, [])
+    counts = {"node_b": n_devices // 2, "node_c": (n_devices - 1) // 2}
+    with hosts(**{name: count for name, count in counts.items() if count}):
         yield

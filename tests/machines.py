@@ -70,7 +70,7 @@ def _load_one_where_it_belongs(
 
 @contextlib.contextmanager
 def as_installed() -> Iterator[None]:
-    """Within it, TransformerLens is unpatched, but that it loads weights sooner."""
+    """Within it, TransformerLens is unpatched, but loads weights faster."""
     sooner = mock.patch.object(torch.nn.Module, "load_state_dict", _load_one_where_it_belongs)
     with tl_devicefix.disabled(), sooner:
         yield

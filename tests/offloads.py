@@ -1,4 +1,4 @@
-"""Which blocks of a model are offloaded in the tests, and what must hold when none runs."""
+"""Device maps with offloaded blocks, and a check of a model at rest."""
 
 from __future__ import annotations
 
@@ -20,18 +20,13 @@ OFFLOADED = {
 
 def assert_at_rest(model: Any) -> None:
     """The weights are where the placement says, and the model's own."""
-    if hasattr(model, "original_model"):  # a Bridge, whose parameters have Hugging Face's names
-        modules = dict(model.named_modules())
-        for component in model.placement.components:
-            for parameter in modules[component.name].parameters():
-                assert parameter.is_leaf, f"a copy in {component.name}"
-                assert parameter.device == component.stored_on, component.name
-        return
-    for name, parameter in model.named_parameters():
-        assert parameter.is_leaf, f"{name} is a copy"
-        assert parameter.device == model.placement.stored_on(name), name
-    for name, buffer in model.named_buffers():
-        assert buffer.device == model.placement.device_of(name), name
+    modules = dict(model.named_modules())
+    for component in model.placement.components:
+        for parameter in modules[component.name].parameters():
+            assert parameter.is_leaf, f"a copy in {component.name}"
+            assert parameter.device == component.stored_on, component.name
+        for buffer in modules[component.name].buffers():
+            assert buffer.device == component.device, component.name
 
 
 def weights_of(block: torch.nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""What people do in runs, and what it means that two results are the same, bit for bit."""
+"""Runs as users write them, each of a model and a batch, for `pipeline_map`."""
 
 from __future__ import annotations
 

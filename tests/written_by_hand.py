@@ -1,4 +1,4 @@
-"""Saved activations that no model was run for, and what is in a directory."""
+"""Saved activations written without a model, and the files of a directory."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Saved
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """What a reader sees in a directory: by the names of files, what is in them."""
+    """Return the bytes of the files that a reader sees in a directory, by name."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != LOCK}

@@ -34,7 +34,7 @@ TOKENS = torch.tensor([[3, 5, 7, 9]])
 MISTRAL, GPT2 = "wide mistral", "wide gpt2"
 NAMES = {MISTRAL: "mistralai/Mistral-7B-v0.1", GPT2: "gpt2"}
 WIDE = {
-    name: Architecture(name, official, HF_CONFIGS[name], {"n_ctx": N_CTX})
+    name: Architecture(official, HF_CONFIGS[name], {"n_ctx": N_CTX})
     for name, official in NAMES.items()
 }
 

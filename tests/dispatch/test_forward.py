@@ -68,7 +68,9 @@ def test_each_call_gives_one_devices_results_at_home(call, model, reference, tok
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("where", ["cpu", device(3)])
-def test_inputs_may_come_from_any_device(where, model, reference, tokens, mask):
+def test_inputs_may_come_from_any_device(where, model, reference, tokens):
+    mask = padded(tokens)
+
     def run(model, where):
         moved, residual = tokens.to(where), reference(tokens, stop_at_layer=3).to(where)
         layers = {"start_at_layer": 3, "return_type": "both"}

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from devices import device
+from hf_models import padded
 from kinds import GREEDY, home_of
 
 from tl_devicefix.dispatch.carrying import CarryTo
@@ -46,12 +47,13 @@ def test_input_copied_without_grad_is_copied_again_with_grad(machine):
 
 @pytest.mark.parametrize(("kind", "spread"), [("llama", 4), ("gpt2", 1), ("bloom", 3)])
 def test_masks_loss_and_text_add_one_copy_per_device_at_most(
-    spread, model, tokens, mask, at_home, transfers_of
+    spread, model, tokens, at_home, transfers_of
 ):
     plain = transfers_of(model, at_home)
     with_loss = transfers_of(model, tokens, return_type="both")
     of_text = transfers_of(model, "w3 w4 w5 w6 w7 w8 w9 w10")  # and <bos>: nine tokens
-    masked = transfers_of(model, at_home, attention_mask=mask.to(home_of(model)))
+    mask = padded(tokens).to(home_of(model))
+    masked = transfers_of(model, at_home, attention_mask=mask)
     assert len(with_loss) == len(of_text) == len(plain) + 1
     assert (with_loss[0].target, with_loss[0].shape) == (home_of(model), tokens.shape)
     of_mask = [t for t in masked if t.shape == mask.shape]  # one for each further device

@@ -11,7 +11,7 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 @pytest.fixture(scope="module")
 def host():
     """node-b, with two devices."""
-    with hosts("node-b", devices=("cpu", "cpu")) as (connection,):
+    with hosts(node_b=2) as (connection,):
         yield connection
 
 

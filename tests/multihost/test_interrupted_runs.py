@@ -15,7 +15,7 @@ PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
 
 @pytest.fixture
 def own_host():
-    with hosts("node-b") as (connection,):
+    with hosts(node_b=1) as (connection,):
         yield connection
 
 

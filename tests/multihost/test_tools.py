@@ -114,7 +114,7 @@ def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path)
 
 
 def test_a_model_over_hosts_is_checked(load):
-    with hosts("node-b") as (host,):
+    with hosts(node_b=1) as (host,):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
         host.calls.clear()
         checked = tl_devicefix.check(model)
@@ -127,7 +127,7 @@ def test_a_model_over_hosts_is_checked(load):
     reason="a copied block of a TransformerBridge keeps the index of its layer",
 )
 def test_a_block_that_replaces_a_remote_one_stays_at_home(load, tokens):
-    with hosts("node-b"):
+    with hosts(node_b=1):
         model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
         model.blocks[2] = copy.deepcopy(model.blocks[1])
         expected = model(tokens)

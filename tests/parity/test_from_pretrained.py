@@ -51,7 +51,7 @@ OPTIONS = {
     **dict.fromkeys(IN_FULL, (UNREFACTORED, [4, 1, 3, 2])),
 }
 """Name of an architecture -> what processes its weights, and over how many devices it lies."""
-REFACTORED = [name for name, kind in ARCHITECTURES.items() if kind.can_refactor]
+REFACTORED = ["gpt2", "bloom", "opt"]  # not with rotary embeddings
 
 
 @pytest.mark.fails_unpatched

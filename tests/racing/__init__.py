@@ -1,8 +1,19 @@
 """A race detector: simulated devices that run behind the host, as real ones do.
 
-Within `asynchronous(n)`, `torch.get_device_module("sim")` has CUDA's streams and events, and two
-uses of memory that nothing orders raise a `RaceError`, in every run: the order that the code
-guarantees is checked, not the one that happened.
+    host        launch A ───── launch B ───── launch C ─────── wait for stream 1 ── write x: fine
+                   │              │              │                     │
+    stream 0    A writes x ── event E            │                     │
+                                  │  └─ wait ──┐ │                     │
+    stream 1                   B reads x       C reads x ──────────────┘
+                               a race          fine: C runs after E, so after A
+
+Within `asynchronous(n)`, `torch.get_device_module("sim")` has CUDA's streams and events. Two uses
+of memory that nothing orders raise a `RaceError`, in every run, because we check the order that
+the code guarantees and not the one that happened.
+
+- `ordering.py`: clocks that say what is known to be done, and the checks of each use of memory.
+- `executor.py`: computes operations on the CPU, and tells `ordering.py` what they read and write.
+- `machine.py`: the streams and events, and `asynchronous`.
 
 Not found: changes of pinned memory behind torch's back (numpy, files), or by other threads than the
 one that entered; races between Python's threads, which count as one host. A backward runs on the

@@ -30,33 +30,27 @@ def _launcher() -> Launcher:
 
 
 class Stream:
-    """A stream of a device, by default of the current one: what is given to it runs in order."""
+    """A stream of a device, by default of the current one: its operations run in order."""
 
     def __init__(self, device: Any = None, *, stream_id: Any = None) -> None:
         self.device = torch.device(DEVICE_TYPE, active_machine().index_of(device))
         self.stream_id: int = next(_numbers) if stream_id is None else stream_id
-
-    @property
-    def _key(self) -> tuple[int, int]:
-        return self.device.index, self.stream_id
+        self._key = self.device.index, self.stream_id
 
     def wait_stream(self, stream: Stream) -> None:
-        """Have what is given to this stream from now on wait for what another has been given."""
         _launcher().order(self._key, _launcher().record(stream._key))
 
     def wait_event(self, event: Event) -> None:
         _launcher().order(self._key, event._recorded)
 
     def record_event(self) -> Event:
-        event = Event()
-        event._recorded = _launcher().record(self._key)
-        return event
+        return Event(_launcher().record(self._key))
 
     def synchronize(self) -> None:
-        _launcher().wait(_launcher().record(self._key))
+        self.record_event().synchronize()
 
     def query(self) -> bool:
-        """Tell whether the host has waited for all that was given to this stream."""
+        """Return True if the host has waited for all operations of this stream."""
         return _launcher().has_waited(_launcher().record(self._key))
 
     def __eq__(self, other: object) -> bool:
@@ -69,7 +63,8 @@ class Stream:
 class Event:
     """A point in a stream, that other streams and the host can wait for."""
 
-    _recorded: Clock
+    def __init__(self, recorded: Clock) -> None:
+        self._recorded = recorded
 
     def synchronize(self) -> None:
         _launcher().wait(self._recorded)
@@ -80,45 +75,33 @@ def current_stream(device: Any = None) -> Stream:
     return Stream(index, stream_id=_launcher().current(index)[1])
 
 
-def default_stream(device: Any = None) -> Stream:
-    return Stream(device, stream_id=0)
-
-
 def set_stream(stream: Stream) -> None:
-    """Have this thread give operations to a stream, whose device is the current one from now on."""
+    """Launch this thread's operations on a stream, whose device is the current one from now on."""
     _launcher().set_current(stream._key)
     active_machine().current.index = stream.device.index
 
 
 @contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """Within it, this thread gives operations to a stream, whose device is the current one."""
-    if stream is None:
-        yield
-        return
-    machine = active_machine()
-    before, device = current_stream(stream.device), machine.current.index
+def stream(stream: Stream) -> Iterator[None]:
+    """Within it, this thread launches operations on a stream, whose device is the current one."""
+    before, device = current_stream(stream.device), active_machine().current.index
     set_stream(stream)
     try:
         yield
     finally:
         set_stream(before)
-        machine.current.index = device
+        active_machine().current.index = device
 
 
 def record_stream(tensor: SimTensor, stream: Stream) -> None:
-    """Keep the memory from being handed out before what a stream has been given has run."""
-    memory, key = memory_of(tensor._cpu), (tensor.device.index, stream.stream_id)
-    if memory is not None and memory.allocated is not None and memory.allocated.where != key:
-        memory.is_recorded = True
+    """Hand out the memory again only when a stream has done what it has been given."""
+    memory = memory_of(tensor._cpu)
+    if memory is not None and memory.allocated is not None:
+        memory.is_recorded |= memory.allocated.stream != stream._key
 
 
 def synchronize(device: Any = None) -> None:
     _launcher().synchronize(active_machine().index_of(device))
-
-
-OF_THE_MODULE: tuple[Any, ...] = (Event, Stream, current_stream, default_stream, set_stream)
-OF_THE_MODULE += (stream, synchronize)
 
 
 class RacingMachine(Machine):
@@ -126,7 +109,7 @@ class RacingMachine(Machine):
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
         if self.is_open:
-            self.executor.memory_of(tensor, device.index)
+            self.executor.take(tensor, device.index)
         return super().allocation_of(tensor, device)
 
 
@@ -141,14 +124,16 @@ def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[Racing
             entering(lambda: RacingMachine([parse_bytes(memory)] * n_devices, executor))
         )
         stack.callback(setattr, machine, "executor", CpuExecutor())
+        of_module = Stream, current_stream, set_stream, stream, synchronize
+        stand_ins: tuple[Any, ...]
         for owner, stand_ins in (
-            (torch.get_device_module("sim"), OF_THE_MODULE),
+            (torch.get_device_module("sim"), of_module),
             (SimTensor, (record_stream,)),
             (torch.Tensor, (pin_memory, is_pinned)),
         ):
             for stand_in in stand_ins:
-                name = stand_in.__name__
-                stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
+                patch = mock.patch.object(owner, stand_in.__name__, stand_in, create=True)
+                stack.enter_context(patch)
         with WatchingHost(executor.launcher):
             yield machine
         executor.launcher.synchronize()

@@ -101,7 +101,7 @@ def test_memory_without_values_is_poisoned(machine):
 
 @pytest.mark.parametrize("keep", ["record_stream", "wait_stream", "nothing"])
 def test_memory_freed_while_another_stream_uses_it_is_refused(sim, keep):
-    side, main = sim.Stream("sim:0"), sim.default_stream("sim:0")
+    side, main = sim.Stream("sim:0"), sim.current_stream("sim:0")
     x = torch.ones(1000, device="sim:0")
     side.wait_stream(sim.current_stream("sim:0"))
     with sim.stream(side):
@@ -175,11 +175,10 @@ def test_values_come_to_pinned_memory_when_the_host_waits(sim):
 
 
 def test_streams_that_threads_are_within_are_their_own(sim):
-    side = sim.Stream("sim:1")
+    side, default = sim.Stream("sim:1"), sim.current_stream("sim:1")
     with ThreadPoolExecutor(1) as pool, sim.stream(side):
         assert sim.current_device() == 1
         assert pool.submit(sim.current_device).result() == 0
-        default = sim.default_stream("sim:1")
         assert pool.submit(sim.current_stream, "sim:1").result() == default
         assert sim.current_stream("sim:1") == side
     assert sim.current_device() == 0

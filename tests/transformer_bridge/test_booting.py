@@ -11,13 +11,13 @@ import accelerate
 import pytest
 import torch
 import transformers
-from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 from devices import device
 from hf_models import (
     D_VOCAB,
     HF_CONFIGS,
     N_LAYERS,
+    balanced_map,
     make_hf_model,
     randomize,
     save_checkpoint,

@@ -7,9 +7,8 @@ import threading
 import pytest
 import torch
 import transformers
-from bridges import balanced_map
 from comparison import assert_agrees, assert_same_tensors, on_cpu
-from hf_models import D_VOCAB, GROUPED, make_hf_model, save_checkpoint
+from hf_models import D_VOCAB, GROUPED, balanced_map, make_hf_model, save_checkpoint
 from racing import asynchronous
 from transformer_lens.model_bridge import TransformerBridge
 
