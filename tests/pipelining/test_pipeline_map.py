@@ -335,7 +335,7 @@ def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
             pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])
-    with pytest.raises(TypeError, match="items must be a list or another iterable, but is <func"):
+    with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
         pipeline_map(model, [], logits)
     with pytest.raises(TypeError, match="items must be a list or another iterable, but is 5"):
         pipeline_map(model, logits, 5)
