@@ -1,20 +1,22 @@
-"""A block of another host: its hook points are here, its weights there, its forward is a call.
+"""A block whose weights are on another host, and whose forward calls the worker there.
 
-`attach` turns a block without values into one. User code runs here only. At a hook point with a
-hook, the worker pauses, and the hook gets the activation as a plain tensor.
+`attach` turns a block whose parameters have no values into one. Its hook points, and all code of
+users, stay in this process. At a hook point with a hook, the worker pauses, and the hook gets the
+activation as a plain tensor.
 
+    called                     this process                          worker
     block 5, no hooks          waits: its output is a `RemoteTensor`
     block 6, no hooks          waits
-    block 7, a hook on hook_z  begin([5, 6])  --->
-                               begin([7])     <---  output of block 6
-                               hook(z)        <---  z
-                               proceed(...)   --->
-    block 8, no hooks          waits          <---  output of block 7
-    ln_final, at home          begin([8])     --->
-                                              <---  output of block 8
+    block 7, a hook on hook_z  begin([5, 6, 7])                --->
+                               hook(z)                         <---  z
+                               proceed(...)                    --->
+                                                               <---  output of block 7
+    block 8, no hooks          waits
+    ln_final, at home          begin([8])                      --->
+                                                               <---  output of block 8
 
-A hook that only looks, such as those of `run_with_cache`, pauses nothing: the activation stays
-there, and comes when it is read. Code that you exchange acts in your process only.
+A hook that only looks, such as those of `run_with_cache`, pauses nothing: the activation stays on
+its host until it is read. Code that you replace, such as a method, stays as it is on the worker.
 """
 
 from __future__ import annotations
@@ -77,12 +79,12 @@ _Value = TypeVar("_Value")
 
 
 class RemoteHandle:
-    """The number of something that a worker keeps until this object is freed."""
+    """Stands for a value on a worker, by its number; freed there after this object is freed."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.number, self.has_graph = host, next(_numbers), False
-        # The number is only noted, because a finalizer may run in the midst of another call. Not at
-        # exit, because workers end with this process.
+        # Only noted for the next call, because a finalizer may run in the middle of another one.
+        # Not at exit, because workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
     def __deepcopy__(self, memo: object) -> RemoteHandle:
@@ -100,8 +102,8 @@ class RemoteModel(RemoteHandle):
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
-        # Sent with each run, because the blocks there may share one config, and a setting may go
-        # back to its first value.
+        # Settings of these names are sent with each run, also those that are back at their first
+        # value, because the worker would otherwise keep the changed one.
         self.changed: set[str] = set()
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteTensor:
@@ -120,11 +122,11 @@ class RemoteModel(RemoteHandle):
 
 
 class _Record:
-    """Facts about a remote block when it was loaded; its copies and views share them.
+    """This process's knowledge of a remote block; copies and views of the block share it.
 
     Attributes:
-        forms: the type of its output, a tensor or a tuple of one, by the number of its arguments
-            and the names of the others.
+        forms: the type of its output, a tensor or a tuple of one, by the number of positional
+            arguments and the names of the others. It is known after the first call of each form.
     """
 
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
@@ -147,13 +149,13 @@ class _Record:
         self._configs = {path: dict(vars(configs[path])) for path in first.values()}
 
     def listened(self, block: nn.Module) -> dict[str, bool]:
-        """Return the hook points that have hooks; True for those whose hooks only look."""
+        """Map each hook point that has hooks to True if these only look."""
         listened = {}
         for path in self.points:
             module = block.get_submodule(path)
             hooks = [hook for of_kind in hooks_of(vars(module)) for hook in of_kind.values()]
             hooks = [hook for hook in hooks if not records(hook)]
-            # An SAE may stand in a hook point's place, or in its forward.
+            # An SAE may replace the hook point, or its forward, and so change the activation.
             if type(module) is not HookPoint or "forward" in vars(module):
                 listened[path] = False
             elif hooks:
@@ -161,7 +163,7 @@ class _Record:
         return listened
 
     def changed_settings(self, block: nn.Module) -> dict[str, dict[str, Any]]:
-        """Return the settings that its worker has to have, by the paths of the configs."""
+        """Return the changed settings that the worker needs, by the paths of the configs."""
         changed, now = self.remote.changed, {}
         for path, loaded in self._configs.items():
             settings = vars(config_at(block, path)).items()
@@ -170,7 +172,7 @@ class _Record:
         return {path: {k: its[k] for k in changed & its.keys()} for path, its in now.items()}
 
     def refusal(self, why: str, remedy: str = "undo it") -> RuntimeError:
-        """Return the error for something that the worker would not know of."""
+        """Return the error for a change in this process that the worker cannot see."""
         return RuntimeError(
             f"blocks.{self.index} runs on {self.remote.host.connection.name}, where this has no "
             f"effect: {why}; {remedy}, or load the model on this host's devices alone"
@@ -185,7 +187,7 @@ _SENT = (type(None), bool, int, float, str, torch.dtype)
 
 
 class RemoteModule(nn.Module):
-    """A module of a remote block. It refuses edits, because the worker has another such module."""
+    """A module of a remote block. It refuses edits, because the worker's own module computes."""
 
     is_remote = True
 
@@ -195,7 +197,9 @@ class RemoteModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
-        is_note &= name != "_attention_dir_override"  # because attention reads it
+        is_note &= (
+            name != "_attention_dir_override"
+        )  # refused nevertheless, because attention reads it
         # TransformerLens takes a Bridge's config off a module while it copies the module.
         is_note |= name == "config" and (value is None or vars(self).get(name, value) is None)
         if not (is_note or name in _SET_BY_LIBRARIES):
@@ -214,7 +218,7 @@ class RemoteModule(nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> RemoteModule:
-        """Convert what is at home: modules in the place of hook points."""
+        """Convert only modules that replace hook points, because other weights are on the worker."""
         refuse_to_convert(self, fn)
         for child in self.children():
             child._apply(fn)
@@ -227,7 +231,7 @@ _SET_BY_LIBRARIES = frozenset(
         *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
     )
 )
-"""Attributes that TransformerLens sets; `StepRequest` or `call_everywhere` brings them along."""
+"""Attributes that TransformerLens sets. `StepRequest` or `call_everywhere` sends them along."""
 
 
 class RemotePart(RemoteModule):
@@ -259,7 +263,7 @@ for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "b
 
 
 class RemoteBlock(RemoteModule):
-    """A block whose weights are on another host. Hooks on it as a whole act here."""
+    """A block whose weights are on another host. Hooks on the block itself run here."""
 
     def _check_name(self, name: str) -> None:
         if name != "forward":  # because that acts here, around the call
@@ -286,8 +290,8 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
         waiting = _WaitingBlocks(record.remote, plain(x))
     output = waiting.add(step)
     form = record.forms.get(step.form)
-    # A block with taps runs at once, because its hooks come before those of later blocks, and one
-    # without a known form, because nobody knows what to give in the output's place.
+    # A block with taps runs at once, because its hooks must run before those of later blocks. So
+    # does one of unknown form, because we do not know whether to return a tensor or a tuple.
     is_watched = step.taps or self._forward_hooks or self._backward_hooks
     if is_watched or _WAITING not in kept or form is None:
         output.read()
@@ -303,7 +307,8 @@ def together() -> Iterator[None]:
     kept[_WAITING] = None
     yield
     if kept[_WAITING] is not None:
-        kept[_WAITING].output.read()  # because hooks look at them, although nobody else reads it
+        # Hooks may look at these blocks' activations, even if nobody reads the output.
+        kept[_WAITING].output.read()
 
 
 def attach(model: nn.Module, name: str, remote: RemoteModel) -> None:
@@ -326,7 +331,7 @@ def attach(model: nn.Module, name: str, remote: RemoteModel) -> None:
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # The mixin comes last, because Python lets a module change its class only to one whose first
     # base is the class that it had.
-    # torch's `__call__`, because a Bridge's block has its own, for the weights of a layer here.
+    # torch's `__call__`, because that of a Bridge's block expects the layer's weights here.
     of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
     has = {"__module__": __name__, **(of_block if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
@@ -350,7 +355,7 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
     """Refuse to move weights of other hosts, or to change their dtype.
 
     Raises:
-        RuntimeError: before any weight is converted.
+        RuntimeError: if `convert` would change a remote weight. None has been converted then.
     """
     for weight in model.parameters():
         if type(weight) is RemoteTensor:
@@ -363,7 +368,7 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
 
 
 def _why_not_now() -> str | None:
-    """Return the mode of this process that would change numbers here only; None without one."""
+    """Return a mode of this process that the worker does not have, such as autocast; else None."""
     if (why := unsupported_mode()) is not None:
         return why
     is_of_bridge, *_ = kept_in_forward().get(SENT_FACTS) or [False]
@@ -458,7 +463,8 @@ class _Step:
         handles = {tensor.handle for tensor in unread}
         if len(unread) == len(here) and len(handles) == 1:
             (handle,) = handles
-            # The entry that is there, if its keys and values are those of one reply, unread.
+            # Not tensors, but the number of the worker's own entry, if all came from one reply and
+            # none was fetched.
             if isinstance(handle, RemoteHandle) and handle.host is self.grown.host:
                 if torch.is_grad_enabled() and handle.has_graph:
                     raise RuntimeError(
@@ -473,7 +479,7 @@ class _Step:
             "new": self.grown.number,
         }
 
-    def has_grown(self, settings: dict[str, object], geometry: dict[str, Geometry]) -> None:
+    def grow(self, settings: dict[str, object], geometry: dict[str, Geometry]) -> None:
         """Replace the entry's keys and values by those that the worker keeps."""
         assert self.entry is not None
         self.grown.has_graph = torch.is_grad_enabled()
@@ -508,8 +514,8 @@ class _WaitingBlocks:
         if n_steps != len(self._steps):
             raise RuntimeError(
                 f"the output of blocks.{self._steps[n_steps - 1].record.index} stayed on "
-                f"{self._remote.host.connection.name}, where the next block took it: keep it by a "
-                "hook on a hook point"
+                f"{self._remote.host.connection.name}, because the next block there has used it: to "
+                "keep it, put a hook on one of its hook points"
             )
         with torch.set_grad_enabled(self._has_graph):
             self.returned = _RemoteRun(self._remote, self._steps).run(self._x)
@@ -561,7 +567,7 @@ class _RemoteRun(RemoteHandle):
                 cached = self._remote.kept(step.cached[point], "", shape, dtype)
                 step.block.get_submodule(point)(cached)
             for number, settings_there, geometry in reply["grown"]:
-                self._steps[number].has_grown(settings_there, geometry)
+                self._steps[number].grow(settings_there, geometry)
             if not reply["tap"]:
                 return self._returned(value)
             same_as = reply["same_as"]

@@ -1,7 +1,8 @@
 """Decide where each component of a model lives, from its size and the user's arguments.
 
-`decide` is a pure function of sizes and devices, in accelerate's vocabulary: `device_map`,
-`max_memory`, `n_devices`. It returns a `Placement`, which loading, routing and reporting read.
+`decide` reads sizes, the arguments, and which devices exist with how much free memory, and changes
+nothing. Its vocabulary is accelerate's: `device_map`, `max_memory`, `n_devices`. It returns a
+`Placement`, which loading, routing and reporting read.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ from tl_devicefix.placement.placement import (
 _log = logging.getLogger(__name__)
 
 DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
-"""A strategy ("auto", "balanced", "sequential"), one device, or components -> devices."""
+"""A strategy ("auto", "balanced", "sequential"), one device, or component or prefix -> device."""
 
 STRATEGIES = ("auto", "balanced", "sequential")
 
 _FILLED = 0.9
-"""Share of the free memory to fill if blocks are offloaded and the user sets no limit."""
+"""Share of the free memory to fill if blocks are offloaded and the user sets no limit.
+
+The rest is for activations.
+"""
 
 _NAMED_IN_MAPS = ("embed", "pos_embed", "ln_final", "unembed")
-"""Components that a map has to name, beside the blocks."""
+"""Components that a dict must cover, as it must all blocks; others may be left out."""
 
 
 def decide_fitting(
@@ -117,23 +121,23 @@ def decide(
             n_devices,
             n_blocks,
         )
-    home = devices[0]  # the lowest that `max_memory` names, if `device` is left out
+    home = devices[0]  # without `device`, the lowest that `max_memory` names
     may_offload = home != CPU and CPU in (limits or {})
     _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
-    # Leave out devices that may hold nothing. Home stays, so that `check_fit` reports its lack.
+    # Leave out devices that may hold nothing. Home stays, because `check_fit` reports what it lacks.
     devices = [d for d in devices if d == home or capacity(d, limits) != 0]
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
     counts = spread(sizes, rooms)
     on_each = [Share(count) for count in counts]
     if may_offload and not fits(sizes, counts, rooms):
-        # Not all that is free, because activations need some.
+        # Fill only a share of what is free, unless the user set a limit.
         to_fill = [
             room if room is None or device in (limits or {}) else int(_FILLED * room)
             for device, room in zip(devices, rooms)
         ]
         on_each = shares(sizes, to_fill)
-    return _contiguous(sizes, devices, on_each)
+    return _placed_in_order(sizes, devices, on_each)
 
 
 def _devices_to_use(
@@ -145,7 +149,7 @@ def _devices_to_use(
 ) -> list[torch.device]:
     """Return the devices to spread over, home first. The first of these rules that applies decides:
 
-    1. `n_devices`: so many, from home on;
+    1. `n_devices` without a strategy: so many, from home on;
     2. the devices that `max_memory` names;
     3. a strategy: all devices of home's type;
     4. home alone.
@@ -153,11 +157,11 @@ def _devices_to_use(
     if is_elsewhere(home):
         raise ValueError(
             f"device={str(device)!r} is on another host, where only blocks can be: leave device "
-            "out, or name one of this host"
+            "out, or name a device of this host"
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    # Of home's type, because "cpu" in `max_memory` asks for offloading.
+    # Of home's type or on other hosts, because "cpu" in `max_memory` only allows offloading.
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
@@ -180,14 +184,14 @@ def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> N
     used = [printed(device) for device in devices]
     if unused := set(map(printed, limits or ())) - set(used):
         _log.warning(
-            "max_memory names %s, where nothing is placed: only %s may be used; to use the devices "
-            "of max_memory, leave device, device_map and n_devices out",
+            "max_memory names %s, where nothing is placed, because the other arguments allow only "
+            "%s: to use the devices of max_memory, leave device, device_map and n_devices out",
             ", ".join(sorted(unused)),
             ", ".join(used),
         )
 
 
-def _contiguous(
+def _placed_in_order(
     sizes: Sequence[ComponentSize], devices: Sequence[torch.device], on_each: Sequence[Share]
 ) -> Placement:
     of_block = [
@@ -210,15 +214,15 @@ def _from_dict(
     for key in device_map:
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
-                f"device_map names {key!r}, but this model has no such component: it has "
-                f"{in_short(names)}, each placed as a whole: name one of these, a prefix such as "
-                "'blocks', or '' for all"
+                f"device_map names {key!r}, but this model has no such component: name one of "
+                f"{in_short(names)} (each placed as a whole), a prefix such as 'blocks', or '' for "
+                "all"
             )
     placed, missing = [], []
     like = _like_home(device_map, home)
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
-        # Small ones, such as a Bridge's rotary embedding, go with `embed` if a map leaves them out.
+        # Other components, such as a Bridge's rotary embedding, go with `embed`: they are small.
         if not keys and not (names_block(size.name) or size.name in _NAMED_IN_MAPS):
             keys = [key for key in device_map if _is_prefix(key, "embed")]
         if not keys:
@@ -231,7 +235,7 @@ def _from_dict(
             f"device_map leaves out {in_short(missing)}: give each component a device, or "
             "use device_map='balanced'"
         )
-    placement = Placement(_run_where_others_do(placed))
+    placement = Placement(_offload_cpu_blocks(placed))
     if home is not None and resolve(home) != placement.home:
         raise ValueError(
             f"device={str(home)!r} is not where device_map puts embed ({placement.home}): embed "
@@ -240,11 +244,11 @@ def _from_dict(
     return placement
 
 
-def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
-    """Offload the blocks on the CPU, unless home is the CPU."""
+def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
+    """Mark blocks that a map puts on the CPU as offloaded, unless home is the CPU."""
     home = placed[0].device
-    # Blocks before the first one on a device run on that device. The others run on the device of
-    # the block before them, because the residual stream is there.
+    # An offloaded block runs on the device of the last block before it that is on one, because the
+    # residual stream is there. If there is none, it runs on the first such block's device, or home.
     on_device = [c for c in placed if names_block(c.name) and c.device != CPU]
     device = on_device[0].device if on_device else home
     running = list(placed)
@@ -259,7 +263,7 @@ def _run_where_others_do(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompo
 def _like_home(
     device_map: Mapping[str, DeviceLike], home: DeviceLike | None
 ) -> torch.device | None:
-    """Return a device of home's type, to which indices refer; None if unknown."""
+    """Return a device of the type that an index in a map takes; None if that is unknown."""
     if home is not None:
         return resolve(home)
     key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
@@ -281,7 +285,7 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
         device = resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
-    # A worker's map has stand-ins for the embeddings too, because the driver holds these.
+    # Allowed as a `torch.device`, because a worker's own map gives the driver's for embeddings.
     if not names_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(
             f"device_map puts {component} on another host, where only blocks can be: put it on a "

@@ -1,13 +1,14 @@
 """`TransformerBridge.process_weights` and compatibility mode, one component at a time on a device.
 
-Each component is processed on its device, in float32 or wider, and rounded once in place. A Bridge
-whose processing failed is refused from then on.
+Each component is processed on its device, in float32 or wider, and rounded once into its parameter.
+If processing fails half way, the Bridge refuses to run, because some weights are folded and others
+are not.
 
 - Blocks: by the static methods of the installed `ProcessWeights`, because these know every
   architecture. They are given one block at a time.
-- Value biases: by this package, because heads may share them.
-- Embeddings and unembedding: in place by `tl_devicefix.weight_processing`, because a copy would be
-  as large as the vocabulary.
+- Value biases: by this package, because TransformerLens's method fails where heads share them.
+- Embeddings and unembedding: in place by `tl_devicefix.weight_processing`, because they are the
+  largest components, and a copy would double their memory.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _FLAGS = "fold_ln center_writing_weights center_unembed fold_value_biases"
 @patches(
     "TransformerBridge",
     takes=f"self disable_warnings no_processing {_FLAGS}",
-    why="what cannot be processed is refused before anything is changed",
+    why="refuses weights that cannot be processed before it changes any",
 )
 def enable_compatibility_mode(
     original: Callable[..., None],
@@ -79,11 +80,17 @@ def enable_compatibility_mode(
 ) -> None:
     """See TransformerLens's. Weights that cannot be processed are refused before any change.
 
-    `numbers` is as for `boot_transformers`: a tiny twin is processed in the same way first.
+    Args:
+        original: TransformerLens's method.
+        self: the Bridge.
+        args: the method's arguments, as kwargs.
+        numbers: as for `boot_transformers`: what to do if a tiny twin, processed in the same way,
+            does not give transformers' numbers.
+        kwargs: see args.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored, or for an `hf_model` with parts
-            that its config does not make.
+        ValueError: if the attention matrices cannot be refactored, or if `hf_model` has parts
+            that its config does not describe.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed because an earlier call failed.
     """
@@ -98,7 +105,7 @@ def enable_compatibility_mode(
     if beyond and choice_of_numbers(numbers) != "ignore":
         raise ValueError(
             "compatibility mode would leave out parts of hf_model that its config does not make "
-            f"({beyond}): undo the change, go on without it, or pass numbers='ignore'"
+            f"({beyond}): undo the change, leave compatibility mode out, or pass numbers='ignore'"
         )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
@@ -184,11 +191,14 @@ def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
 
 
 _USUAL_PARTS = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
-"""Parts of an attention whose output is W_O of weighted means of the values."""
+"""With these parts alone, attention writes W_O of weighted means of the values.
+
+So a value bias adds a constant, and can be folded.
+"""
 
 
 def _beside_values(bridge: TransformerBridge) -> str | None:
-    """Name the part of attention because of which value biases cannot be folded; None if none.
+    """Return the part of attention that keeps value biases from being folded; None if none does.
 
     With the known parts alone, a value bias adds a constant (see `fold_value_biases_of_block`).
     """
@@ -202,13 +212,13 @@ def _beside_values(bridge: TransformerBridge) -> str | None:
             continue
         if others := sorted(parts.keys() - _USUAL_PARTS):  # such as a gate or a norm of values
             return others[0]
-        # BERT has its post-attention norm within the attention.
+        # Without those of the block's other parts, because BERT's attention holds a norm.
         around = [block._modules[part] for part in block.submodules if part != "attn"]
         of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
         for path, parameter in attention.original_component.named_parameters():
             if id(parameter) not in of_parts:  # such as sinks
                 return path
-        # Queries wider than z hold a gate, because they are as wide as z without one.
+        # Queries wider than z hold a gate too, because both have n_heads * d_head without one.
         if parts["q"].weight.numel() > parts["o"].weight.numel():
             return "a gate beside its queries"
     return None
@@ -228,11 +238,11 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
-        # The unembedding last, because some adapters remember that they have seen it.
+        # The unembedding last, because some adapters note that they have seen it.
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if getattr(bridge, "placement", None) is not None:
-        pin(bridge, bridge.placement)  # because the weights are other tensors now
+        pin(bridge, bridge.placement)  # again, because processing replaced the tensors
     bridge._weights_processed = True
 
 
@@ -273,7 +283,7 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
         name, tensor = named, dict.pop(processed, named)
         if unit.name.startswith("blocks."):
             name = named.replace(_BLOCK, f"{unit.name}.", 1)
-        if name not in originals:  # a new bias gets its weight's dtype and device
+        if name not in originals:  # a bias that folding made gets its weight's dtype and device
             weight = f"{name.rpartition('.')[0]}.weight"
             component, within = unit.places[weight]
             unit.places[name] = component, f"{within.rpartition('.')[0]}.bias".lstrip(".")
@@ -290,7 +300,7 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
 def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
     """Fold a block's ln2 into experts that are stacked in one parameter."""
     kind, _, index = unit.name.partition(".")
-    # A list without the other blocks, because TransformerLens's method reads all that it finds.
+    # None for earlier blocks, because TransformerLens's method reads every block that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
     fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
@@ -302,7 +312,7 @@ _BLOCK = "blocks.0."
 
 
 class Processing:
-    """The processing of one Bridge's weights."""
+    """The steps for one Bridge, and methods that apply them to one component's weights."""
 
     def __init__(self, asked: Steps, bridge: TransformerBridge) -> None:
         self.asked, self.cfg, self.adapter = asked, bridge.cfg, bridge.adapter
@@ -310,7 +320,7 @@ class Processing:
         """The steps that TransformerLens takes for such a model."""
 
     def of_block(self, weights: Weights, block: Any) -> None:
-        """Process one block's weights in place, which are named as those of block 0."""
+        """Process one block's weights in place. Their names begin with "blocks.0.", whichever it is."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
         if steps.fold_ln:
@@ -349,7 +359,7 @@ class Processing:
         if "unembed.weight" not in weights:
             return
         folds_bias = uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
-        # Views, because the steps change them in place.
+        # `.T` is a view, so steps in place on `head` change `weights` too.
         head = {"unembed.W_U": weights["unembed.weight"].T}  # [d_model, d_vocab]
         if "unembed.bias" in weights:
             head["unembed.b_U"] = weights["unembed.bias"]
@@ -364,13 +374,13 @@ class Processing:
             fold_layer_norm_into_unembed(
                 head, fold_biases=folds_bias, center_weights=folds_bias, keep_norms=True
             )
-            weights["ln_final.weight"].fill_(1.0 - offset)  # the identity
+            weights["ln_final.weight"].fill_(1.0 - offset)  # the norm multiplies by 1 now
             if "ln_final.b" in head and "unembed.b_U" in head and folds_bias:
                 weights["unembed.bias"] = head["unembed.b_U"]
                 weights["ln_final.bias"].zero_()
 
     def _preprocess(self, weights: Weights) -> None:
-        self.adapter._fold_ln_requested = self.asked.fold_ln  # for adapters that fold
+        self.adapter._fold_ln_requested = self.asked.fold_ln  # read by adapters that fold
         preprocessed = self.adapter.preprocess_weights(weights)
         if preprocessed is not weights:
             for name in weights.keys() - preprocessed.keys():
@@ -415,7 +425,7 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
 
 
 class _OneBlock:
-    """A Bridge's config with one block, which is no copy: changes of the config are seen."""
+    """A live view of a Bridge's config with one block, because `ProcessWeights` is given one."""
 
     n_layers = 1
 
