@@ -281,7 +281,7 @@ def patch(run: Run, name: str, n_examples: int | None = 1, n: int = 2, **options
         return getattr(patching, name)(run.model, corrupted, clean, metric, **options)
 
 
-GENERIC = {"n_examples": None, "n": 3, "activation_name": "resid_post"}
+GENERIC: dict[str, Any] = {"n_examples": None, "n": 3, "activation_name": "resid_post"}
 GENERIC |= {"index_axis_names": ["layer", "pos"], "patch_setter": patching.layer_pos_patch_setter}
 
 
