@@ -76,7 +76,7 @@ class Around:
             for key, hook in [*hooks.items()]:
                 if isinstance(getattr(hook, "__self__", None), cls):
                     del hooks[key]
-                    # torch notes apart from the hook that it takes keyword arguments.
+                    # torch keeps a separate note that the hook takes keyword arguments.
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
         outer, forward = None, vars(module).get("forward")
         while isinstance(forward, _Forward):

@@ -123,9 +123,10 @@ class Twin:
     @property
     def tokens(self) -> Int[torch.Tensor, "1 pos"]:
         """Random tokens that fill the twin's context, without those that are special."""
-        d_vocab = self.hf_model.config.vocab_size  # the first few are often special
+        d_vocab = self.hf_model.config.vocab_size
+        lowest = min(3, d_vocab - 1)  # because the first few are often special
         seeded = torch.Generator().manual_seed(0)
-        return torch.randint(min(3, d_vocab - 1), d_vocab, (1, self.n_ctx), generator=seeded)
+        return torch.randint(lowest, d_vocab, (1, self.n_ctx), generator=seeded)
 
     @functools.cached_property
     def _expected(self) -> Float[torch.Tensor, "1 pos d_vocab"]:
@@ -300,7 +301,7 @@ def is_right(measure: MeasureTwin, hf_config: PretrainedConfig) -> bool:
 
 
 def _blame(measure: MeasureTwin, hf_config: PretrainedConfig) -> str:
-    """Name the setting without which, at its default, there is no difference; "" if none."""
+    """Name a setting whose default value would remove the difference; "" if there is none."""
     config = getattr(hf_config, "text_config", hf_config)
     defaults = type(config)()
     for name, value in vars(config).items():

@@ -144,6 +144,14 @@ def test_model_not_yet_on_its_device_is_found_and_repaired(machine):
     assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
 
 
+def test_config_may_give_its_device_as_an_index(machine):
+    cfg = attention_only_config()
+    cfg.device = 1
+    model = HookedTransformer(cfg, move_to_device=False)
+    assert check(model, repair=True)
+    assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
+
+
 def everything_in(model):
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     places = {name: (id(tensor), tensor.device) for name, tensor in tensors.items()}

@@ -137,7 +137,7 @@ def test_checkpoint_without_tokenizer_loads_with_one_warning(
         assert model.tokenizer is None
         assert model(tokens).shape[:2] == tokens.shape
         (warning,) = [item for item in caplog.records if "has no tokenizer" in item.getMessage()]
-        assert warning.name == "tl_devicefix"
+        assert warning.name == "tl_devicefix.hooked_transformer.loading"
         for text in (repr(str(name)), "tokenizer.json", "tokenizer=", "set_tokenizer"):
             assert text in warning.getMessage()
         HookedTransformer.from_pretrained(name, tokenizer=tokenizer, n_devices=2)

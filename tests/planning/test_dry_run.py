@@ -214,6 +214,13 @@ def test_dry_run_obeys_n_ctx_and_hf_config_overrides():
 
 
 @a_bridge_s
+def test_overrides_add_no_field_that_n_ctx_would_set():
+    options: Any = {"n_ctx": 64, "hf_config_overrides": {"n_positions": 32}}  # Pythia has none
+    dry = dry_run("EleutherAI/pythia-70m", lambda it: it.cfg.n_ctx, **options)
+    assert dry.result == 32
+
+
+@a_bridge_s
 def test_a_local_checkpoint_brings_its_tokenizer(checkpoints):
     from transformer_lens.model_bridge import TransformerBridge
 

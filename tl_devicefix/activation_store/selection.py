@@ -50,7 +50,8 @@ class Selection:
                     "transform must be a function of an activation, or a dict from names to "
                     f"functions, but is {shown(transform)}"
                 )
-        mask = self.token_mask  # a tensor is compared with no str, because == is by element
+        mask = self.token_mask
+        # The type first, because `==` of a tensor compares its elements.
         is_name = isinstance(mask, str) and mask == "attention_mask"
         if mask is not None and not is_name and not callable(mask):
             raise ValueError(

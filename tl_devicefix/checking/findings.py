@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -60,7 +60,8 @@ def config_findings(model: Model) -> Iterator[Finding]:
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
-    device = torch.device(str(cfg.device))
+    given: Any = cfg.device  # because users give an index too, although it is typed as a str
+    device = torch.device(given)
     if device.type != home.type or with_index(device) != home:
         message = f"cfg.device is {str(cfg.device)!r}, but the placement's home is {home}"
         yield Finding("config", "cfg.device", message, f'model.cfg.device = "{home}"')
@@ -88,7 +89,7 @@ def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTen
             continue
         for name, value, is_weight in held_tensors(module):
             if placement is None:
-                device = resolve(str(model.cfg.device))
+                device = resolve(model.cfg.device)
             else:
                 device = placement.device_for(join_path(path, name), is_weight)
                 if is_elsewhere(device) and type(value) is not RemoteTensor:

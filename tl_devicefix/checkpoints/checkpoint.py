@@ -64,7 +64,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
                 f"from_pretrained has no argument {unknown[1]!r}, and transformers has none for "
                 f"{model_name!r}; leave it out"
             ) from error
-        stored_tensors(model_name, kwargs)  # because a damaged file says more than transformers
+        stored_tensors(model_name, kwargs)  # because it names a file that is damaged
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
         ) from error
@@ -99,7 +99,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     """Give a model's empty parameters, and buffers, the dtypes of the tensors in `files`.
 
     transformers renames and joins tensors. So a parameter without a tensor of its name gets the
-    widest dtype among the tensors without a parameter of theirs.
+    widest dtype among the tensors without a parameter of their name.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return  # because the quantiser decides the dtype that it unpacks to

@@ -87,7 +87,8 @@ def refuse_directory(model_name: str) -> None:
 def snapshot(name: str, listed: Collection[str] = (), **kwargs: object) -> Path:
     """Fetch a checkpoint's config.json and return its folder; errors suggest a name of `listed`."""
     try:
-        return Path(str(cached_file(name, "config.json", **hub_arguments(kwargs)))).parent
+        config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
+        return Path(config).parent
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "

@@ -58,7 +58,7 @@ def refuse_unmergeable(module: nn.Module) -> None:
     if is_adapter(module):
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
         no_merge = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
-        # A layer that inherits `merge` as it is has none of its own.
+        # Compared, because the base class has a `merge` too, which only raises.
         if replaced or _class_over_floats(type(module)).merge is no_merge:
             _refuse_adapter(f"{type(module).__module__}.{type(module).__name__}")
     elif is_from("peft", module):
@@ -230,7 +230,7 @@ class LiveWeights:
         if device.type != "meta":
             tensor = self.values(module, name, tensor)
         if device.type == "meta" or tensor.is_meta:
-            # Four-bit weights are packed flat.
+            # By the layer's sizes, because four-bit weights are packed flat.
             shape = (module.out_features, module.in_features) if packed else tensor.shape
             dtype = torch.float32 if packed else _wide(tensor.dtype)
             return torch.empty(shape, dtype=dtype, device="meta")

@@ -236,7 +236,7 @@ class _View:
     def _shown(
         self, module: nn.Module, is_read: bool, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        if not is_read and tensor.dim() > 1:  # because with blocks, only these are read
+        if not is_read and tensor.dim() > 1:  # because nobody reads it, and it is large
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:

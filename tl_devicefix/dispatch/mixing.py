@@ -139,8 +139,11 @@ def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
     """Return True for arguments on several devices."""
     first = None
     for value in (*args, *kwargs.values()):
-        # A generator for nested arguments only, because each torch function in a mode comes here.
-        for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+        is_nested = isinstance(value, (tuple, list, dict))
+        # A generator for these only, because each torch function in a mode comes here.
+        for tensor in tensors_in(value) if is_nested else (value,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             first = first or tensor.device
             if tensor.device != first:
                 return True

@@ -35,7 +35,7 @@ _ATTACHED = "_tl_devicefix_attached"
 _WATCH = "_tl_devicefix_watch"
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
-"""Takes a model, a path and the module there; True if the model's own class puts such there."""
+"""Takes a model, a path and the module there. Returns True if the model's class puts one there."""
 
 
 @dataclass(frozen=True)

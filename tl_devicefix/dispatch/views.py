@@ -76,7 +76,7 @@ class _AsMade:
                 container.clear()
         for container, contents in self._filled:
             now = contents_of(container)
-            # By identity, because tensors have no `==` that gives one truth.
+            # By identity, because `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
         for attributes, as_made in [(vars(view), self._of_view), *self._others]:

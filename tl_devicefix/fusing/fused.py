@@ -202,12 +202,12 @@ def report_of(module: nn.Module) -> str:
     """Return "fused", "not fused" and why, or "fused, with a pattern" and why, of a block."""
     if not is_fused(module):
         return "not fused"
+    if not is_enabled():
+        return "not fused: TransformerLens is unpatched"
     kind = kind_of(module)
     if kind is None:
         return f"not fused: a {class_of(module).__name__} computes in its own way"
     why = vars(module)[_WHY_NOT] or kind.why_not(module)
-    if not is_enabled():
-        why = "TransformerLens is unpatched"
     if why is not None:
         return f"not fused: {why}"
     pattern = kind.why_pattern(module)

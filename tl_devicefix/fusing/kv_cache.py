@@ -128,7 +128,7 @@ class _Grown:
         if self._version != self._all_keys._version:  # because somebody else has written to keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
-        # .data counts no version, because graphs may hold views of earlier keys, which stay right.
+        # By .data, because graphs may hold earlier keys: these stay, so no change is to be counted.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]

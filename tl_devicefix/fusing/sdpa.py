@@ -41,7 +41,7 @@ def attend(
         if dtype.itemsize < 4:
             q, k, v = q.float(), k.float(), v.float()  # because 16 bits do not hold the bias
         bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
-        # A copy, because a backward cannot save a tensor made in inference mode.
+        # By `where`, which copies, because a backward cannot save a mask made in inference mode.
         attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
         is_causal = False
     if not q.dtype == k.dtype == v.dtype:  # because a hook may have changed one
@@ -51,8 +51,7 @@ def attend(
     if enable_gqa:
         choose: Any = torch._fused_sdp_choice  # its stub lacks the optional arguments
         choice = choose(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)
-        # Because where no kernel but the one that builds scores takes groups, another may take
-        # repeated keys.
+        # With repeated keys, another kernel may run where only the one that builds scores would.
         if choice == SDPBackend.MATH.value:
             enable_gqa = False
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))  # [batch, head_index, ...]

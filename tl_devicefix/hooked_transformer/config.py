@@ -283,7 +283,7 @@ def config_post_init(original: Callable[..., None], self: HookedTransformerConfi
     original(self)
     self.n_devices = n_devices
     if n_devices > 1:
-        consecutive(resolve(str(self.device)), n_devices)
+        consecutive(resolve(self.device), n_devices)
 
 
 def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:

@@ -85,7 +85,8 @@ def to(
         nn.Module.to(self, device_or_dtype)
         self.cfg.dtype = device_or_dtype
         return self
-    device = resolve_to_move(device_or_dtype, torch.device(str(self.cfg.device)))
+    home: Any = self.cfg.device  # because users give an index too, although it is typed as a str
+    device = resolve_to_move(device_or_dtype, torch.device(home))
     if print_details:
         print("Moving model to device: ", device)
     nn.Module.to(self, device)
@@ -153,14 +154,14 @@ def move_model_modules_to_device(original: Callable[..., None], self: HookedTran
         sizes = component_sizes(self.cfg)
         place(self, decide_fitting(sizes, self.cfg.n_devices, self.cfg.device))
     elif placement is not None:
-        place(self, placement.gathered_on(resolve(str(self.cfg.device))))
+        place(self, placement.gathered_on(resolve(self.cfg.device)))
     else:
         original(self)
 
 
 def _is_spread_by(placement: Placement, cfg: HookedTransformerConfig) -> bool:
     """Return True if a config asks for a placement of several devices, or with offloaded blocks."""
-    if len(placement.devices) == 1 and resolve(str(cfg.device)) != placement.home:
+    if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
 

@@ -141,7 +141,7 @@ def load_and_process_state_dict(
     refuse_weights(self.parameters())
     source, own = StateDictSource(self.fill_missing_keys(dict(state_dict))), self.state_dict()
     units = processing_units(self.cfg)
-    # Beside the components: a subclass's own parameters.
+    # Weights of no component, such as a subclass's own parameters.
     beside = [name for name in state_dict if name in own and processing_unit(name) not in units]
     for name in beside:
         _check_weight(name, state_dict[name], own[name])

@@ -58,9 +58,8 @@ def _file(path: Path) -> tuple[int, str]:
 
 def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
     """Return the byte ranges to compare: a safetensors file's header and tensors, or all."""
-    if (
-        path.suffix != ".safetensors"
-    ):  # its end too, because a `.bin`, a zip file, has checksums there
+    if path.suffix != ".safetensors":
+        # Its end too, because a `.bin` is a zip file, which has checksums there.
         return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -339,7 +339,7 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
         weights = worker_of(remote.host).apply(remote.number, method, arguments)
         for name, (shape, dtype) in weights.items():
             path, _, key = name.rpartition(".")
-            # Past `__setattr__`, which refuses. Shapes may have changed, as heads are split.
+            # Not by setattr, because a remote block refuses that. Shapes may have changed, too.
             parameters: dict[str, Any] = model.get_submodule(path)._parameters
             parameters[key] = remote.weight(name, shape, dtype)
     for block in blocks:

@@ -395,7 +395,7 @@ class _PausableRun:
                 lambda text: as_argument(text, entry, layer) if text in (CACHE, ENTRY) else text,
                 (args, kwargs),
             )
-        # Without hooks the block itself runs, because runs in flight then have nothing to hide.
+        # A view only for hooks, because without them runs in flight may share the block.
         has_hooks = bool(step["taps"] or step["cached"])
         if has_hooks:
             block = self._model.borrow(layer)

@@ -138,7 +138,7 @@ class PrefetchedWeight:
 
     def swap_in(self) -> None:
         """Put the weight in the parameter's place."""
-        # No parameter, because it has a graph, by which its gradient becomes the parameter's.
+        # A tensor with a graph, because its gradient has to reach the parameter.
         self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
     def swap_out(self) -> None:

@@ -46,7 +46,7 @@ _OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
 
 def _is_in_order(func: Forward, args: Args, kwargs: Kwargs) -> bool:
     name = getattr(func, "__name__", "")
-    # Only of leaves that need it, because autograd adds up no others that runs share.
+    # `.grad` of leaves that need gradients, because runs share no other gradients.
     if name.startswith("__"):
         return func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
     # "rand.default" is one of torch.ops.aten, and "normal_" works in place.

@@ -94,6 +94,11 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
+    if not callable(run):
+        raise TypeError(
+            f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
+            "pipeline_map(model, run, items)"
+        )
     check_iterable("items", items)
     adapter_of(model)  # which refuses anything but a model
     run = with_view_of(model, run)

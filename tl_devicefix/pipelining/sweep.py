@@ -89,6 +89,8 @@ def sweep(
         )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
+    if isinstance(runs, torch.Tensor):
+        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
 
@@ -131,7 +133,7 @@ def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Ho
 
 # Arguments of a forward on which the residual stream depends.
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
-# A run may start at any block with these, because no run changes them, as it would a KV cache.
+# Arguments with which a run may start at any block; not a KV cache, because each run changes it.
 _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 

@@ -109,8 +109,8 @@ def _best_ranges(
             for end in range(min(start + at_least, n_blocks), last + 1):
                 lowest = reached[end][0] if end in reached else ()
                 cost = extend(before, position, start, end, lowest)
-                # `<`, and not `<=`, because the first of a tie has fewer blocks before `start`,
-                # and so leaves more of home free.
+                # `<`, and not `<=`, because the first of a tie has the fewest blocks before
+                # `start`, so that the first devices get the fewest.
                 if cost is not None and (not lowest or cost < lowest):
                     reached[end] = cost, [*counts, end - start]
         best = reached

@@ -261,7 +261,7 @@ def is_device(named: object) -> bool:
         return False
 
 
-def resolve(device: DeviceLike, home: torch.device | None = None) -> torch.device:
+def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torch.device:
     """Turn a user's way of naming a device into a `torch.device` that exists here.
 
     Args:

@@ -93,7 +93,6 @@ def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
     gradient = parameter.grad
     parameter.data = parameter.data.to(device)
     if gradient is not None and gradient.device != device:
-        parameter.grad = None  # because torch refuses to replace a gradient by another device's
         parameter.grad = gradient.to(device)
 
 

@@ -67,6 +67,7 @@ class RemoteTensor(torch.Tensor):
         weight_is: str = "",
         waits: bool = False,
         handle: object = None,
+        strides: tuple[int, ...] | None = None,
     ) -> RemoteTensor:
         """Make one whose values `fetch` returns.
 
@@ -78,8 +79,9 @@ class RemoteTensor(torch.Tensor):
             weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
             waits: True for the output of blocks that have not run, because that may have a graph.
             handle: see the class.
+            strides: the strides of the values; None if they are contiguous.
         """
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)
         made._is_param, made._weight_is, made._waits = bool(weight_is), weight_is, waits
         made._fetch, made._value, made.handle = fetch, None, handle
         return made
@@ -116,12 +118,18 @@ class RemoteTensor(torch.Tensor):
             # take heads apart, but few of the activations are read.
             is_view = func in _VIEWS or (func is _T.__getitem__ and _is_basic(args[1]))
             if is_view and not this._waits:
-                like = torch.empty(this.shape, dtype=this.dtype, device="meta")
-                like = func(like, *args[1:], **kwargs)
-                return RemoteTensor(
-                    lambda: func(this.read(), *args[1:], **kwargs),
-                    *(like.shape, like.dtype, this.device, this._weight_is),
-                )
+                with DisableTorchFunctionSubclass():
+                    like = torch.empty_strided(
+                        this.shape, this.stride(), dtype=this.dtype, device="meta"
+                    )
+                # Not where `reshape` may copy, because later changes must not reach the copy.
+                if func is not _T.reshape or like.is_contiguous():
+                    like = func(like, *args[1:], **kwargs)
+                    return RemoteTensor(
+                        lambda: func(this.read(), *args[1:], **kwargs),
+                        *(like.shape, like.dtype, this.device, this._weight_is),
+                        strides=like.stride(),
+                    )
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}  # where the weights are, by their storages here
 
@@ -141,7 +149,8 @@ class RemoteTensor(torch.Tensor):
             where = weights.get(storage_of(part))
             if where is None:
                 return part
-            return RemoteTensor(lambda: part, part.shape, part.dtype, part.device, where)
+            like = part.shape, part.dtype, part.device
+            return RemoteTensor(lambda: part, *like, where, strides=part.stride())
 
         return tree_map_only(torch.Tensor, frozen, result)
 

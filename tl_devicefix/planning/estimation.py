@@ -191,7 +191,7 @@ def estimate(
             return result
         is_placed = device_map is not None and device_map not in STRATEGIES
         may_be_more = not (is_placed or isinstance(max_memory, Mapping))
-        # No more than blocks, because the others would stay empty, or than large machines have.
+        # At most one a block, because others would stay empty, and 16, which large machines have.
         most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
         # By bisection, because each count is a dry run; more devices should not fit less.

@@ -193,7 +193,7 @@ class Machine:
             self.check_room(device, growth)
             self._add(device.index, growth)
             allocation.nbytes += growth
-        vars(storage)[_ALLOCATION] = allocation  # now, because what does not fit is not counted
+        vars(storage)[_ALLOCATION] = allocation  # last, because `check_room` may raise
         return allocation
 
     def record_transfer(

@@ -50,9 +50,11 @@ class BridgeBlueprint:
     ) -> BridgeBlueprint:
         """See `blueprint`."""
         config = copy.deepcopy(_hf_config(config_or_model_name))
-        vars(config).update(options.get("hf_config_overrides") or {})
+        overrides = dict(options.get("hf_config_overrides") or {})
         if options.get("n_ctx") is not None:
-            vars(config)[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
+            # In the config without overrides, because `boot_transformers` looks there.
+            overrides[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
+        vars(config).update(overrides)
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
             end = getattr(config, "eos_token_id", None)
             config.pad_token_id = end[0] if isinstance(end, list) else end

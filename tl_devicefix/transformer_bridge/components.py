@@ -74,7 +74,7 @@ class Layout:
 def _cover(
     path: str, module: nn.Module, placed: Mapping[str, str], home: str
 ) -> Iterator[tuple[str, str]]:
-    """Return the outermost modules that are on one device, by their paths."""
+    """Yield the path and the device of each outermost module that is on one device."""
     if path in placed:
         yield path, placed[path]
     elif path and not any(inside.startswith(f"{path}.") for inside in placed):

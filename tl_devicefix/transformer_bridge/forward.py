@@ -25,7 +25,7 @@ from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
-from tl_devicefix.transformer_bridge.fused import config_of_sdpa
+from tl_devicefix.transformer_bridge.fused import config_of_sdpa, first_unfused
 
 _Result = TypeVar("_Result")
 
@@ -52,7 +52,14 @@ def forward(
     with one_forward(ThisForward(is_plain, config, is_cache_read)), together():
         # As plain values too, because they are sent to the workers of other hosts.
         kept_in_forward()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
-        return running.forward(original, self, *args, **kwargs)
+        output = running.forward(original, self, *args, **kwargs)
+    # Masks were made for fused blocks, so an unfused one has attended to all tokens.
+    if config is not None and (index := first_unfused(self)) is not None:
+        raise RuntimeError(
+            f"blocks.{index} was exchanged during this forward for a block that is not fused, and "
+            "so ran without its causal mask: exchange it before the forward, or fuse it first"
+        )
+    return output
 
 
 def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
@@ -64,8 +71,9 @@ def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
 
 def _takes_cache(bridge: TransformerBridge) -> bool:
     """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
-    takes = inspect.signature(bridge.original_model.forward).parameters
-    return bool(getattr(bridge.cfg, "is_stateful", False)) and "cache" in takes
+    if not getattr(bridge.cfg, "is_stateful", False):
+        return False  # before the signature is read, because `generate` asks at each token
+    return "cache" in inspect.signature(bridge.original_model.forward).parameters
 
 
 def _is_of_tokens(mask: object) -> bool:

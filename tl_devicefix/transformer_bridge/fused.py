@@ -148,11 +148,19 @@ def bound_of(wrapper: nn.Module) -> BoundWrapper:
 
 def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     """Return the config by which transformers makes a fused Bridge's masks, if for SDPA."""
-    blocks = list(getattr(bridge, "blocks", ()))
+    blocks = getattr(bridge, "blocks", ())
     # All of them, because an unfused block would attend to all tokens if it gets no mask.
-    fused = (isinstance(b, FusedWrapper) or hasattr(class_of(b), "is_remote") for b in blocks)
-    is_by_sdpa = all(fused) and bool(blocks) and isinstance(blocks[0], FusedWrapper)
-    return bound_of(blocks[0]).config if is_by_sdpa else None
+    is_by_sdpa = bool(blocks) and first_unfused(bridge) is None
+    by_first = is_by_sdpa and isinstance(blocks[0], FusedWrapper)
+    return bound_of(blocks[0]).config if by_first else None
+
+
+def first_unfused(bridge: TransformerBridge) -> int | None:
+    """Return the index of the first block that is not fused, here or on its host; None if none."""
+    for index, block in enumerate(getattr(bridge, "blocks", ())):
+        if not isinstance(block, FusedWrapper) and not hasattr(class_of(block), "is_remote"):
+            return index
+    return None
 
 
 def forget(bridge: TransformerBridge) -> None:

@@ -60,15 +60,15 @@ def _fold_norm(
 ) -> None:
     """Fold a norm into a matrix of d_in rows, or one for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
-    # The bias comes first, because it is folded through the matrix as it was.
     has_bias = norm == "ln1" or bias in weights  # because attention always has biases
+    # The bias comes first, because it needs the matrix before the norm's weights scale it.
     if fold_biases and f"{norm}.b" in weights and has_bias:
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
         )
     matrix *= weights[f"{norm}.w"][:, None]  # [... d_in, d_out]
-    if center_weights:  # over what is read: [... 1, d_out]
-        matrix -= matrix.mean(dim=-2, keepdim=True)
+    if center_weights:  # changes no output, because LayerNorm's has mean zero over d_in
+        matrix -= matrix.mean(dim=-2, keepdim=True)  # [... 1, d_out]
 
 
 def _fold_into_experts(block: Weights) -> None:
@@ -180,7 +180,7 @@ def refactor_attention_of_block(block: Weights) -> None:
     block["attn.W_Q"], block["attn.b_Q"] = even_Q[:, :-1, :], even_Q[:, -1, :]
     block["attn.W_K"], block["attn.b_K"] = even_K[:, :-1, :], even_K[:, -1, :]
 
-    # First the value biases go into b_O, because a factor of W_V would have to change them too.
+    # The value biases go into b_O first, because they would not fit the new W_O.
     fold_value_biases_of_block(block)
     # [heads, d_model, d_head], [heads, d_head], [heads, d_model, d_head]
     U, S, Vh = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()

@@ -161,6 +161,19 @@ def test_an_unfused_block_of_another_model_stays_causal(name, fused_bridge, boot
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
+@torch.no_grad()
+def test_exchanging_an_unfused_block_in_a_forward_is_refused(fused_bridge, boot, tokens):
+    bridge, other = fused_bridge("gpt-j"), boot("gpt-j", device="cpu").blocks[1]
+
+    def exchange(value, hook):
+        bridge.blocks[1] = other
+
+    refused = pytest.raises(RuntimeError, match=r"blocks\.1 was exchanged during this forward")
+    with refused, bridge.hooks(fwd_hooks=[("blocks.0.attn.hook_q", exchange)]):
+        bridge(tokens)
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
 class Doubled(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()

@@ -1,0 +1,29 @@
+"""Tensors of another host: what is done with them before they are fetched."""
+
+import torch
+
+from tl_devicefix.placement.remote_tensor import RemoteTensor
+
+CPU = torch.device("cpu")
+
+
+def remote(values):
+    return RemoteTensor(values.clone, values.shape, values.dtype, CPU)
+
+
+def flat_after_a_change(tensor, flatten):
+    """Return a flattened tensor, read after the tensor was changed in place."""
+    flat = flatten(tensor)
+    tensor.add_(1)
+    return flat * 1
+
+
+def test_unread_view_sees_later_changes_and_a_copy_does_not():
+    values = torch.arange(12.0).reshape(3, 4)
+    for flatten in (
+        lambda tensor: tensor.reshape(12),  # a view
+        lambda tensor: tensor.transpose(0, 1).reshape(12),  # a copy
+        lambda tensor: tensor[:, 1:3].reshape(6),  # a copy
+    ):
+        expected = flat_after_a_change(values.clone(), flatten)
+        assert flat_after_a_change(remote(values), flatten).equal(expected)
