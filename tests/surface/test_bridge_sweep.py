@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from bridge_calls import OF_ANALYSIS, OF_BRIDGE, OF_LENS
-from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, STAY, each_somewhere, trained
+from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, OF_MODEL, STAY, each_somewhere, trained
 from surface import Run, assert_as_on_one_device, public_names
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
@@ -35,9 +35,9 @@ def train(run):
 
 
 CALLS = {
-    **{f"TransformerBridge.{name}": call for name, call in OF_BRIDGE.items()},
+    **{f"TransformerBridge.{name}": call for name, call in {**OF_MODEL, **OF_BRIDGE}.items()},
     **IN_COMMON,
-    "ActivationCache.logit_lens": lambda cache: cache.logit_lens(),
+    "ActivationCache.logit_lens": lambda run: run.cache.logit_lens(),
     **{f"analysis.{name}": call for name, call in OF_ANALYSIS.items()},
     **{f"JacobianLens.{name}": call for name, call in OF_LENS.items()},
     "training.train": train,

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+import calls
 import pytest
 from calls import (
     ARE_FROZEN,
     FETCH_DATA,
     IN_COMMON,
     OF_MODEL,
-    RESID,
     STAY,
     each_somewhere,
-    hooked,
-    moved,
-    steer,
     trained,
-    with_more_hooks,
 )
 from packaging.version import Version
-from surface import Run, assert_as_on_one_device, public_names
+from surface import Run, assert_as_on_one_device, public_names, table
 from transformer_lens import HookedTransformer
 from transformer_lens.train import HookedTransformerTrainConfig, train
 
 import tl_devicefix
 
 PUBLIC = public_names((HookedTransformer,), ("patching", "head_detector", "evals", "train"))
-OF_HOOKED = {
-    "get_residual": lambda model, at_home: model.get_residual(model.embed(at_home), 0),
-    "check_hooks_to_add": lambda run, model: model.check_hooks_to_add(
-        model.hook_dict[RESID], RESID, steer(run)
-    ),
-    "check_and_add_hook": lambda run: hooked(
-        run, lambda model: model.check_and_add_hook(model.hook_dict[RESID], RESID, steer(run))
-    ),
-    "get_pos_offset": lambda model: model.get_pos_offset(None, 2),
-    "move_model_modules_to_device": moved(lambda model: model.move_model_modules_to_device()),
-    "setup": moved(lambda model: model.setup()),
-    "set_tokenizer": moved(lambda model: model.set_tokenizer(model.tokenizer)),
-    "set_ungroup_grouped_query_attention": with_more_hooks(
-        "set_ungroup_grouped_query_attention", "blocks.4.attn.hook_v"
-    ),
-}
+OF_HOOKED = table(
+    [vars(calls)],
+    """
+get_residual         model.get_residual(model.embed(at_home), 0)
+check_hooks_to_add   model.check_hooks_to_add(hook_point(model), RESID, steer)
+check_and_add_hook   twice(copy, tokens, copy.check_and_add_hook(hook_point(copy), RESID, steer))
+get_pos_offset       model.get_pos_offset(None, 2)
+move_model_modules_to_device   copy.move_model_modules_to_device(), copy(at_home)
+setup                copy.setup(), copy(at_home)
+set_tokenizer        copy.set_tokenizer(model.tokenizer), copy(at_home)
+set_ungroup_grouped_query_attention
+    with_more_hooks(copy, tokens, "set_ungroup_grouped_query_attention", "attn.hook_v")
+""",
+)
 CALLS = {
     **{f"HookedTransformer.{name}": call for name, call in {**OF_MODEL, **OF_HOOKED}.items()},
     **IN_COMMON,
