@@ -218,7 +218,7 @@ class RemoteModule(nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> RemoteModule:
-        """Convert only modules that replace hook points, because other weights are on the worker."""
+        """Convert only modules that replace hook points: other weights are on the worker."""
         refuse_to_convert(self, fn)
         for child in self.children():
             child._apply(fn)
