@@ -514,8 +514,8 @@ class _WaitingBlocks:
         if n_steps != len(self._steps):
             raise RuntimeError(
                 f"the output of blocks.{self._steps[n_steps - 1].record.index} stayed on "
-                f"{self._remote.host.connection.name}, because the next block there has used it: to "
-                "keep it, put a hook on one of its hook points"
+                f"{self._remote.host.connection.name}, because the next block there has used it: "
+                "to keep it, put a hook on one of its hook points"
             )
         with torch.set_grad_enabled(self._has_graph):
             self.returned = _RemoteRun(self._remote, self._steps).run(self._x)

@@ -320,7 +320,7 @@ class Processing:
         """The steps that TransformerLens takes for such a model."""
 
     def of_block(self, weights: Weights, block: Any) -> None:
-        """Process one block's weights in place. Their names begin with "blocks.0.", whichever it is."""
+        """Process any block's weights in place. Their names begin with "blocks.0."."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
         if steps.fold_ln:
