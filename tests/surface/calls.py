@@ -57,7 +57,7 @@ def filled(model: Any, tokens: torch.Tensor, activations: Any, *changes: Any) ->
 def with_more_hooks(model: Any, tokens: torch.Tensor, setting: str, point: str) -> Any:
     """Return results under a setting that adds hook points, with a hook on one of them."""
     getattr(model, setting)(True)
-    hook = f"blocks.{LAST}.{point}", lambda a, hook: a * 2
+    hook = f"blocks.{LAST}.{point}", double
     return [model.run_with_hooks(tokens, fwd_hooks=[hook]), cached(model, tokens)]
 
 
@@ -239,21 +239,24 @@ def singular_vectors(model: Any, kind: str, head: int | None = None) -> torch.Te
     return SVDInterpreter(model).get_singular_vectors(kind, **options).abs()
 
 
-def hook_point(model: Any) -> Any:
+def point(model: Any) -> Any:
     return model.hook_dict[RESID]
 
 
+def double(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+    return activation * 2
+
+
 OF_HOOK_POINT = table("""
-has_hooks               hook_point(model).has_hooks()
-layer                   hook_point(model).layer()
+has_hooks               point(model).has_hooks()
+layer                   point(model).layer()
 forward                 model.hook_dict["hook_embed"](direction)
-add_hook                twice(copy, tokens, hook_point(copy).add_hook(steer))
-add_hook prepend        hook_point(copy).add_hook(steer)
-    twice(copy, tokens, hook_point(copy).add_hook(lambda a, hook: a * 2, prepend=True))
-add_perma_hook          twice(copy, tokens, hook_point(copy).add_perma_hook(steer))
-remove_hooks            hook_point(copy).add_hook(steer), hook_point(copy).remove_hooks()
-                        twice(copy, tokens)
-clear_context           twice(copy, tokens, hook_point(copy).clear_context())
+add_hook                twice(copy, tokens, point(copy).add_hook(steer))
+add_hook prepend
+    twice(copy, tokens, point(copy).add_hook(steer), point(copy).add_hook(double, prepend=True))
+add_perma_hook          twice(copy, tokens, point(copy).add_perma_hook(steer))
+remove_hooks            twice(copy, tokens, point(copy).add_hook(steer), point(copy).remove_hooks())
+clear_context           twice(copy, tokens, point(copy).clear_context())
 """)
 
 # Functions of a model

@@ -7,7 +7,7 @@ the row above. A word after the name tells calls of one name apart:
     ActivationCache.keys             cache.keys()
     ActivationCache.decompose_resid  cache.decompose_resid(apply_ln=True)
                                      cache.decompose_resid(4, mode="attn", return_labels=True)
-    HookPoint.add_hook               twice(copy, tokens, hook_point(copy).add_hook(steer))
+    HookPoint.add_hook               twice(copy, tokens, point(copy).add_hook(steer))
     HookPoint.add_hook prepend       ...
 
 Names joined by commas have a row in common, in which NAME stands for each.

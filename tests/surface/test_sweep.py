@@ -27,8 +27,8 @@ OF_HOOKED = table(
     [vars(calls)],
     """
 get_residual         model.get_residual(model.embed(at_home), 0)
-check_hooks_to_add   model.check_hooks_to_add(hook_point(model), RESID, steer)
-check_and_add_hook   twice(copy, tokens, copy.check_and_add_hook(hook_point(copy), RESID, steer))
+check_hooks_to_add   model.check_hooks_to_add(point(model), RESID, steer)
+check_and_add_hook   twice(copy, tokens, copy.check_and_add_hook(point(copy), RESID, steer))
 get_pos_offset       model.get_pos_offset(None, 2)
 move_model_modules_to_device   copy.move_model_modules_to_device(), copy(at_home)
 setup                copy.setup(), copy(at_home)
