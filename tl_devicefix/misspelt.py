@@ -39,10 +39,15 @@ def check_iterable(called: str, value: object) -> None:
 
 
 def which_hook_point(name: object, hook_points: Collection[str]) -> str:
-    """Suggest a hook point, as `did_you_mean`; "resid_post" alone suggests the first block's."""
+    """Suggest a hook point, as `did_you_mean`, also for a part of a name; or name the blocks."""
     for full_name in hook_points:
         if full_name.endswith((f".{name}", f".hook_{name}")):
             return f"; did you mean {full_name!r}, or that of another block?"
+    first, _, rest = str(name).partition(".")
+    _, _, point = rest.partition(".")
+    of_blocks = [full_name for full_name in hook_points if full_name.endswith(f".{point}")]
+    if point and f"{first}.0.{point}" in of_blocks:
+        return f"; the model has blocks 0 to {len(of_blocks) - 1}"
     return did_you_mean(name, hook_points, _NEAR)
 
 
