@@ -96,6 +96,7 @@ class FusedWrapper(Fused):
             return f"a Bridge of transformer_lens {installed()}, which is older than 4.0"
         if cls.is_block(module) and not _runs_its_layer(class_of(module)):
             return f"a {class_of(module).__name__} computes in its own way"
+        _drop_pattern(module)
         return _METHODS.why_not()
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -121,8 +122,20 @@ class FusedWrapper(Fused):
         if now.config_of_sdpa is not None and not (is_plain and bound.by_sdpa):
             args, kwargs = bound.with_built_mask(args, kwargs)
         if not is_plain:
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+            _drop_pattern(self)
+            return output
         return class_of(self).forward(bound.around(self), *args, **kwargs)
+
+
+def _drop_pattern(block: nn.Module) -> None:
+    """Drop the last pattern that attention keeps, because plain layers would never replace it.
+
+    It may hold a graph, with which a block cannot be copied.
+    """
+    attention = block._modules.get("attn")
+    if getattr(attention, "_pattern", None) is not None:
+        vars(attention)["_pattern"] = None
 
 
 KINDS.append(FusedWrapper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -159,6 +160,16 @@ def test_an_unfused_block_of_another_model_stays_causal(name, fused_bridge, boot
     bridge = fused_bridge(name)
     bridge.blocks[1] = boot(name, device="cpu").blocks[1]
     assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pythia"])
+def test_fused_blocks_can_be_copied_after_a_forward_with_gradients(name, boot, tokens):
+    bridge = boot(name, device="cpu")
+    bridge(tokens)
+    tl_devicefix.fuse_blocks(bridge)
+    for hooks in ([], [("blocks.1.attn.hook_z", lambda value, hook: value * 2)]):
+        bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+        copy.deepcopy(bridge.blocks[1])
 
 
 @torch.no_grad()
