@@ -197,7 +197,7 @@ def test_bytes_on_answers_after_the_machine_was_left(config):
         ({"": 0, "blocks.3": 7}, "device_map puts blocks.3 on 7, but device '7' does not exist: "),
         ({"": 0, "blocks.3": None}, "device_map puts blocks.3 on None, but that is not a device"),
         ({"": 0, "blcks": 1}, "device_map names 'blcks', but this model has no such component"),
-        ({"": 0, "blocks.3.mlp": 1}, r"names 'blocks.3.mlp', .* each placed as a whole"),
+        ({"": 0, "blocks.3.mlp": 1}, "names 'blocks.3.mlp', .*each placed as a whole"),
         ({"embed": 0, "blocks": 1}, "leaves out pos_embed, ln_final, unembed: give each"),
         ("balance", "device_map='balance' is neither .*; did you mean 'balanced'?"),
         (3.5, "device_map=3.5 is neither a device nor one of 'auto', 'balanced', 'sequential', "),

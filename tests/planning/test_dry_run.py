@@ -147,7 +147,7 @@ def test_devices_named_by_max_memory_alone_are_unused_and_logged(monkeypatch, ca
     message, *others = (item.getMessage() for item in caplog.records)
     assert others == [message] * 2
     assert "max_memory names sim:2, where nothing is placed" in message
-    assert "only sim:0, sim:1, cpu may be used" in message
+    assert "only sim:0, sim:1, cpu: to use" in message
 
 
 def order(tensor: torch.Tensor) -> list[int]:

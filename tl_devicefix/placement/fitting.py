@@ -104,16 +104,23 @@ def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str
     except RuntimeError as error:
         if placement is None or not is_out_of_memory(error):
             raise
-        # A full host raises a plain RuntimeError, so the type of error tells which memory is full.
-        on_device = isinstance(error, torch.OutOfMemoryError)
-        device = placement.device_of(unit) if on_device else placement.stored_on(unit)
-        tensors = (*model.parameters(), *model.buffers())
-        held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-        # The first three sentences, because torch goes on with advice on its allocator.
-        reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
-        raise torch.OutOfMemoryError(
-            f"{printed(device)} ran out of memory while {unit} was brought there or processed: "
-            f"{gib(held)} of the {gib(placement.bytes_on(device))} planned for it were there, and "
-            f"no more would fit ({reason}); free memory that others hold there, or load again with "
-            "less on it: a smaller max_memory for it, more devices or a smaller dtype"
-        ) from error
+        raise _out_of_memory(error, model, placement, unit) from error
+
+
+# A function of its own, because the frame above stays in the traceback, and would hold the tensors.
+def _out_of_memory(
+    error: BaseException, model: nn.Module, placement: Placement, unit: str
+) -> torch.OutOfMemoryError:
+    # A full host raises a plain RuntimeError, so the type of error tells which memory is full.
+    on_device = isinstance(error, torch.OutOfMemoryError)
+    device = placement.device_of(unit) if on_device else placement.stored_on(unit)
+    tensors = (*model.parameters(), *model.buffers())
+    held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+    # The first three sentences, because torch goes on with advice on its allocator.
+    reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
+    return torch.OutOfMemoryError(
+        f"{printed(device)} ran out of memory while {unit} was brought there or processed: "
+        f"{gib(held)} of the {gib(placement.bytes_on(device))} planned for it were there, and no "
+        f"more would fit ({reason}); free memory that others hold there, or load again with less "
+        "on it: a smaller max_memory for it, more devices or a smaller dtype"
+    )

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,7 +20,6 @@ from torch.utils import _python_dispatch as dispatching
 
 _Unit = TypeVar("_Unit")
 _Result = TypeVar("_Result")
-_P = ParamSpec("_P")
 
 # Held
 # 1. while an empty model or a twin is made, because torch, transformers, accelerate and we replace
@@ -141,12 +140,13 @@ class CallersState:
             ),
         ]
 
-    def run(self, function: Callable[_P, _Result], *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+    def run(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in this thread with these settings."""
-        # A copy, because only one thread at a time may run within a context.
-        return self._context.copy().run(self._run, lambda: function(*args, **kwargs))
+        # A copy, because only one thread at a time may run within a context. No lambda, because its
+        # cells would keep the arguments alive after an error, when the frames are cleared.
+        return self._context.copy().run(self._run, function, args)
 
-    def _run(self, function: Callable[[], _Result]) -> _Result:
+    def _run(self, function: Callable[..., _Result], args: tuple[object, ...]) -> _Result:
         for setting in self._set:
             setting()
         with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ class CallersState:
             for push, pop, mode in self._modes:
                 push(mode)
                 stack.callback(pop)
-            return function()
+            return function(*args)
 
 
 def _current_device(kind: str) -> Iterator[Callable[[], object]]:
