@@ -22,10 +22,10 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 DRIVER = """
 import sys
 import tl_devicefix
-from tl_devicefix.placement.devices import joined
+from tl_devicefix.placement.devices import joined_hosts
 try:
     tl_devicefix.init_hosts(*sys.argv[1:])
-    print(len(joined()), flush=True)
+    print(len(joined_hosts()), flush=True)
     sys.stdin.read()
 except Exception as error:
     print(type(error).__name__, error, flush=True)
