@@ -19,7 +19,9 @@ def once(model_class, machine, loaded):
     """`once(over_devices, "llama")`: loaded once for the tests of a module, not to be changed."""
 
     def load(method, *args, **options):
-        key = model_class, method.__qualname__, args, repr(options)
+        options = {**getattr(method, "keywords", {}), **options}
+        name = getattr(method, "func", method).__qualname__  # `on_one` is a partial of `boot`
+        key = model_class, name, args, repr(options)
         if key not in loaded:
             loaded[key] = method(*args, **options)
         loaded[key].zero_grad()
