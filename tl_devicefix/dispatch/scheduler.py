@@ -45,7 +45,8 @@ class DeviceQueue:
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[Run]] = defaultdict(list)
-        self._requested = -1  # the number of the run whose result the caller waits for
+        # The number of the run whose result the caller waits for; -1 before the first request.
+        self._requested = -1
         self._is_over = False
 
     def request(self, number: int) -> None:
@@ -75,7 +76,7 @@ class DeviceQueue:
                 while self._holders.get(device) is not run:
                     self.check()
                     self._changed.wait()
-                self.check()
+                self.check()  # again, because `end` may have come while this run was granted
             except BaseException:
                 if run in self._asking[device]:
                     self._asking[device].remove(run)

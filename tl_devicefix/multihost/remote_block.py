@@ -183,7 +183,7 @@ class _Record:
 
 
 _SENT = (type(None), bool, int, float, str, torch.dtype)
-"""Types of the settings that are sent, because a config may hold anything."""
+"""Only settings of these types are sent, because a config may hold anything."""
 
 
 class RemoteModule(nn.Module):
@@ -553,7 +553,8 @@ class _RemoteRun(RemoteHandle):
         }
         forget = self.host.take_forgotten()
         ask = partial(self._replied, "begin", self._remote.number, sent(request), forget)
-        # The tensors that the worker has too, in its order: a hook may get one of them again.
+        # Tensors that both sides hold, in the worker's order. The worker names one by its index
+        # (`same_as`), if the activation at a tap is one of them.
         shared, inputs = [x], [given[index] for index in leaves]
         token: torch.Tensor | None = None
         while True:
@@ -636,7 +637,7 @@ class _Part(torch.autograd.Function):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.run, ctx.number, ctx.devices = run, run.n_parts, [item.device for item in inputs]
-        ctx.set_materialize_grads(False)  # because zeros would be sent like any gradient
+        ctx.set_materialize_grads(False)  # None instead of zeros, which would be sent
         output = ask()
         if not run.has_graph:
             ctx.mark_non_differentiable(output)

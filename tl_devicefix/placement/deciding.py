@@ -64,7 +64,7 @@ def decide_fitting(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """Place components of these sizes, as `plan` does, and check that they fit."""
+    """Decide where components of these sizes live; raise an error if they do not fit."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
     is_given = device_map is not None and device_map not in STRATEGIES
     check_fit(placement, max_memory, is_given)
@@ -86,7 +86,7 @@ def decide(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
 ) -> Placement:
-    """Place components of these sizes, as `plan` does, even if they do not fit."""
+    """Decide where components of these sizes live, even if they do not fit."""
     if device_map is not None and n_devices not in (None, 1):
         raise ValueError(
             f"both device_map={shown(device_map)} and n_devices={n_devices} are given: device_map "

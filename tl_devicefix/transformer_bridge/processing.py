@@ -118,7 +118,7 @@ def enable_compatibility_mode(
 @patches(
     "TransformerBridge",
     takes=f"self verbose {_FLAGS}",
-    why="each component where it lies, in float32 or wider, rounded once",
+    why="processes each component on its own device, and rounds it once",
 )
 def process_weights(
     self: TransformerBridge,
@@ -131,14 +131,15 @@ def process_weights(
 ) -> None:
     """Process the Bridge's weights in place, each component on the device where it lies.
 
-    See `TransformerBridge.process_weights`. At most one component is held twice on a device.
+    See `TransformerBridge.process_weights`. A device needs room for its weights, and for a working
+    copy of one component.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored, or, with TransformerLens 3, if
             blocks are offloaded.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed because an earlier call failed.
-        torch.OutOfMemoryError: saying at which component.
+        torch.OutOfMemoryError: if a device is full. The message names the component.
     """
     if self._weights_processed:
         _log.warning(
@@ -165,6 +166,7 @@ def process_weights(
 def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     refuse_unfinished(bridge)
     placement: Placement | None = getattr(bridge, "placement", None)
+    # A worker's Bridge has components that its placement does not: those of other hosts.
     names = {name for name, _ in bridge_components(bridge)}
     is_in_part = placement is not None and not names <= placement.device_map.keys()
     for name, parameter in bridge.original_model.named_parameters():
@@ -248,7 +250,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
 
 def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing) -> None:
     originals, device = unit.weights, _device_of_unit(bridge, unit)
-    unit.weights = {}
+    unit.weights = {}  # so that old weights are freed, although the caller keeps the unit
     if not originals:
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
@@ -302,6 +304,7 @@ def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
     kind, _, index = unit.name.partition(".")
     # None for earlier blocks, because TransformerLens's method reads every block that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
+    # Not the Bridge, because its own list has all blocks.
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
     fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
     fold(only)
@@ -409,8 +412,8 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
     """Fold value biases into b_O, because TransformerLens's method fails for grouped heads.
 
     Args:
-        weights: the block's.
-        cfg: the Bridge's config.
+        weights: the block's; b_O is added where there was none.
+        cfg: the config, as of one block.
         output: transformers' layer of W_O, an nn.Linear or a Conv1D.
     """
     W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
