@@ -69,10 +69,13 @@ class CarryTo(Around):
                 vars(module)["_start_residual"] = move(residual, self.device)
             if args:  # the residual stream: [batch, pos, d_model]
                 args = (move(args[0], self.device), *map(self._on_device, args[1:]))
-            return args, {
+            # Without those that are None, which most arguments of most blocks are.
+            carried = {
                 name: move(value, self.device) if name in _STREAM else self._on_device(value)
                 for name, value in kwargs.items()
+                if value is not None
             }
+            return args, {**kwargs, **carried}
 
     def _on_device(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
