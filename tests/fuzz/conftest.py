@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
-from cases import Installed
-from pools import IS_BRIDGE
+from models import IS_BRIDGE
 
 
 def pytest_addoption(parser):
@@ -22,5 +24,6 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def installed():
-    with Installed() as process:
-        yield process
+    """An executor whose process never imports the package."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        yield executor

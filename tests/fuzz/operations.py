@@ -1,51 +1,82 @@
-"""What a case is made of: runs of a tiny model, and changes that users make between and within.
+"""What users do to a model: they run it, hook it, and change its parts.
 
 An operation is a function of a trial and of a few arguments. The type of an argument says what it
-may be: a `Literal`, or a name of `pools.py`. `("hook", "blocks.0.hook_resid_pre", "scale", "fwd")`
-in a list of operations calls `hook(trial, "blocks.0.hook_resid_pre", "scale", "fwd")`.
+may be: a `Literal`, or a name in `POOLS`. `("hook", "blocks.0.hook_resid_pre", "scale", "fwd",
+"name")` in a case calls `hook(trial, "blocks.0.hook_resid_pre", "scale", "fwd", "name")`.
 
-A change that a hook makes acts from the next block on. So `within` changes other blocks, or all of
-them from between two blocks. Code that users exchange is left out: it acts once they fuse again.
+Left out are code that users exchange by hand, because it acts once they fuse again, and hooks for
+all modules, with which no block runs fused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
-import pools
+import models
 import torch
 import transformer_lens
+from models import IS_BRIDGE
 from packaging.version import Version
-from pools import IS_BRIDGE
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
 Grad = Literal["grad", "no_grad", "inference"]
 N = Literal[1, 2, 5, 9]
-Pads = Literal["", "", "right", "left"]
-Effect = Literal["read", "scale", "edit in place", "zero", "copy", "upcast", "raise"]
+Padded = Literal[False, False, True]
+Effect = Literal["read", "scale", "edit in place", "zero", "upcast"]
+Owner = NewType("Owner", str)
+Setting = NewType("Setting", tuple[str, Any])
+Attribute = NewType("Attribute", tuple[str, Any])
+
+_HOOKED: dict[Any, Any] = {
+    # Of a part, because it may have a config of its own; "" is the model's, which all share.
+    Owner: ["", "", "", "blocks.0", "blocks.0.attn", "blocks.1.attn", "blocks.1.mlp"],
+    Setting: [
+        *(("attention_dir", value) for value in ("bidirectional", "causal")),
+        *(("window_size", value) for value in (2, 4)),
+        *(("attn_scores_soft_cap", 3.0), ("clip_qkv", 0.5), ("eps", 0.1), ("rotary_dim", 2)),
+        *((flag, True) for flag in ("rotary_adjacent_pairs", "use_attn_result", "use_attn_in")),
+        *((flag, True) for flag in ("use_split_qkv_input", "use_hook_mlp_in")),
+        *((flag, True) for flag in ("parallel_attn_mlp", "ungroup_grouped_query_attention")),
+        *(("dtype", torch.bfloat16), ("positional_embedding_type", "standard")),
+    ],
+    Attribute: [
+        *(("attn._attention_dir_override", value) for value in ("bidirectional", "causal")),
+        *(("attn.attn_type", value) for value in ("local", "global")),
+        *(("attn.attn_scale", 0.5), ("attn.alibi", None), ("ln1.eps", 0.1), ("mlp.act_fn", "tanh")),
+    ],
+}
+_BRIDGE: dict[Any, Any] = {
+    Owner: [""],
+    # Not those for results or inputs of heads: a Bridge adds these up, which rounds otherwise.
+    Setting: [("eps", 0.1), ("use_hook_mlp_in", True)],
+    Attribute: [
+        ("attn._original_component.scaling", 0.3),
+        ("mlp._original_component.act_fn", "tanh"),
+        *((f"ln1._original_component.{eps}", 0.1) for eps in ("variance_epsilon", "eps")),
+    ],
+}
+POOLS: dict[Any, Any] = _BRIDGE if IS_BRIDGE else _HOOKED
+Block = Literal["blocks.0", "blocks.1"]
 
 
 class Trial:
-    """A model, what was seen of it so far, and how to undo what holds for the whole process."""
+    """A model, and what was seen of it so far: labels, and tensors over their largest number."""
 
-    def __init__(self, model: Any, other: Callable[[], Any]) -> None:
+    def __init__(self, model: Any, other: Callable[[], Any], padding: str) -> None:
         self.model = model
         self.other = other  # makes another model of the same shapes
-        self.seen: list[tuple[str, Any]] = []
-        self.messages: list[str] = []
-        self.undo = contextlib.ExitStack()
+        self.padding = padding
+        self.seen: list[tuple[str, float, list[Any]]] = []
+        self.errors: list[str] = []
         self.handles: list[Any] = []
-        self.leaves_out = False  # the first example, whose first row sees no token
-        self.generator = torch.Generator().manual_seed(1)
+        self._generator = torch.Generator().manual_seed(1)
 
     def at(self, path: str) -> Any:
         """A submodule, or an attribute, by its path."""
@@ -57,17 +88,17 @@ class Trial:
         setattr(self.at(owner) if owner else self.model, name, value)
 
     def note(self, label: str, value: Any) -> None:
-        """Note a value; of a container, each part."""
-        if isinstance(value, torch.Tensor):
-            value = value[-1:] if self.leaves_out and value.dim() else value
-            self.seen.append((label, value.detach().cpu().clone()))
-        elif isinstance(value, (tuple, list)):
-            for i, part in enumerate(value):
-                self.note(f"{label}[{i}]", part)
-        elif value is not None:
-            self.seen.append(
-                (label, value if isinstance(value, (int, str)) else type(value).__name__)
-            )
+        """Note a value, or the parts of a container."""
+        parts = list(_leaves(value))
+        numbers = [x[x.abs() < 1e30] for x in parts if _is_float(x)]  # without masked scores
+        scale = max([1.0, *(float(x.abs().max()) for x in numbers if x.numel())])
+        self.seen.append((label, scale, [x / scale if _is_float(x) else x for x in parts]))
+
+    def note_activations(self, label: str, value: Any) -> None:
+        """Note a value; with padding on the left without the first example."""
+        # Its first row sees no token, and such rows may differ.
+        rows = slice(-1 if self.padding == "left" else None, None)
+        self.note(label, [x[rows] if _is_float(x) and x.dim() else x for x in _leaves(value)])
 
     def do(self, operation: tuple[Any, ...]) -> None:
         """Do an operation, and note the type of its error if it raises one."""
@@ -82,12 +113,26 @@ class Trial:
             # Which of these a module gives that is not there, or of another kind, does not matter.
             is_lookup = isinstance(error, (KeyError, AttributeError, TypeError))
             error_name = "LookupError" if is_lookup else type(error).__name__
-            self.seen.append((f"{name} raises {error_name}", None))
+            self.note(f"{name} raises {error_name}", None)
             self.model.zero_grad()
-            self.messages.append(f"{operation}: {type(error).__name__}: {error}")
+            self.errors.append(f"{operation}: {type(error).__name__}: {error}")
 
     def randn_like(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.randn(x.shape, generator=self.generator).to(x)
+        return torch.randn(x.shape, generator=self._generator).to(x)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value.detach().cpu().clone()
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _leaves(part)
+    elif value is not None:
+        yield value if isinstance(value, (int, str)) else type(value).__name__
 
 
 OPERATIONS: dict[str, Callable[..., None]] = {}
@@ -114,44 +159,40 @@ def tokens(n: int) -> torch.Tensor:
     return torch.randint(3, 40, (2, n), generator=torch.Generator().manual_seed(n))
 
 
-def grad_mode(grad: str) -> Any:
+def options_of(trial: Trial, n: int, is_padded: bool) -> dict[str, Any]:
+    """The mask of two prompts of some tokens, of which the first has a pad."""
+    if not is_padded or n == 1:
+        return {}
+    mask = torch.ones(2, n, dtype=torch.long)
+    mask[0, {"left": 0, "middle": n // 2, "right": -1}[trial.padding]] = 0
+    return {"attention_mask": mask}
+
+
+def in_mode(grad: str) -> Any:
     modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
     return modes.get(grad, torch.inference_mode)()
 
 
 def finish(trial: Trial, grad: str, logits: Any) -> None:
     """Note logits, and with gradients those of every weight."""
-    if trial.leaves_out:
-        trial.leaves_out, logits = False, logits.flatten(0, 1)[1:]
+    if trial.padding == "left":
+        logits = logits.flatten(0, 1)[1:]
     trial.note("logits", logits)
     if grad == "grad":
         logits.float().pow(2).sum().backward()
-        for name, parameter in trial.model.named_parameters():
-            trial.note(f"grad {name}", parameter.grad)
+        # Together, because some of them, as of b_K, are the rounding of others.
+        trial.note("grads", [p.grad for _, p in sorted(trial.model.named_parameters())])
         trial.model.zero_grad()
-
-
-def mask_of(n: int, pads: str) -> torch.Tensor:
-    """The mask of two prompts of some tokens, of which the first is padded."""
-    mask = torch.ones(2, n, dtype=torch.long)
-    mask[0, {"left": slice(1), "right": slice(-1, None)}.get(pads, slice(0))] = 0
-    return mask
 
 
 @run
 def forward(
-    trial: Trial,
-    n: N,
-    grad: Grad,
-    pads: Pads,
-    stop_at_layer: Literal[None, None, None, 1, -1],
+    trial: Trial, n: N, grad: Grad, padded: Padded, stop_at_layer: Literal[None, None, None, 1, -1]
 ) -> None:
-    options: dict[str, Any] = {}
-    if pads and n > 1:
-        options["attention_mask"] = mask_of(n, pads)
+    options = options_of(trial, n, padded)
     if stop_at_layer is not None:
         options["stop_at_layer"] = stop_at_layer
-    with grad_mode(grad):
+    with in_mode(grad):
         finish(trial, grad, trial.model(tokens(n), **options))
 
 
@@ -160,18 +201,16 @@ def run_with_cache(
     trial: Trial,
     n: N,
     grad: Grad,
-    names: Literal["all", "all", "resid", "attn.hook", "mlp"],
+    names: Literal["", "", "resid", "attn.hook", "mlp"],
     incl_bwd: Literal[False, False, True],
 ) -> None:
-    names_filter = None if names == "all" else lambda name: names in name
-    with grad_mode("grad" if incl_bwd else grad):
-        _, cache = trial.model.run_with_cache(
-            tokens(n),
-            names_filter=names_filter,
-            **({"incl_bwd": True, "return_type": "loss"} if incl_bwd else {}),
-        )
+    options: dict[str, Any] = {"names_filter": lambda name: names in name} if names else {}
+    if incl_bwd:
+        options |= {"incl_bwd": True, "return_type": "loss"}
+    with in_mode("grad" if incl_bwd else grad):
+        _, cache = trial.model.run_with_cache(tokens(n), **options)
     for name in cache.keys():  # noqa: SIM118 - a cache's iterator differs
-        trial.note(f"cache {name}", cache[name])
+        trial.note_activations(f"cache {name}", cache[name])
 
 
 @run
@@ -179,12 +218,12 @@ def run_with_hooks(
     trial: Trial,
     n: N,
     grad: Grad,
-    point: pools.Point,
+    point: models.Point,
     effect: Effect,
-    backward: Literal[False, True],
+    direction: Literal["fwd_hooks", "bwd_hooks"],
 ) -> None:
     hooks = [(point, functools.partial(act, trial, effect))]
-    with grad_mode(grad), trial.model.hooks(**{"bwd_hooks" if backward else "fwd_hooks": hooks}):
+    with in_mode(grad), trial.model.hooks(**{direction: hooks}):
         finish(trial, grad, trial.model(tokens(n)))
 
 
@@ -196,7 +235,6 @@ LOSES_CACHE = IS_BRIDGE and Version(version("transformers")) >= Version("5.24")
 def generate(
     trial: Trial, n: N, use_past_kv_cache: Literal[True, False], do_sample: Literal[False, True]
 ) -> None:
-    torch.manual_seed(0)
     made = trial.model.generate(
         tokens(n),
         max_new_tokens=3,
@@ -210,93 +248,86 @@ def generate(
     trial.note("generated", made)
 
 
+def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Padded) -> None:
+    """Three forwards with a KV cache, of a HookedTransformer."""
+    name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
+    cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
+    with in_mode(grad):
+        first = trial.model(tokens(n), past_kv_cache=cache, **options_of(trial, n, padded))
+        later = [trial.model(tokens(k), past_kv_cache=cache) for k in (more, 1)]
+        for entry in cache.entries:
+            trial.note_activations("past", (entry.past_keys, entry.past_values))
+        finish(trial, grad, torch.cat([first, *later], 1))
+
+
+if not IS_BRIDGE:
+    run(kv_cache)
+
+
 # Hooks.
 
 
 def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
     """What a hook does with what it is given."""
-    trial.note(f"hook {getattr(hook, 'name', hook)}", x)
-    if effect == "read" or not isinstance(x, torch.Tensor):
+    trial.note_activations(f"hook {hook.name}", x)
+    if not isinstance(x, torch.Tensor):
         return None
-    if effect == "raise":
-        raise ZeroDivisionError("a hook that fails")
     if effect == "edit in place":
         x[:, 0] *= 0.5
-        return None
-    made = {"scale": lambda: x * 1.25, "zero": lambda: torch.zeros_like(x), "copy": x.clone}
-    return made.get(effect, x.double)()
+    if effect == "upcast" and "attn." not in hook.name:  # there, TransformerLens's own raises
+        return x.double()
+    made = {"scale": lambda: x * 1.25, "zero": lambda: torch.zeros_like(x)}
+    return made.get(effect, lambda: None)()
 
 
 @change
 def hook(
     trial: Trial,
-    point: pools.Point,
+    point: models.Point,
     effect: Effect,
     direction: Literal["fwd", "fwd", "bwd"],
-    how: Literal["name", "filter", "permanent", "on the point", "prepended"],
+    how: Literal["name", "permanent", "on the point"],
 ) -> None:
-    function = functools.partial(act, trial, effect)
-    if how == "name":
-        trial.model.add_hook(point, function, direction)
-    elif how == "filter":
-        suffix = point.rpartition(".")[2]
-        trial.model.add_hook(lambda name: name.endswith(suffix), function, direction)
-    elif how == "permanent":
-        trial.model.add_perma_hook(point, function, direction)
+    function = functools.partial(act, trial, effect)  # which leads to the model, also in copies
+    if how == "on the point":
+        trial.model.hook_dict[point].add_hook(function, direction)
     else:
-        trial.model.hook_dict[point].add_hook(function, direction, False, None, how == "prepended")
+        trial.model.add_hook(point, function, direction, is_permanent=how == "permanent")
 
 
 @change
 def torch_hook(
     trial: Trial,
-    module: pools.Module,
+    module: models.Module,
     kind: Literal[
-        "forward",
-        "forward with_kwargs",
-        "forward always_call",
-        "forward prepend",
-        "forward_pre",
-        "forward_pre with_kwargs",
-        "full_backward",
-        "full_backward_pre",
+        "forward", "forward prepend", "forward_pre", "forward_pre with_kwargs", "full_backward"
     ],
     effect: Literal["read", "scale"],
 ) -> None:
     register, _, flag = kind.partition(" ")
 
     def hook(_: Any, *given: Any) -> Any:
-        value = given[1] if register == "forward_pre" and flag and not given[0] else given[0]
-        noted = tuple(value.values()) if type(value) is dict else value
-        if register == "forward":
-            value, noted = given[-1], given  # a hook of a point gets its input as it came
-        trial.note(f"torch's {kind} {module}", noted)
-        if effect == "read" or register == "full_backward_pre":
-            return None
-        if flag == "with_kwargs" and register == "forward_pre":
-            return scaled(given[0]), given[1]
-        return scaled(value)
+        # Arguments, then keyword arguments or the output; or gradients of inputs and of outputs.
+        trial.note_activations(f"torch's {kind} {module}", [*given[:1], *map(_values, given[1:])])
+        if effect == "scale":
+            scaled_args = _scaled(given[-1] if register == "forward" else given[0])
+            return (scaled_args, given[1]) if flag == "with_kwargs" else scaled_args
+        return None
 
     options = {flag: True} if flag else {}
     register_hook = getattr(trial.at(module), f"register_{register}_hook")
     trial.handles.append(register_hook(hook, **options))
 
 
-def scaled(x: Any) -> Any:
+def _values(x: Any) -> Any:
+    return list(x.values()) if type(x) is dict else x
+
+
+def _scaled(x: Any) -> Any:
     """A tensor, or each tensor of a tuple, times 1.25."""
     if isinstance(x, torch.Tensor):
         return x * 1.25 if x.is_floating_point() else x
-    return tuple(map(scaled, x)) if type(x) is tuple else x
-
-
-@change
-def global_hook(trial: Trial, kind: Literal["forward", "forward_pre", "full_backward"]) -> None:
-    def hook(module: Any, *given: Any) -> None:
-        trial.note(f"global {kind} {type(module).__name__}", given[-1])
-
-    handle = getattr(torch_module, f"register_module_{kind}_hook")(hook)
-    trial.handles.append(handle)
-    trial.undo.callback(handle.remove)
+    return tuple(map(_scaled, x)) if type(x) is tuple else x
 
 
 @change
@@ -311,7 +342,7 @@ def remove_hooks(trial: Trial, which: Literal["reset", "permanent", "handles"]) 
 @change
 def replace_hook_dicts(
     trial: Trial,
-    module: pools.Module,
+    module: models.Module,
     which: Literal["_forward_hooks", "_forward_pre_hooks", "_backward_hooks"],
     how: Literal["of all", "of one", "clear"],
 ) -> None:
@@ -323,17 +354,19 @@ def replace_hook_dicts(
             setattr(of, which, OrderedDict())
 
 
-# Configs and attributes.
+# Configs, attributes and weights.
 
 
 @change
-def set_config(trial: Trial, setting: pools.Setting) -> None:
-    """Of the config that all components share."""
-    setattr(trial.model.cfg, *setting)
+def set_config(trial: Trial, of: Owner, setting: Setting) -> None:
+    owner = trial.at(of) if of else trial.model
+    if of:
+        owner.cfg = copy.copy(owner.cfg)
+    setattr(owner.cfg, *setting)
 
 
 @change
-def set_attribute(trial: Trial, block: pools.Block, attribute: pools.Attribute) -> None:
+def set_attribute(trial: Trial, block: Block, attribute: Attribute) -> None:
     path, value = attribute
     trial.at(f"{block}.{path}")  # which has to be there
     trial.put(f"{block}.{path}", nn.Tanh() if value == "tanh" else value)
@@ -350,79 +383,32 @@ def set_mode(trial: Trial, mode: Literal["train", "eval", "frozen", "float64", "
 
 
 @change
-def weight(
+def edit(
     trial: Trial,
-    block: pools.Block,
-    name: pools.Weight,
-    how: Literal["in place", "data", "new", "half", "frozen", "tensor", "parametrized", "deleted"],
+    tensor: models.Tensor,
+    how: Literal["in place", "data", "new", "half", "frozen", "tensor", "parametrized"],
 ) -> None:
-    path, _, name = f"{block}.{name}".rpartition(".")  # type: ignore[assignment]
-    module = trial.at(path)
-    old = getattr(module, name)
-    new = trial.randn_like(old) * 0.3
+    path, _, name = tensor.rpartition(".")
+    module, old = trial.at(path), trial.at(tensor)
+    new = torch.ones_like(old)
+    if old.is_floating_point():
+        new = trial.randn_like(old) * 0.3
+    if name == "IGNORE":  # the score of masked tokens, which then are seen
+        new = torch.full_like(old, -2.0)
+    if how == "tensor":
+        delattr(module, name)
+        setattr(module, name, new)
+        return
+    is_parameter = isinstance(old, nn.Parameter)
     do: dict[str, Callable[[], Any]] = {
-        "in place": lambda: torch.no_grad()(old.mul_)(0.5),
+        "in place": lambda: torch.no_grad()(old.copy_)(new),
         "data": lambda: setattr(old, "data", new),
-        "new": lambda: setattr(module, name, nn.Parameter(new)),
+        "new": lambda: setattr(module, name, nn.Parameter(new) if is_parameter else new),
         "half": lambda: setattr(old, "data", old.data.bfloat16()),
         "frozen": lambda: old.requires_grad_(False),
         "parametrized": lambda: parametrize.register_parametrization(module, name, nn.Tanh()),
     }
-    if how in do:
-        do[how]()
-        return
-    delattr(module, name)
-    if how == "tensor":
-        setattr(module, name, new)
-
-
-# Of a HookedTransformer only.
-
-
-def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, pads: Pads) -> None:
-    """Three forwards with a KV cache, of a HookedTransformer."""
-    name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
-    cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
-    logits: list[torch.Tensor] = []
-    with grad_mode(grad):
-        for length in (n, more, 1):
-            mask = mask_of(length, pads if length == n > 1 and not logits else "")
-            options = {"past_kv_cache": cache, "attention_mask": mask}
-            logits.append(trial.model(tokens(length), **options))
-        for entry in cache.entries:
-            trial.note("past", (entry.past_keys, entry.past_values))
-        finish(trial, grad, torch.cat(logits, 1))
-
-
-def own_config(
-    trial: Trial, block: pools.Block, component: pools.Component, setting: pools.Setting
-) -> None:
-    module = trial.at(block + component)
-    module.cfg = copy.copy(module.cfg)
-    setattr(module.cfg, *setting)
-
-
-def buffer(
-    trial: Trial,
-    block: pools.Block,
-    name: Literal["rotary_sin", "rotary_cos", "IGNORE", "mask"],
-    how: Literal["in place", "replaced", "data"],
-) -> None:
-    attn = trial.at(f"{block}.attn")
-    old = getattr(attn, name)
-    new = {"mask": torch.ones_like(old), "IGNORE": torch.full_like(old, -2.0)}.get(name, old * 0.5)
-    if how == "in place":
-        old.copy_(new)
-    elif how == "data":
-        old.data = new
-    else:
-        setattr(attn, name, new)
-
-
-if not IS_BRIDGE:
-    run(kv_cache)
-    change(own_config)
-    change(buffer)
+    do[how]()
 
 
 # Modules.
@@ -438,7 +424,7 @@ class Doubling(nn.Module):
 @change
 def exchange(
     trial: Trial,
-    module: pools.Module,
+    module: models.Module,
     by: Literal["copy", "Doubling", "Identity", "Sequential", "another model's"],
 ) -> None:
     make: dict[str, Callable[[], Any]] = {
@@ -452,16 +438,16 @@ def exchange(
 
 
 @change
-def graft(trial: Trial, block: pools.Block, of: pools.Block) -> None:
-    """A block of another model in the place of one."""
-    trial.put(block, operator.attrgetter(of)(trial.other()))
+def copy_model(trial: Trial) -> None:
+    """Go on with a copy of the model."""
+    trial.model = copy.deepcopy(trial.model)
 
 
 # Within a forward.
 
 
 def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
-    """A change that a hook makes, once: of a hook point, or one of torch's of a module."""
+    """A change that a hook makes, once."""
     todo = [operation]
 
     def hook(x: Any, hook: Any) -> None:
@@ -470,10 +456,7 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
             with torch.inference_mode(False):
                 trial.do(todo.pop())
 
-    if point in trial.model.hook_dict:
-        trial.model.add_hook(point, hook)
-    else:
-        trial.at(point).register_forward_pre_hook(hook)
+    trial.model.add_hook(point, hook)
 
 
 OPERATIONS["within"] = within
