@@ -17,19 +17,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from models import (
-    EMBED,
-    EXTRAS,
-    IS_BRIDGE,
-    KINDS,
-    PLACEMENTS,
-    Kind,
-    Placement,
-    Point,
-    build,
-    names_in,
-)
-from operations import CHANGES, POOLS, RUNS, Trial
+from models import EMBED, IS_BRIDGE, KINDS, PLACEMENTS, Placement, Point, build, names_in
+from operations import CHANGES, RUNS, SETTINGS, Setting, Trial
 
 _DTYPES = "bfloat16|half|float64|'dtype'"
 
@@ -37,7 +26,7 @@ _DTYPES = "bfloat16|half|float64|'dtype'"
 class Case(NamedTuple):
     """What `outcome` takes; its `repr` can be pasted."""
 
-    kind: Kind
+    kind: str
     placement: Placement
     is_fused: bool
     padding: str
@@ -64,8 +53,7 @@ class Case(NamedTuple):
 def draw(seed: int) -> Case:
     """The case of a seed."""
     random_ = random.Random(seed)
-    kind = random_.choice(KINDS), random_.choice(EXTRAS)
-    placement = random_.choice(PLACEMENTS)
+    kind, placement = random_.choice(KINDS), random_.choice(PLACEMENTS)
     is_fused = random_.random() < 0.8
     sides = ["right", "middle"] if "bidirectional" in kind else ["right", "middle", "left", "left"]
     case = Case(kind, placement, is_fused, random_.choice(sides), [])
@@ -82,7 +70,7 @@ class _Draws:
 
     def __init__(self, random_: random.Random, case: Case) -> None:
         self._random = random_
-        self._pools = POOLS | names_in(case.kind)
+        self._pools = {Setting: SETTINGS, **names_in(case.kind)}
         never = ["never"]
         if case.placement:
             # Without its forward pre-hooks, nothing is carried to a block, and torch says so.
@@ -131,27 +119,17 @@ class _Draws:
         return self._pools.get(hint) or typing.get_args(hint)
 
 
-class Outcome(NamedTuple):
-    """What a case shows."""
-
-    seen: list[tuple[str, float, list[Any]]]
-    """As `Trial.seen`."""
-    errors: list[str]
-    """What errors said; only their types are compared."""
-
-
-def outcome(case: Case, *, with_package: bool) -> Outcome:
-    """Build a case's model, and do the operations on it."""
+def outcome(case: Case, *, with_package: bool) -> bytes:
+    """Build a case's model and do the operations on it; return what was seen, and errors."""
+    placement: Placement = {}
     with contextlib.ExitStack() as stack:
-        placement: Placement = {}
         if with_package:
             import tl_devicefix
             from tl_devicefix.fusing import kv_cache
 
-            placement = case.placement
             # So that caches grow in place within a few tokens.
             stack.enter_context(mock.patch.object(kv_cache, "GROWS_FROM", 4))
-            if placement:
+            if placement := case.placement:
                 stack.enter_context(tl_devicefix.simulate(4))
         model = build(case.kind, placement)
         trial = Trial(model, lambda: build(case.kind, placement, seed=1), case.padding)
@@ -159,12 +137,5 @@ def outcome(case: Case, *, with_package: bool) -> Outcome:
             tl_devicefix.fuse_blocks(model)
         for operation in case.operations:
             trial.do(operation)
-    return Outcome(trial.seen, trial.errors)
-
-
-def installed_outcome(case: Case) -> bytes:
-    """What a case shows without the package, pickled."""
-    torch.set_num_threads(1)
-    found = outcome(case, with_package=False)
-    assert "tl_devicefix" not in sys.modules
-    return pickle.dumps(found)  # torch would share the memory of each tensor
+    assert with_package or "tl_devicefix" not in sys.modules
+    return pickle.dumps((trial.seen, trial.errors))  # torch would share each tensor's memory

@@ -6,6 +6,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
 from models import IS_BRIDGE
 
 
@@ -23,7 +24,8 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="session")
-def installed():
+def elsewhere():
     """An executor whose process never imports the package."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as executor:
         yield executor

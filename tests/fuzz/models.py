@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import operator
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -18,9 +19,9 @@ from hf_models import HF_CONFIGS, make_tokenizer, randomize, save_checkpoint
 
 VERSION = version("transformer_lens")
 IS_BRIDGE = int(VERSION.partition(".")[0]) >= 4
+BLOCKS = "blocks.0", "blocks.1"
+EMBED = "embed.hook_out" if IS_BRIDGE else "hook_embed"
 
-Kind = tuple[str, ...]
-"""A name of `KINDS`; and an extra option of a HookedTransformer, or how a Bridge is processed."""
 Placement = dict[str, Any]
 """The options that spread a model, which `from_pretrained` and `boot_transformers` take."""
 PLACEMENTS: list[Placement] = [
@@ -36,9 +37,10 @@ _LOCAL = {"use_local_attn": True, "window_size": 3, "attn_types": ["local", "glo
 _MIXTURE = {"num_experts": 3, "experts_per_token": 2}
 _PARALLEL = {**_ROTARY, "rotary_dim": 2, "parallel_attn_mlp": True, "act_fn": "gelu"}
 HOOKED: dict[str, dict[str, Any]] = {
-    "gpt2": {"act_fn": "gelu_new"},
+    "gpt2": {"act_fn": "gelu_new", "scale_attn_by_inverse_layer_idx": True},
     "gpt2 folded": {"act_fn": "gelu_new", "normalization_type": "LNPre"},
     "llama": _LLAMA,
+    "llama in bfloat16": {**_LLAMA, "dtype": torch.bfloat16},
     "llama folded": {**_LLAMA, "normalization_type": "RMSPre"},
     "qwen3": {**_LLAMA, "use_qk_norm": True},
     "gemma-2": {
@@ -63,32 +65,25 @@ HOOKED: dict[str, dict[str, Any]] = {
     "gpt-oss": {**_LLAMA, **_LOCAL, "use_attention_sinks": True},
 }
 """Configs of HookedTransformers, called after models that have such blocks."""
-_EXTRAS: dict[str, dict[str, Any]] = {
-    flag: {flag: True}
-    for flag in (
-        *("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in"),
-        *("ungroup_grouped_query_attention", "scale_attn_by_inverse_layer_idx"),
-    )
-} | {"": {}, "bfloat16": {"dtype": torch.bfloat16}}
 if IS_BRIDGE:
-    KINDS = ["llama", "gpt2", "pythia", "gemma-2", "qwen3", "bloom", "gpt-j"]
-    EXTRAS = ["", "", "unprocessed", "compatible"]
+    _PROCESSED = ("", "", "unprocessed", "compatible")
+    _NAMES = ("llama", "gpt2", "pythia", "gemma-2", "qwen3", "bloom", "gpt-j")
+    KINDS = [f"{name} {how}" for name in _NAMES for how in _PROCESSED]
 else:
     KINDS = [name for name in HOOKED if VERSION[0] > "2" or not name.startswith(("olmo", "gpt-o"))]
-    EXTRAS = [*[""] * 18, *_EXTRAS]
 
 
-def build(kind: Kind, placement: Placement, seed: int = 0) -> Any:
+def build(kind: str, placement: Placement, seed: int = 0) -> Any:
     """A model whose weights depend on the seed alone."""
-    return (_build_bridge if IS_BRIDGE else _build_hooked)(*kind, placement, seed)
+    return (_build_bridge if IS_BRIDGE else _build_hooked)(kind, placement, seed)
 
 
-def _build_hooked(name: str, extra: str, placement: Placement, seed: int) -> Any:
+def _build_hooked(name: str, placement: Placement, seed: int) -> Any:
     from architectures import toy_config
     from transformer_lens import HookedTransformer
 
     sizes = {"n_layers": 3, "d_mlp": 24, "act_fn": "silu", "window_size": 4}
-    model = HookedTransformer(toy_config(**{**sizes, **HOOKED[name], **_EXTRAS[extra]}))
+    model = HookedTransformer(toy_config(**{**sizes, **HOOKED[name]}))
     randomize(model, seed)
     if placement:
         from tl_devicefix.hooked_transformer.components import component_sizes
@@ -99,13 +94,14 @@ def _build_hooked(name: str, extra: str, placement: Placement, seed: int) -> Any
     return model
 
 
-def _build_bridge(name: str, processing: str, placement: Placement, seed: int) -> Any:
+def _build_bridge(kind: str, placement: Placement, seed: int) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
+    name, processed = kind.split(" ")
     options = placement or {"device": "cpu"}
     bridge = TransformerBridge.boot_transformers(str(_checkpoint(name, seed)), **options)
-    if processing:
-        bridge.enable_compatibility_mode(no_processing=processing == "unprocessed")
+    if processed:
+        bridge.enable_compatibility_mode(no_processing=processed == "unprocessed")
     # Because TransformerLens registers hooks of its own in a block's first forward.
     bridge(torch.tensor([[3]]))
     return bridge
@@ -123,8 +119,6 @@ def _checkpoint(name: str, seed: int) -> Path:
     return save_checkpoint(model, make_tokenizer(Path(directory.name)), Path(directory.name))
 
 
-# What operations name. Each draws from what the model has.
-
 Module = NewType("Module", str)
 Point = NewType("Point", str)
 Tensor = NewType("Tensor", str)
@@ -132,26 +126,20 @@ Tensor = NewType("Tensor", str)
 
 
 @functools.cache
-def names_in(kind: Kind) -> dict[Any, list[str]]:
-    """What can be drawn of a model by its name: in its first two blocks, and outside of blocks."""
+def names_in(kind: str) -> dict[Any, list[str]]:
+    """What operations can name in a model: in its first two blocks, and outside of blocks."""
     model = build(kind, {})
-    outside = [name for name in ("embed", "ln_final", "unembed") if hasattr(model, name)]
-    modules = {name: model.get_submodule(name) for name in outside}
-    for block in ("blocks.0", "blocks.1"):
-        modules |= dict(model.get_submodule(block).named_modules(prefix=block))
-    # Of what a Bridge wraps only the whole, because its parts have wrappers of their own.
-    modules = {name: of for name, of in modules.items() if "_original_component." not in name}
-    return {
-        Module: list(modules),
-        Point: [name for name in model.hook_dict if name[:8] in ("blocks.0", "blocks.1", EMBED)],
-        Tensor: [
-            f"{name}.{own}"
-            for name, module in modules.items()
-            for own, value in (*module._parameters.items(), *module._buffers.items())
-            if value is not None and name.startswith("blocks")
-        ],
-    }
-
-
-EMBED = "embed.ho" if IS_BRIDGE else "hook_emb"
-"""The beginning of the name of the embedding's hook point."""
+    points = [name for name in model.hook_dict if name[:8] in (*BLOCKS, EMBED[:8], "ln_final")]
+    for block in BLOCKS:  # other names by which a Bridge knows its hook points
+        aliases = getattr(model.get_submodule(block), "hook_aliases", ())
+        points += [name for name in (f"{block}.{a}" for a in aliases) if name not in points]
+    owners = sorted({name.rpartition(".")[0] for name in points} - {""})
+    wrapped = (f"{name}._original_component" for name in owners if IS_BRIDGE)
+    modules = [*owners, *wrapped, "unembed"]
+    tensors = [
+        f"{name}.{own}"
+        for name, module in ((name, operator.attrgetter(name)(model)) for name in modules)
+        for own, value in (*module._parameters.items(), *module._buffers.items())
+        if value is not None
+    ]
+    return {Module: [*modules, *points], Point: points, Tensor: tensors}

@@ -1,7 +1,7 @@
 """What users do to a model: they run it, hook it, and change its parts.
 
 An operation is a function of a trial and of a few arguments. The type of an argument says what it
-may be: a `Literal`, or a name in `POOLS`. `("hook", "blocks.0.hook_resid_pre", "scale", "fwd",
+may be: a `Literal`, one of `SETTINGS`, or a name that `models.names_in` finds. `("hook", "blocks.0.hook_resid_pre", "scale", "fwd",
 "name")` in a case calls `hook(trial, "blocks.0.hook_resid_pre", "scale", "fwd", "name")`.
 
 Left out are code that users exchange by hand, because it acts once they fuse again, and hooks for
@@ -21,7 +21,7 @@ from typing import Any, Literal, NewType
 import models
 import torch
 import transformer_lens
-from models import IS_BRIDGE
+from models import BLOCKS, IS_BRIDGE
 from packaging.version import Version
 from torch import nn
 from torch.nn.utils import parametrize
@@ -30,40 +30,34 @@ Grad = Literal["grad", "no_grad", "inference"]
 N = Literal[1, 2, 5, 9]
 Padded = Literal[False, False, True]
 Effect = Literal["read", "scale", "edit in place", "zero", "upcast"]
-Owner = NewType("Owner", str)
 Setting = NewType("Setting", tuple[str, Any])
-Attribute = NewType("Attribute", tuple[str, Any])
+"""The path of an attribute, and its new value."""
 
-_HOOKED: dict[Any, Any] = {
-    # Of a part, because it may have a config of its own; "" is the model's, which all share.
-    Owner: ["", "", "", "blocks.0", "blocks.0.attn", "blocks.1.attn", "blocks.1.mlp"],
-    Setting: [
-        *(("attention_dir", value) for value in ("bidirectional", "causal")),
-        *(("window_size", value) for value in (2, 4)),
-        *(("attn_scores_soft_cap", 3.0), ("clip_qkv", 0.5), ("eps", 0.1), ("rotary_dim", 2)),
-        *((flag, True) for flag in ("rotary_adjacent_pairs", "use_attn_result", "use_attn_in")),
-        *((flag, True) for flag in ("use_split_qkv_input", "use_hook_mlp_in")),
-        *((flag, True) for flag in ("parallel_attn_mlp", "ungroup_grouped_query_attention")),
-        *(("dtype", torch.bfloat16), ("positional_embedding_type", "standard")),
-    ],
-    Attribute: [
-        *(("attn._attention_dir_override", value) for value in ("bidirectional", "causal")),
-        *(("attn.attn_type", value) for value in ("local", "global")),
-        *(("attn.attn_scale", 0.5), ("attn.alibi", None), ("ln1.eps", 0.1), ("mlp.act_fn", "tanh")),
-    ],
-}
-_BRIDGE: dict[Any, Any] = {
-    Owner: [""],
+_CONFIG = [
+    *(("attention_dir", value) for value in ("bidirectional", "causal")),
+    *(("window_size", value) for value in (2, 4)),
+    *(("attn_scores_soft_cap", 3.0), ("clip_qkv", 0.5), ("eps", 0.1), ("rotary_dim", 2)),
+    *((flag, True) for flag in ("rotary_adjacent_pairs", "use_attn_result", "use_attn_in")),
+    *((flag, True) for flag in ("use_split_qkv_input", "use_hook_mlp_in", "parallel_attn_mlp")),
+    *(("ungroup_grouped_query_attention", True), ("dtype", torch.bfloat16)),
+    ("positional_embedding_type", "standard"),
+]
+_OF_BLOCKS = [
+    *(("attn._attention_dir_override", value) for value in ("bidirectional", "causal")),
+    *(("attn.attn_type", value) for value in ("local", "global")),
+    *(("attn.attn_scale", 0.5), ("attn.alibi", None), ("ln1.eps", 0.1), ("mlp.act_fn", "tanh")),
+]
+if IS_BRIDGE:
     # Not those for results or inputs of heads: a Bridge adds these up, which rounds otherwise.
-    Setting: [("eps", 0.1), ("use_hook_mlp_in", True)],
-    Attribute: [
-        ("attn._original_component.scaling", 0.3),
-        ("mlp._original_component.act_fn", "tanh"),
+    _CONFIG = [("eps", 0.1), ("use_hook_mlp_in", True)]
+    _OF_BLOCKS = [
+        *(("attn._original_component.scaling", 0.3), ("mlp._original_component.act_fn", "tanh")),
         *((f"ln1._original_component.{eps}", 0.1) for eps in ("variance_epsilon", "eps")),
-    ],
-}
-POOLS: dict[Any, Any] = _BRIDGE if IS_BRIDGE else _HOOKED
-Block = Literal["blocks.0", "blocks.1"]
+    ]
+# Parts share the model's config, but may have one of their own.
+_PARTS = () if IS_BRIDGE else ("blocks.0.", "blocks.0.attn.", "blocks.1.attn.", "blocks.1.mlp.")
+SETTINGS = [(f"{part}cfg.{name}", value) for part in ("", *_PARTS) for name, value in _CONFIG]
+SETTINGS += 4 * [(f"{block}.{name}", value) for block in BLOCKS for name, value in _OF_BLOCKS]
 
 
 class Trial:
@@ -76,7 +70,6 @@ class Trial:
         self.seen: list[tuple[str, float, list[Any]]] = []
         self.errors: list[str] = []
         self.handles: list[Any] = []
-        self._generator = torch.Generator().manual_seed(1)
 
     def at(self, path: str) -> Any:
         """A submodule, or an attribute, by its path."""
@@ -103,10 +96,10 @@ class Trial:
     def do(self, operation: tuple[Any, ...]) -> None:
         """Do an operation, and note the type of its error if it raises one."""
         name, *arguments = operation
-        torch.manual_seed(0)  # of dropout
+        torch.manual_seed(0)  # of dropout, sampling and new weights
         n_seen = len(self.seen)
         try:
-            OPERATIONS[name](self, *arguments)
+            globals()[name](self, *arguments)
         except RecursionError:  # how deep it got depends on the calls around it
             del self.seen[n_seen:]
         except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
@@ -116,9 +109,6 @@ class Trial:
             self.note(f"{name} raises {error_name}", None)
             self.model.zero_grad()
             self.errors.append(f"{operation}: {type(error).__name__}: {error}")
-
-    def randn_like(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.randn(x.shape, generator=self._generator).to(x)
 
 
 def _is_float(x: Any) -> bool:
@@ -133,23 +123,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(part)
     elif value is not None:
         yield value if isinstance(value, (int, str)) else type(value).__name__
-
-
-OPERATIONS: dict[str, Callable[..., None]] = {}
-RUNS: list[Any] = []
-CHANGES: list[Any] = []
-
-
-def run(function: Any) -> Any:
-    """List an operation among those that run the model."""
-    RUNS.append(function)
-    return OPERATIONS.setdefault(function.__name__, function)
-
-
-def change(function: Any) -> Any:
-    """List an operation among those that change something, by hand or in a hook."""
-    CHANGES.append(function)
-    return OPERATIONS.setdefault(function.__name__, function)
 
 
 # Runs.
@@ -185,7 +158,6 @@ def finish(trial: Trial, grad: str, logits: Any) -> None:
         trial.model.zero_grad()
 
 
-@run
 def forward(
     trial: Trial, n: N, grad: Grad, padded: Padded, stop_at_layer: Literal[None, None, None, 1, -1]
 ) -> None:
@@ -196,7 +168,6 @@ def forward(
         finish(trial, grad, trial.model(tokens(n), **options))
 
 
-@run
 def run_with_cache(
     trial: Trial,
     n: N,
@@ -213,7 +184,6 @@ def run_with_cache(
         trial.note_activations(f"cache {name}", cache[name])
 
 
-@run
 def run_with_hooks(
     trial: Trial,
     n: N,
@@ -231,7 +201,6 @@ def run_with_hooks(
 LOSES_CACHE = IS_BRIDGE and Version(version("transformers")) >= Version("5.24")
 
 
-@run
 def generate(
     trial: Trial, n: N, use_past_kv_cache: Literal[True, False], do_sample: Literal[False, True]
 ) -> None:
@@ -260,10 +229,6 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Padded
         finish(trial, grad, torch.cat([first, *later], 1))
 
 
-if not IS_BRIDGE:
-    run(kv_cache)
-
-
 # Hooks.
 
 
@@ -280,7 +245,6 @@ def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
     return made.get(effect, lambda: None)()
 
 
-@change
 def hook(
     trial: Trial,
     point: models.Point,
@@ -295,7 +259,6 @@ def hook(
         trial.model.add_hook(point, function, direction, is_permanent=how == "permanent")
 
 
-@change
 def torch_hook(
     trial: Trial,
     module: models.Module,
@@ -330,7 +293,6 @@ def _scaled(x: Any) -> Any:
     return tuple(map(_scaled, x)) if type(x) is tuple else x
 
 
-@change
 def remove_hooks(trial: Trial, which: Literal["reset", "permanent", "handles"]) -> None:
     if which == "handles":
         while trial.handles:
@@ -339,7 +301,6 @@ def remove_hooks(trial: Trial, which: Literal["reset", "permanent", "handles"]) 
         trial.model.reset_hooks(including_permanent=which == "permanent")
 
 
-@change
 def replace_hook_dicts(
     trial: Trial,
     module: models.Module,
@@ -357,22 +318,15 @@ def replace_hook_dicts(
 # Configs, attributes and weights.
 
 
-@change
-def set_config(trial: Trial, of: Owner, setting: Setting) -> None:
-    owner = trial.at(of) if of else trial.model
-    if of:
-        owner.cfg = copy.copy(owner.cfg)
-    setattr(owner.cfg, *setting)
+def set_value(trial: Trial, setting: Setting) -> None:
+    path, value = setting
+    owner = path.rpartition(".")[0]
+    if owner.endswith(".cfg"):
+        trial.put(owner, copy.copy(trial.at(owner)))
+    trial.at(path)  # which has to be there
+    trial.put(path, nn.Tanh() if value == "tanh" else value)
 
 
-@change
-def set_attribute(trial: Trial, block: Block, attribute: Attribute) -> None:
-    path, value = attribute
-    trial.at(f"{block}.{path}")  # which has to be there
-    trial.put(f"{block}.{path}", nn.Tanh() if value == "tanh" else value)
-
-
-@change
 def set_mode(trial: Trial, mode: Literal["train", "eval", "frozen", "float64", "bfloat16"]) -> None:
     if mode == "frozen":
         trial.model.requires_grad_(False)
@@ -382,7 +336,6 @@ def set_mode(trial: Trial, mode: Literal["train", "eval", "frozen", "float64", "
         trial.model.to(getattr(torch, mode))
 
 
-@change
 def edit(
     trial: Trial,
     tensor: models.Tensor,
@@ -390,11 +343,9 @@ def edit(
 ) -> None:
     path, _, name = tensor.rpartition(".")
     module, old = trial.at(path), trial.at(tensor)
-    new = torch.ones_like(old)
+    new = torch.ones_like(old)  # a mask that masks nothing
     if old.is_floating_point():
-        new = trial.randn_like(old) * 0.3
-    if name == "IGNORE":  # the score of masked tokens, which then are seen
-        new = torch.full_like(old, -2.0)
+        new = torch.randn(old.shape).to(old) * 0.3 - (name == "IGNORE")
     if how == "tensor":
         delattr(module, name)
         setattr(module, name, new)
@@ -421,7 +372,6 @@ class Doubling(nn.Module):
         return (next(iter(kwargs.values())) if x is None else x) * 2
 
 
-@change
 def exchange(
     trial: Trial,
     module: models.Module,
@@ -437,7 +387,6 @@ def exchange(
     trial.put(module, make[by]())
 
 
-@change
 def copy_model(trial: Trial) -> None:
     """Go on with a copy of the model."""
     trial.model = copy.deepcopy(trial.model)
@@ -459,4 +408,8 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
     trial.model.add_hook(point, hook)
 
 
-OPERATIONS["within"] = within
+RUNS = [forward, run_with_cache, run_with_hooks, generate, *([] if IS_BRIDGE else [kv_cache])]
+CHANGES = [
+    *(hook, torch_hook, remove_hooks, replace_hook_dicts),
+    *(set_value, set_value, set_mode, edit, exchange, copy_model),
+]
