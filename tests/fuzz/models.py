@@ -34,31 +34,24 @@ PLACEMENTS: list[Placement] = [
 _ROTARY = {"positional_embedding_type": "rotary", "rotary_dim": 4}
 _LLAMA = {"normalization_type": "RMS", "gated_mlp": True, "n_key_value_heads": 2, **_ROTARY}
 _LOCAL = {"use_local_attn": True, "window_size": 3, "attn_types": ["local", "global", "local"]}
+_SOFT_CAPS = {"attn_scores_soft_cap": 5.0, "output_logits_soft_cap": 3.0}
 _MIXTURE = {"num_experts": 3, "experts_per_token": 2}
 _PARALLEL = {**_ROTARY, "rotary_dim": 2, "parallel_attn_mlp": True, "act_fn": "gelu"}
 HOOKED: dict[str, dict[str, Any]] = {
     "gpt2": {"act_fn": "gelu_new", "scale_attn_by_inverse_layer_idx": True},
-    "gpt2 folded": {"act_fn": "gelu_new", "normalization_type": "LNPre"},
     "llama": _LLAMA,
     "llama in bfloat16": {**_LLAMA, "dtype": torch.bfloat16},
     "llama folded": {**_LLAMA, "normalization_type": "RMSPre"},
     "qwen3": {**_LLAMA, "use_qk_norm": True},
-    "gemma-2": {
-        **_LLAMA,
-        **_LOCAL,
-        "use_normalization_before_and_after": True,
-        "attn_scores_soft_cap": 5.0,
-        "output_logits_soft_cap": 3.0,
-    },
+    "gemma-2": {**_LLAMA, **_LOCAL, **_SOFT_CAPS, "use_normalization_before_and_after": True},
     "mistral": {**_LLAMA, **_LOCAL, "attn_types": ["local"] * 3},
     "mixtral": {**_LLAMA, **_MIXTURE},
     "pythia": _PARALLEL,
     "gpt-j": {**_PARALLEL, "rotary_adjacent_pairs": True},
     "bloom": {"positional_embedding_type": "alibi", "act_fn": "gelu_fast"},
-    "gpt-neo": {**_LOCAL, "use_attn_scale": False, "act_fn": "gelu_new"},
+    "gpt-neo": {**_LOCAL, "use_attn_scale": False, "normalization_type": "LNPre"},
     "attention only": {"attn_only": True, "normalization_type": None},
     "shortformer": {"positional_embedding_type": "shortformer"},
-    "bidirectional": {"attention_dir": "bidirectional", "act_fn": "relu"},
     "solu": {"act_fn": "solu_ln"},
     "olmo-2": {**_LLAMA, "original_architecture": "Olmo2ForCausalLM"},
     "olmoe": {**_LLAMA, **_MIXTURE, "original_architecture": "OlmoeForCausalLM", "clip_qkv": 1.0},
@@ -129,10 +122,7 @@ Tensor = NewType("Tensor", str)
 def names_in(kind: str) -> dict[Any, list[str]]:
     """What operations can name in a model: in its first two blocks, and outside of blocks."""
     model = build(kind, {})
-    points = [name for name in model.hook_dict if name[:8] in (*BLOCKS, EMBED[:8], "ln_final")]
-    for block in BLOCKS:  # other names by which a Bridge knows its hook points
-        aliases = getattr(model.get_submodule(block), "hook_aliases", ())
-        points += [name for name in (f"{block}.{a}" for a in aliases) if name not in points]
+    points = [name for name in model.hook_dict if name.startswith((*BLOCKS, EMBED, "ln_final"))]
     owners = sorted({name.rpartition(".")[0] for name in points} - {""})
     wrapped = (f"{name}._original_component" for name in owners if IS_BRIDGE)
     modules = [*owners, *wrapped, "unembed"]
