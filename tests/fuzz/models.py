@@ -95,8 +95,8 @@ def _build_bridge(kind: str, placement: Placement, seed: int) -> Any:
     bridge = TransformerBridge.boot_transformers(str(_checkpoint(name, seed)), **options)
     if processed:
         bridge.enable_compatibility_mode(no_processing=processed == "unprocessed")
-    # Because TransformerLens registers hooks of its own in a block's first forward.
-    bridge(torch.tensor([[3]]))
+    with torch.no_grad():  # because blocks register hooks of their own in the first forward
+        bridge(torch.tensor([[3]]))
     return bridge
 
 

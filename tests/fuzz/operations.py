@@ -320,8 +320,10 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
     trial.model.add_hook(point, hook)
 
 
-RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
+RUNS = [forward, run_with_cache, generate]
 CHANGES = [
     *(hook, torch_hook, remove_hooks, empty_hook_dicts),
-    *(set_value, set_value, set_mode, edit, exchange, copy_model),
+    *(set_value, set_value, set_mode, edit, exchange),
 ]
+if not IS_BRIDGE:  # whose copies hold weak references to the model
+    RUNS, CHANGES = [*RUNS, kv_cache], [*CHANGES, copy_model]
