@@ -6,7 +6,6 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-import torch
 from models import IS_BRIDGE
 
 
@@ -25,7 +24,8 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def elsewhere():
-    """An executor whose process never imports the package."""
+    """An executor with a process in which importing the package is an error."""
+    prepare = "import sys, torch; sys.modules['tl_devicefix'] = None; torch.set_num_threads(1)"
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as executor:
+    with ProcessPoolExecutor(1, context, exec, (prepare,)) as executor:
         yield executor

@@ -22,9 +22,11 @@ IS_BRIDGE = int(VERSION.partition(".")[0]) >= 4
 BLOCKS = "blocks.0", "blocks.1"
 EMBED = "embed.hook_out" if IS_BRIDGE else "hook_embed"
 
-Placement = dict[str, Any]
-"""The options that spread a model, which `from_pretrained` and `boot_transformers` take."""
-PLACEMENTS: list[Placement] = [
+Module = NewType("Module", str)
+Point = NewType("Point", str)
+Tensor = NewType("Tensor", str)  # a parameter or a buffer
+
+PLACEMENTS: list[dict[str, Any]] = [
     *[{}] * 6,  # on one CPU
     *({"n_devices": n} for n in (2, 3, 4)),
     {"device_map": {"": 0, "blocks.1": "cpu"}},  # a block that is offloaded
@@ -44,7 +46,6 @@ HOOKED: dict[str, dict[str, Any]] = {
     "llama folded": {**_LLAMA, "normalization_type": "RMSPre"},
     "qwen3": {**_LLAMA, "use_qk_norm": True},
     "gemma-2": {**_LLAMA, **_LOCAL, **_SOFT_CAPS, "use_normalization_before_and_after": True},
-    "mistral": {**_LLAMA, **_LOCAL, "attn_types": ["local"] * 3},
     "mixtral": {**_LLAMA, **_MIXTURE},
     "pythia": _PARALLEL,
     "gpt-j": {**_PARALLEL, "rotary_adjacent_pairs": True},
@@ -66,12 +67,7 @@ else:
     KINDS = [name for name in HOOKED if VERSION[0] > "2" or not name.startswith(("olmo", "gpt-o"))]
 
 
-def build(kind: str, placement: Placement, seed: int = 0) -> Any:
-    """A model whose weights depend on the seed alone."""
-    return (_build_bridge if IS_BRIDGE else _build_hooked)(kind, placement, seed)
-
-
-def _build_hooked(name: str, placement: Placement, seed: int) -> Any:
+def _build_hooked(name: str, placement: dict[str, Any], seed: int = 0) -> Any:
     from architectures import toy_config
     from transformer_lens import HookedTransformer
 
@@ -87,7 +83,7 @@ def _build_hooked(name: str, placement: Placement, seed: int) -> Any:
     return model
 
 
-def _build_bridge(kind: str, placement: Placement, seed: int) -> Any:
+def _build_bridge(kind: str, placement: dict[str, Any], seed: int = 0) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
     name, processed = kind.split(" ")
@@ -112,10 +108,8 @@ def _checkpoint(name: str, seed: int) -> Path:
     return save_checkpoint(model, make_tokenizer(Path(directory.name)), Path(directory.name))
 
 
-Module = NewType("Module", str)
-Point = NewType("Point", str)
-Tensor = NewType("Tensor", str)
-"""A parameter or a buffer."""
+build = _build_bridge if IS_BRIDGE else _build_hooked
+"""Builds a kind of model, placed, with weights that depend on the seed alone."""
 
 
 @functools.cache

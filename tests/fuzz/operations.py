@@ -33,7 +33,6 @@ Grad = Literal["enable_grad", "no_grad", "inference_mode"]
 Names = Literal["", "", "resid", "attn.hook", "mlp"]
 Effect = Literal["read", "scale", "edit in place", "zero", "upcast"]
 Direction = Literal["fwd", "fwd", "bwd"]
-Added = Literal["by name", "for good", "on the point"]
 TorchHook = Literal[
     "forward", "forward prepend", "forward_pre", "forward_pre with_kwargs", "full_backward"
 ]
@@ -127,9 +126,6 @@ def _plain(x: Any) -> Any:
     return x if isinstance(x, (int, str)) else type(x).__name__
 
 
-# Runs.
-
-
 def tokens(n: int) -> torch.Tensor:
     return torch.randint(3, 40, (2, n), generator=torch.Generator().manual_seed(n))
 
@@ -198,9 +194,6 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Seldom
         finish(trial, grad, torch.cat([first, *later], 1))
 
 
-# Changes.
-
-
 def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
     """What a hook does with what it is given."""
     trial.note_activations(f"hook {hook.name}", x)
@@ -214,12 +207,9 @@ def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
     return made.get(effect, lambda: None)()
 
 
-def hook(trial: Trial, point: Point, effect: Effect, direction: Direction, how: Added) -> None:
+def hook(trial: Trial, point: Point, effect: Effect, direction: Direction, forever: Bool) -> None:
     function = functools.partial(act, trial, effect)  # which leads to the model, also in copies
-    if how == "on the point":
-        trial.model.hook_dict[point].add_hook(function, direction)
-    else:
-        trial.model.add_hook(point, function, direction, is_permanent=how == "for good")
+    trial.model.add_hook(point, function, direction, is_permanent=forever)
 
 
 def torch_hook(trial: Trial, module: Module, kind: TorchHook, scales: Bool) -> None:
@@ -320,10 +310,9 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
     trial.model.add_hook(point, hook)
 
 
-RUNS = [forward, run_with_cache, generate]
+RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
     *(hook, torch_hook, remove_hooks, empty_hook_dicts),
     *(set_value, set_value, set_mode, edit, exchange),
+    *([] if IS_BRIDGE else [copy_model]),  # because copies of a Bridge refer to it weakly
 ]
-if not IS_BRIDGE:  # whose copies hold weak references to the model
-    RUNS, CHANGES = [*RUNS, kv_cache], [*CHANGES, copy_model]
