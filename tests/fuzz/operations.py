@@ -67,7 +67,7 @@ if IS_BRIDGE:
 # Parts share the model's config, but may have one of their own.
 _PARTS = () if IS_BRIDGE else ("blocks.0.", "blocks.0.attn.", "blocks.1.attn.", "blocks.1.mlp.")
 SETTINGS = [(f"{part}cfg.{name}", value) for part in ("", *_PARTS) for name, value in _CONFIG]
-SETTINGS += 4 * [(f"{block}.{name}", value) for block in BLOCKS for name, value in _OF_BLOCKS]
+SETTINGS += 8 * [(f"{block}.{name}", value) for block in BLOCKS for name, value in _OF_BLOCKS]
 
 
 @dataclass
@@ -313,6 +313,6 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
 RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
     *(hook, torch_hook, remove_hooks, empty_hook_dicts),
-    *(set_value, set_value, set_mode, edit, exchange),
+    *(set_value, set_value, set_mode, edit, edit, exchange),
     *([] if IS_BRIDGE else [copy_model]),  # because copies of a Bridge refer to it weakly
 ]
