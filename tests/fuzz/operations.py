@@ -43,7 +43,7 @@ Exchange = Literal["copy", "Tanh", "Identity", "Sequential", "another model's"]
 Setting = NewType("Setting", tuple[str, Any])
 """The path of an attribute, and its new value."""
 
-_CONFIG = [
+_CONFIG: list[tuple[str, Any]] = [
     *(("attention_dir", value) for value in ("bidirectional", "causal")),
     *(("window_size", value) for value in (2, 4)),
     *(("attn_scores_soft_cap", 3.0), ("clip_qkv", 0.5), ("eps", 0.1), ("rotary_dim", 2)),
@@ -52,7 +52,7 @@ _CONFIG = [
     *(("ungroup_grouped_query_attention", True), ("dtype", torch.bfloat16)),
     ("positional_embedding_type", "standard"),
 ]
-_OF_BLOCKS = [
+_OF_BLOCKS: list[tuple[str, Any]] = [
     *(("attn._attention_dir_override", value) for value in ("bidirectional", "causal")),
     *(("attn.attn_type", value) for value in ("local", "global")),
     *(("attn.attn_scale", 0.5), ("attn.alibi", None), ("ln1.eps", 0.1), ("mlp.act_fn", "tanh")),
@@ -130,13 +130,12 @@ def tokens(n: int) -> torch.Tensor:
     return torch.randint(3, 40, (2, n), generator=torch.Generator().manual_seed(n))
 
 
-def options_of(trial: Trial, n: int, is_padded: bool) -> dict[str, Any]:
-    """The mask of two prompts of some tokens, of which the first has a pad."""
-    if not is_padded or n == 1:
-        return {}
+def mask_of(trial: Trial, n: int, is_padded: bool) -> torch.Tensor:
+    """The mask of two prompts of some tokens; with padding, the first has a pad."""
     mask = torch.ones(2, n, dtype=torch.long)
-    mask[0, {"left": 0, "middle": n // 2, "right": -1}[trial.padding]] = 0
-    return {"attention_mask": mask}
+    if is_padded and n > 1:
+        mask[0, {"left": 0, "middle": n // 2, "right": -1}[trial.padding]] = 0
+    return mask
 
 
 def finish(trial: Trial, grad: str, logits: Any) -> None:
@@ -152,7 +151,9 @@ def finish(trial: Trial, grad: str, logits: Any) -> None:
 
 
 def forward(trial: Trial, n: N, grad: Grad, padded: Seldom, stops: Seldom) -> None:
-    options = options_of(trial, n, padded) | ({"stop_at_layer": 1} if stops else {})
+    options: dict[str, Any] = {"attention_mask": mask_of(trial, n, True)} if padded else {}
+    if stops:
+        options["stop_at_layer"] = 1
     with getattr(torch, grad)():
         finish(trial, grad, trial.model(tokens(n), **options))
 
@@ -187,11 +188,13 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Seldom
     name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
     cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
     with getattr(torch, grad)():
-        first = trial.model(tokens(n), past_kv_cache=cache, **options_of(trial, n, padded))
-        later = [trial.model(tokens(k), past_kv_cache=cache) for k in (more, 1)]
+        logits = []
+        for k in (n, more, 1):
+            mask = mask_of(trial, k, padded and not logits)
+            logits.append(trial.model(tokens(k), past_kv_cache=cache, attention_mask=mask))
         for entry in cache.entries:
             trial.note_activations("past", (entry.past_keys, entry.past_values))
-        finish(trial, grad, torch.cat([first, *later], 1))
+        finish(trial, grad, torch.cat(logits, 1))
 
 
 def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
@@ -267,13 +270,15 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     module, old = trial.at(path), trial.at(tensor)
     new = torch.ones_like(old)  # a mask that masks nothing
     if old.is_floating_point():
-        new = torch.randn(old.shape).to(old) * 0.3 - (name == "IGNORE")
+        new = torch.randn(old.shape).to(old) * 0.3 - float(name == "IGNORE")
     is_parameter = isinstance(old, nn.Parameter)
+    if how == "tensor":  # which torch refuses in the place of a parameter
+        delattr(module, name)
     do: dict[str, Callable[[], Any]] = {
         "in place": lambda: torch.no_grad()(old.copy_)(new),
         "data": lambda: setattr(old, "data", new),
+        "tensor": lambda: setattr(module, name, new),
         "new": lambda: setattr(module, name, nn.Parameter(new) if is_parameter else new),
-        "tensor": lambda: (delattr(module, name), setattr(module, name, new)),
         "half": lambda: setattr(old, "data", old.data.bfloat16()),
         "frozen": lambda: old.requires_grad_(False),
         "parametrized": lambda: parametrize.register_parametrization(module, name, nn.Tanh()),
