@@ -342,7 +342,7 @@ def shared(model_class: str, load: Any, loaded_in_module: dict[Any, Any]) -> Cal
 
 @pytest.fixture(scope="session")
 def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[..., Any]:
-    """`references(HOOKED, "gpt2")`: as `on_one`, with all that earlier tests have left."""
+    """`references(HOOKED, "gpt2")`: as `on_one`, but shared, so not to be changed."""
 
     def load(model_class: str, kind: str, **options: Any) -> Any:
         def source(name: str) -> Any:
@@ -359,11 +359,11 @@ def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[...
 
 @pytest.fixture
 def on_one(model_class: str, references: Any) -> Callable[..., Any]:
-    """`on_one("gpt2")`: as unpatched TransformerLens has it on one CPU; shared, not to be changed.
+    """`on_one("gpt2")`: as unpatched TransformerLens loads it on one CPU; a copy of its own.
 
     A HookedTransformer is processed but with `folded=False`, a Bridge with `folded=True`.
     """
-    return lambda kind, **options: clean(references(model_class, kind, **options))
+    return lambda kind, **options: copy.deepcopy(references(model_class, kind, **options))
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ def read(model: Any, text: Any, mask: Any, step: Any = None) -> tuple[list[torch
 @pytest.fixture
 def fused_copy(on_one):
     """`fused_copy("llama")`: a model with fused blocks."""
-    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_one(name)))
+    return lambda name: tl_devicefix.fuse_blocks(on_one(name))
 
 
 def assert_as_installed(model: Any, run: Callable[[Any], Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from attending import assert_either_way
@@ -24,7 +22,7 @@ pytestmark = [
 @pytest.fixture
 def fused_copy(on_one):
     """`fused_copy("llama")`: a model with fused blocks."""
-    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_one(name)))
+    return lambda name: tl_devicefix.fuse_blocks(on_one(name))
 
 
 def delete_norm_of_queries(model):

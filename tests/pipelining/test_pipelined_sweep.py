@@ -1,7 +1,6 @@
 """`sweep`: what run_with_hooks returns, bit for bit, from the first block that a run changes."""
 
 import contextlib
-import copy
 from types import SimpleNamespace
 from unittest import mock
 
@@ -67,7 +66,7 @@ def assert_same(actual, expected):
 
 @pytest.fixture
 def model(on_one):
-    return copy.deepcopy(on_one("llama"))
+    return on_one("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +77,7 @@ def no_grad():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
-    model = copy.deepcopy(on_one(kind))
+    model = on_one(kind)
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
@@ -180,7 +179,7 @@ def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
 def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, tokens):
     if model_class != BRIDGE:
         pytest.skip("only a TransformerBridge has dropout or an unknown architecture")
-    model = copy.deepcopy(on_one("gpt2"))
+    model = on_one("gpt2")
     if why == "in training mode":
         model.train()
     else:

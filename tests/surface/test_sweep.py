@@ -15,7 +15,7 @@ from calls import (
     each_somewhere,
     trained,
 )
-from model_classes import HookedTransformer
+from model_classes import HOOKED, HookedTransformer
 from packaging.version import Version
 from surface import Run, assert_as_on_one_device, public_names, table
 from transformer_lens.train import HookedTransformerTrainConfig, train
@@ -81,9 +81,9 @@ def places_of(call):
 
 @pytest.mark.parametrize(("call", "kind", "n_devices"), each_somewhere(CALLS, PUBLIC, places_of))
 def test_each_public_call_gives_what_one_device_gives(
-    call, kind, n_devices, shared, on_one, tokens, pytestconfig
+    call, kind, n_devices, shared, references, tokens, pytestconfig
 ):
-    run, reference = Run(shared(kind, n_devices), tokens), Run(on_one(kind), tokens)
+    run, reference = Run(shared(kind, n_devices), tokens), Run(references(HOOKED, kind), tokens)
     if pytestconfig.getoption("--hosts") and call in REFUSED_OVER_HOSTS:
         with pytest.raises(RuntimeError, match=REFUSED_OVER_HOSTS[call]):
             run.call(CALLS[call])
