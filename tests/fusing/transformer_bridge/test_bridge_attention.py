@@ -131,20 +131,6 @@ def test_a_bridge_scales_scores_by_its_own_config(fused, tokens):
     assert not torch.allclose(assert_either_way(bridge, lambda bridge: bridge(tokens)), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "compatible"),
-    [
-        ("llama", "act_fn", True),
-        ("phi-3", "activation_fn", True),
-        ("phi-3", "activation_fn", False),
-    ],
-)
-def test_a_gated_mlp_activates_as_the_bridge_does(kind, name, compatible, fused, tokens):
-    bridge = fused(kind, folded=compatible)
-    setattr(bridge.blocks[1].mlp.original_component, name, torch.nn.Tanh())
-    assert_either_way(bridge, lambda bridge: bridge(tokens))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt-j", "llama"])
 def test_an_unfused_block_of_another_model_stays_causal(name, fused, load, tokens):
@@ -185,21 +171,34 @@ class Doubled(torch.nn.Module):
         return 2 * self.layer(x)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_module_put_into_a_wrapper_acts(name, fused, tokens):
-    bridge = fused(name)
-    bridge(tokens)
-    output = bridge.blocks[1].attn.o
+def double_output(block):
+    output = block.attn.o
     output._original_component = Doubled(output.original_component)
-    assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
-def test_a_norm_may_be_parametrized(fused, tokens):
-    bridge = fused("llama")
-    norm = bridge.blocks[1].ln1.original_component
+def parametrize_norm(block):
+    norm = block.ln1.original_component
     parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
-    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+def activate_by(name):
+    return lambda block: setattr(block.mlp.original_component, name, torch.nn.Tanh())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "compatible", "change"),
+    [
+        *(("gpt2", False, double_output), ("llama", False, double_output)),
+        *(("llama", False, parametrize_norm), ("llama", True, activate_by("act_fn"))),
+        *(("phi-3", folded, activate_by("activation_fn")) for folded in (True, False)),
+    ],
+)
+def test_a_change_of_a_wrapped_part_acts(name, compatible, change, fused, tokens):
+    bridge = fused(name, folded=compatible)
+    before = bridge(tokens)
+    change(bridge.blocks[1])
+    assert not torch.allclose(assert_either_way(bridge, lambda it: it(tokens)), before)
 
 
 @pytest.mark.skipif(
