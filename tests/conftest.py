@@ -62,10 +62,10 @@ OF_HOOKED = [
     *("offload/test_offload_memory.py", "offload/test_offload_results.py"),
     "planning/test_plan.py",
     *("racing/test_detector.py", "racing/test_offload.py"),
-    *("surface/test_sweep.py", "twin/test_hooked_twin.py"),
+    "twin/test_hooked_twin.py",
 ]
 OF_BRIDGE = ["transformer_bridge/*", "fusing/transformer_bridge/*"]
-OF_BRIDGE += ["surface/test_bridge_sweep.py", "twin/test_bridge_twin.py"]
+OF_BRIDGE += ["twin/test_bridge_twin.py"]
 collect_ignore_glob = [
     *([] if has_hooked_transformer() else OF_HOOKED),
     *([] if has_bridge() else OF_BRIDGE),
@@ -116,8 +116,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what the options leave out."""
     left_out: set[pytest.Item] = set()
-    if config.getoption("--hosts"):  # a model on one device uses none
-        left_out |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
         left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
     if config.getoption("--unpatched"):
@@ -354,7 +352,7 @@ def dispatched(checkpoints: Any, machine: Machine, n_devices: int) -> Callable[[
     return boot
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def boot(checkpoints: Any) -> Callable[..., Any]:
     """`boot("gpt2", n_devices=4)`: a new Bridge, from a checkpoint; `compatible=True` folds it."""
 
