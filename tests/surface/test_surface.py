@@ -86,7 +86,9 @@ def gradients(model, frozen, loss):
     """Return the gradients of a scalar by all parameters that are not frozen, on the CPU."""
     loss(model).backward()
     weights = {name: each for name, each in model.named_parameters() if name not in frozen}
-    return {name: each.grad.cpu() for name, each in weights.items() if each.grad is not None}
+    weights = {name: each for name, each in weights.items() if each.grad is not None}
+    assert all(each.grad.device == each.device for each in weights.values())
+    return {name: each.grad.cpu() for name, each in weights.items()}
 
 
 def hooked(model, tokens, hooks):

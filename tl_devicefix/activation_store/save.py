@@ -241,14 +241,14 @@ class _Saving:
             if skip == n_examples:
                 continue
             if self._index.is_complete:
-                raise self._saved.other_data(
+                raise self._saved.differing(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
             # Before the batch runs, so that devices wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:
-            raise self._saved.other_data(
+            raise self._saved.differing(
                 f"they have {on_disk_already} examples, but batches has {seen}"
             )
 
