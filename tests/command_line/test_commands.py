@@ -106,26 +106,6 @@ def test_help_and_mistakes_print_usage_and_exit_status(arguments, says, capsys):
     assert says in printed.out + printed.err
 
 
-NOT_INSTALLED = """
-import importlib.metadata as metadata
-installed = metadata.version
-def version(name):
-    if name == "tl_devicefix":
-        raise metadata.PackageNotFoundError(name)
-    return installed(name)
-metadata.version = version
-from tl_devicefix.__main__ import main
-main(["--version"])
-"""
-
-
-def test_a_source_tree_that_is_not_installed_runs():
-    done = subprocess.run(
-        [sys.executable, "-c", NOT_INSTALLED], capture_output=True, text=True, check=False
-    )
-    assert (done.stdout.strip(), done.returncode) == (tl_devicefix.__version__, 0)
-
-
 def test_a_mistake_is_told_before_anything_large_is_imported():
     done = subprocess.run(
         [

@@ -15,7 +15,6 @@ To compare a new public name, add a row.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import pkgutil
@@ -628,30 +627,6 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("model_class", "call", "kind", "n_devices"), rows)
 
 
-@pytest.fixture(scope="module")
-def machine(simulated):
-    with simulated(4) as machine:
-        yield machine
-
-
-@pytest.fixture(scope="module")
-def models_of(machine, models, boot, references):
-    """`models_of(HOOKED, "gpt2", 3)`: a model over three devices, and as installed on one CPU.
-
-    Each with the same model to be copied: a Bridge that has run holds graphs, which have no copies.
-    """
-
-    def get(model_class, kind, n_devices):
-        if model_class == HOOKED:
-            return [(model, model) for model in (models(kind, n_devices), references(kind))]
-        load = functools.partial(boot, kind.split()[0], compatible=kind != AS_BOOTED)
-        with tl_devicefix.disabled():
-            alone = load(device="cpu"), load(device="cpu")
-        return (load(n_devices=n_devices), load(n_devices=n_devices)), alone
-
-    return functools.cache(get)
-
-
 def fill_kv_caches(patch):
     """Let a Bridge read transformers 5.24's name of KV caches, which it leaves empty otherwise."""
     attention = of_installed(".model_bridge.generalized_components:AttentionBridge")
@@ -672,9 +647,13 @@ REFUSED_OVER_HOSTS |= {"original_model": RECORDS, "hf_generate": RECORDS}
 @pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning")
 def test_each_call_gives_what_one_device_gives(
-    model_class, call, kind, n_devices, models_of, tokens, monkeypatch, pytestconfig
+    model_class, call, kind, n_devices, shared, on_one, tokens, monkeypatch, pytestconfig
 ):
-    (model, unused), alone = models_of(model_class, kind, n_devices)
+    name, how = kind.split()[0], {} if kind == AS_BOOTED else {"folded": True}
+    model, alone = shared(name, n_devices, **how), on_one(name, **how)
+    # The same, to be copied, because a Bridge that has run holds graphs, which have no copies.
+    unused = shared(name, n_devices=n_devices, **how)
+    unused_alone = on_one(name, dtype=torch.float32, **how)
     # Weights of other hosts, whose gradients are not compared.
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     refusal = REFUSED_OVER_HOSTS.get(call.split(".")[1])
@@ -685,7 +664,7 @@ def test_each_call_gives_what_one_device_gives(
     with tl_devicefix.disabled(), monkeypatch.context() as patch:
         if model_class == BRIDGE:
             fill_kv_caches(patch)
-        expected = results(call, *alone, tokens, frozen)
+        expected = results(call, alone, unused_alone, tokens, frozen)
     actual = results(call, model, unused, tokens, frozen)
     assert_agrees(actual, expected, tolerance=1e-4)
     # Results are at home, or on the CPU if the call moves them there; none is on a block's device.

@@ -282,4 +282,4 @@ class _Saving:
 
     def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
-        return self._selection.entries_of(tensors, n_rows, self._arguments.get("stop_at_layer"))
+        return self._selection.entries_of(tensors, n_rows)

@@ -112,9 +112,7 @@ class Selection:
         rows = saved.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)
 
-    def entries_of(
-        self, tensors: Mapping[str, torch.Tensor], n_rows: int, stop_at_layer: int | None
-    ) -> dict[str, Entry]:
+    def entries_of(self, tensors: Mapping[str, torch.Tensor], n_rows: int) -> dict[str, Entry]:
         """Return the index entries of a batch's activations, with `n_rows` examples or tokens.
 
         Raises:
@@ -122,12 +120,9 @@ class Selection:
         """
         asked = self.names_filter if isinstance(self.names_filter, list) else []
         if missing := [name for name in asked if name not in tensors]:
-            instead = "switch it on (model.set_use_attn_result(True) for hook_result)"
-            if stop_at_layer is not None:
-                instead = f"raise stop_at_layer={stop_at_layer}"
             raise ValueError(
-                f"the forward gives no tensor at {missing[0]}: remove it from names_filter, or "
-                f"{instead}"
+                f"the forward gives no tensor at {missing[0]}: remove it from names_filter, raise "
+                "stop_at_layer, or switch it on (model.set_use_attn_result(True) for hook_result)"
             )
         if not tensors:
             raise ValueError(
