@@ -10,6 +10,7 @@ from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
 
+from tl_devicefix import fuse_blocks
 from tl_devicefix.offload.copying import BlockCopy, Place
 
 DEVICE = "sim:0"
@@ -20,63 +21,51 @@ def spread():
     return "all of one device"
 
 
-def zero_weights(model):
+def a_forward(model, residual):
     with torch.no_grad():
-        for parameter in model.blocks.parameters():
-            parameter.mul_(0)
+        return model(residual, start_at_layer=1)
 
 
-@pytest.mark.parametrize("run", ["a forward", "a block"])
-def test_a_weight_may_be_changed_once_a_run_has_returned(run, load, reference, tokens):
-    model, residual = load("llama", "all of one device"), reference(tokens, stop_at_layer=1)
-    options = {"start_at_layer": 1} if run == "a forward" else {}
-
-    def last(model):
-        return model if run == "a forward" else model.blocks[-1]
-
+def a_block(model, residual):
     with torch.no_grad():
-        arrived = last(model)(residual.to(DEVICE), **options)
-    zero_weights(model)
-    assert_agrees(arrived, last(reference)(residual, **options), home_of(model))
+        return model.blocks[-1](residual)
 
 
-def test_a_weight_may_be_changed_once_a_backward_has_returned(load, reference, tokens):
-    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
-    gradients = []
-    for variant in (model, reference):
-        variant.requires_grad_(False)
-        residual = variant(tokens, stop_at_layer=0).detach().requires_grad_()
-        variant(residual, start_at_layer=0).square().sum().backward()
-        zero_weights(variant)
-        gradients.append(residual.grad)
-    assert_agrees(*gradients)
+def a_backward(model, residual):
+    residual = residual.detach().requires_grad_()
+    model(residual, start_at_layer=1).square().sum().backward()
+    return residual.grad
 
 
-def test_unneeded_copies_arrive_before_their_memory_is_reused(model, reference, tokens):
+@pytest.mark.parametrize("run", [a_forward, a_block, a_backward])
+def test_weights_may_be_changed_once_a_run_has_returned(run, load, reference, tokens):
+    # Without gradients of weights, because the host would wait for them.
+    model = load("llama", "all of one device").requires_grad_(False)
+    residual = reference(tokens, stop_at_layer=1)
+    arrived = run(model, residual.to(DEVICE))
+    for parameter in model.blocks.parameters():
+        parameter.mul_(0)
+    assert_agrees(arrived, run(reference, residual), home_of(model))
+
+
+def test_unused_copies_arrive_before_their_memory_is_reused(load, reference, tokens):
     def result(model):
-        def add_another(activation, hook):
+        def run_another(activation, hook):
             if torch.is_grad_enabled():  # not in the run that it starts itself
                 with torch.no_grad():
                     return activation + model(tokens, stop_at_layer=1)
-            return activation
 
-        return model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_resid_mid", add_another)])
-
-    assert_agrees(result(model), result(reference), home_of(model))
-    assert_at_rest(model)
-
-
-def test_outdated_copies_arrive_before_their_memory_is_reused(load, reference, tokens):
-    def result(model):
         @torch.no_grad()
         def halve_next(activation, hook):
             model.blocks[3].mlp.W_out.mul_(0.5)
 
-        return model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve_next)])
+        hooks = [("blocks.0.hook_resid_mid", run_another), ("blocks.2.hook_resid_pre", halve_next)]
+        return model.run_with_hooks(tokens, fwd_hooks=hooks)
 
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
     assert_agrees(result(model), result(reference))
     assert_same_weights(model, reference)
+    assert_at_rest(model)
 
 
 def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
@@ -96,13 +85,13 @@ def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
 
 def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
     at_home = tokens.to(DEVICE)
-    machine.executor.launcher.copies.clear()
+    machine.executor.copies.clear()
     with torch.no_grad():
         model(at_home)
-    streams = [number for _, number in machine.executor.launcher.copies]
+    streams = machine.executor.copies
     assert len(streams) == len(list(model.blocks.parameters()))
     assert len(set(streams)) == 1
-    assert 0 not in streams
+    assert torch.get_device_module("sim").current_stream(DEVICE) not in streams
 
 
 def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tokens):
@@ -125,8 +114,9 @@ def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tok
     assert_at_rest(model)
 
 
-def test_block_run_by_a_hook_on_its_own_stream_shares_no_mask(model, reference, tokens):
-    sim = torch.get_device_module("sim")
+def test_fused_block_on_a_stream_of_its_own_shares_no_mask(load, reference, tokens):
+    sim, model = torch.get_device_module("sim"), load("llama", "all of one device")
+    fuse_blocks(model)
 
     def run_the_next(activation, hook):
         side = sim.Stream(DEVICE)
