@@ -6,8 +6,6 @@ The CPU computes each operation at once, but it counts as done when somebody has
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,7 +27,6 @@ aten = torch.ops.aten
 
 # What `torch.get_device_module("sim")` has.
 
-_numbers = itertools.count()
 _streams: list[Stream] = []
 
 
@@ -38,35 +35,11 @@ class Stream(Timeline):
 
     def __init__(self, device: Any = None) -> None:
         self.device = torch.device(DEVICE_TYPE, active_machine().index_of(device))
-        super().__init__(f"stream {next(_numbers)} of {self.device}")
+        super().__init__(f"stream {len(_streams)} of {self.device}")
         _streams.append(self)
 
-    def wait_stream(self, stream: Stream) -> None:
-        self.wait(stream.recorded())
 
-    def wait_event(self, event: Event) -> None:
-        self.wait(event.recorded)
-
-    def record_event(self) -> Event:
-        return Event(self.recorded())
-
-    def synchronize(self) -> None:
-        HOST.wait(self.recorded())
-
-
-class Event:
-    """A point in a stream, that other streams and the host can wait for."""
-
-    def __init__(self, recorded: Counter[Timeline]) -> None:
-        self.recorded = recorded
-
-    def synchronize(self) -> None:
-        HOST.wait(self.recorded)
-
-
-@functools.cache
-def _default_stream(index: int) -> Stream:
-    return Stream(index)
+_default_stream = functools.cache(Stream)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -79,21 +52,16 @@ def current_stream(device: Any = None) -> Stream:
 
 def set_stream(stream: Stream) -> None:
     """Launch this thread's operations on a stream, whose device is the current one from now on."""
-    current = active_machine().current
-    current.index = stream.device.index
-    vars(current)[f"stream of {current.index}"] = stream
+    index = stream.device.index
+    vars(active_machine().current).update({"index": index, f"stream of {index}": stream})
 
 
 @contextmanager
 def stream(stream: Stream) -> Iterator[None]:
     """Within it, this thread launches operations on a stream, whose device is the current one."""
-    before, device = current_stream(stream.device), active_machine().current.index
-    set_stream(stream)
-    try:
+    with mock.patch.dict(vars(active_machine().current)):
+        set_stream(stream)
         yield
-    finally:
-        set_stream(before)
-        active_machine().current.index = device
 
 
 def synchronize(device: Any = None) -> None:
@@ -117,12 +85,7 @@ def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
 
 
 def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    return tensor if is_pinned(tensor) else _pinned(tensor.clone())
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    hold(tensor, Memory())
-    return tensor
+    return tensor if is_pinned(tensor) else hold(tensor.clone(), Memory())
 
 
 _numpy = torch.Tensor.numpy
@@ -153,7 +116,7 @@ class RacingExecutor(CpuExecutor):
             streams = [memory.stream for memory in memories_of(source)]
             of = streams[0].device.index if any(streams) else None  # None for the host
             if of != device:
-                return self._copy(func, args, dict(kwargs), source, [of, device])
+                return self._copy(func, args, kwargs, source, [of, device])
         if not func.is_view:
             name = func._schema.name.removeprefix("aten::")
             # Such operands give a shape only, and may be on another device.
@@ -169,19 +132,18 @@ class RacingExecutor(CpuExecutor):
 
         The host goes on at once if it asks to, and its memory is pinned or read from.
         """
-        is_new, to_host = func is aten._to_copy.default, ends[1] is None
-        non_blocking = kwargs.pop("non_blocking", False) if is_new else any(args[2:])
+        non_blocking, to_host = any(args[2:]) or kwargs.get("non_blocking"), ends[1] is None
         target: torch.Tensor = func(*args, **kwargs)
-        if is_new and non_blocking and to_host:  # because torch takes pinned memory for it
-            _pinned(target)
-        first, *_, last = [current_stream(index) for index in ends * 2 if index is not None]
+        if non_blocking and to_host and func is aten._to_copy.default:
+            hold(target, Memory())  # because torch takes pinned memory for it
+        streams = [current_stream(index) for index in ends if index is not None]
         if target.numel():
-            self.copies.append(first)
-        first.launch("copy_", source, (), copied_to=next(iter(memories_of(target)), None))
-        last.wait_stream(first)
-        last.launch("copy_", (), target)
+            self.copies.append(streams[0])
+        streams[-1].wait_stream(streams[0])
+        streams[-1].launch("copy_", source, target)
+        streams[0].wait_stream(streams[-1])
         if None in ends and not (non_blocking and (is_pinned(target) or not to_host)):
-            last.synchronize()
+            streams[0].synchronize()
         return target
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
@@ -203,15 +165,13 @@ def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[Any]:
 class WatchingHost(TorchDispatchMode):
     """Within it, the host's own use of pinned memory is checked, in the thread that entered."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = dense_tensors((args, tuple(kwargs.values())))
         if not func.is_view and all(tensor.device.type == "cpu" for tensor in tensors):
             HOST.launch(str(func), tensors, _written(func, args, kwargs))
         if kwargs.get("pin_memory"):
-            return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
+            return hold(func(*args, **{**kwargs, "pin_memory": False}), Memory())
         return func(*args, **kwargs)
 
 
@@ -220,36 +180,28 @@ class RacingMachine(Machine):
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
         if self.is_open and not memories_of(tensor):
-            taken = current_stream(device)
-            hold(tensor, Memory(taken, taken.last))
+            hold(tensor, Memory(current_stream(device)))
         return super().allocation_of(tensor, device)
 
 
 @contextmanager
-def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[RacingMachine]:
+def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[Machine]:
     """`simulate`, with devices behind the host; raises a `RaceError` on leaving at the latest."""
     if devices.TYPE:
         devices.skip_simulation()
+    sizes = [parse_bytes(memory)] * n_devices
     with ExitStack() as stack:
-        machine: Any = stack.enter_context(
-            entering(lambda: RacingMachine([parse_bytes(memory)] * n_devices, RacingExecutor()))
-        )
+        machine: Any = stack.enter_context(entering(lambda: RacingMachine(sizes, RacingExecutor())))
         stack.callback(setattr, machine, "executor", CpuExecutor())
-        for owner, *stand_ins in (
-            (
-                torch.get_device_module("sim"),
-                Stream,
-                current_stream,
-                set_stream,
-                stream,
-                synchronize,
-            ),
+        module: Any = torch.get_device_module("sim")
+        owners: list[Any] = [
+            (module, Stream, current_stream, set_stream, stream, synchronize),
             (SimTensor, record_stream),
             (torch.Tensor, pin_memory, is_pinned, numpy),
-        ):
-            for stand_in in stand_ins:
-                patch = mock.patch.object(owner, stand_in.__name__, stand_in, create=True)
-                stack.enter_context(patch)
+        ]
+        for owner, *stand_ins in owners:
+            new: Any = {stand_in.__name__: stand_in for stand_in in stand_ins}
+            stack.enter_context(mock.patch.multiple(owner, create=True, **new))
         with WatchingHost():
             yield machine
         for index in range(n_devices):

@@ -12,11 +12,10 @@ Two uses of a memory, one of which writes, are a race if the later one's clock l
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,114 +38,94 @@ class Timeline:
         self.clock: Counter[Timeline] = Counter()
         self.last: Operation | None = None
 
-    def wait(self, clock: Counter[Timeline]) -> None:
-        """Have what comes next here wait for what was recorded."""
+    def wait_stream(self, other: Timeline) -> None:
+        """Have what comes next here wait for what is on another timeline, or before an event."""
         with _lock:
             _check_freed()
-            self.clock |= clock
+            self.clock |= other.clock
 
-    def recorded(self) -> Counter[Timeline]:
-        """Return the clock as it is now."""
-        with _lock:
-            return self.clock.copy()
+    wait_event = wait_stream
 
-    def launch(
-        self, name: str, reads: object, writes: object, copied_to: Memory | None = None
-    ) -> None:
+    def record_event(self) -> Timeline:
+        """Return this point, as a timeline on which nothing more comes."""
+        event = Timeline(self.name)
+        event.wait_stream(self)
+        return event
+
+    def synchronize(self) -> None:
+        HOST.wait_stream(self)
+
+    def launch(self, name: str, reads: object, writes: object) -> None:
         """Put an operation at the end, and check the memory of the tensors that it uses."""
         with _lock:
-            _check_freed()
-            self.clock |= HOST.clock
+            self.wait_stream(HOST)
             self.clock[self] += 1
-            self.last = Operation(name, self, _line(), self.clock[self], copied_to)
+            self.last = Operation(name, self, self.clock[self])
             written = memories_of(writes)
             for memory in memories_of(reads):
                 if memory not in written:
-                    memory.use(self.last, writes=False)
+                    memory.use(self.last, "reads")
             for memory in written:
-                memory.use(self.last, writes=True)
+                memory.use(self.last, "writes")
 
 
 HOST = Timeline("the host")
 
 
-class Operation(NamedTuple):
-    """An operation of a timeline, launched by a line of the test."""
+@dataclass(eq=False)
+class Operation:
+    """An operation, and its number on its timeline."""
 
     name: str
     timeline: Timeline
-    line: str
     number: int
-    copied_to: Memory | None  # of a copy between devices, or a device and the host
+    was_used: bool = False  # another operation read what it wrote
+    torn: str = ""  # why what it wrote is wrong: the host changed meanwhile what it reads
 
     def is_before(self, clock: Counter[Timeline]) -> bool:
         """Return True if this is done before what comes next on the clock's timeline."""
         return clock[self.timeline] >= self.number
 
     def __str__(self) -> str:
-        return f"{self.name} on {self.timeline.name} ({self.line})"
+        return f"{self.name} on {self.timeline.name}"
 
 
-def _line() -> str:
-    """Return the line that the test is at."""
-    frame = sys._getframe()
-    while frame.f_back is not None and "/test_" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-@dataclass(eq=False)
 class Memory:
-    """The uses of one storage: its last write, and the reads since then.
+    """The uses of one storage that the host has not waited for: the last write, and reads since.
 
-    New memory was used by all operations of its stream so far, because it is handed out again.
+    New memory of a stream (None: pinned memory) may still be used by the stream's last operation,
+    because it is handed out again at once.
     """
 
-    stream: Any = None  # on which it is freed; None if pinned
-    written: Operation | None = None
-    reads: list[Operation] = field(default_factory=list)
-    torn: str = ""  # why its values are wrong: its copy's source was changed meanwhile
-    is_recorded: bool = False  # by `record_stream`, for another stream
+    def __init__(self, stream: Any = None) -> None:
+        self.stream = stream
+        self.uses = [(stream.last, "writes")] if stream is not None and stream.last else []
+        self.is_recorded = False  # by `record_stream`, for another stream
 
-    def unordered(self, clock: Counter[Timeline], writes: bool) -> list[Operation]:
-        """Return the uses that a write, or a read, with this clock would race with."""
-        uses = [self.written, *(self.reads if writes else ())]
-        return [use for use in uses if use is not None and not use.is_before(clock)]
-
-    def use(self, operation: Operation, writes: bool) -> None:
-        """Raise if the operation races with an earlier use; else remember it."""
-        if self.torn and not writes:
-            raise_or_keep(RaceError(f"{operation} reads a copy that is wrong: {self.torn}"))
-        for other in self.unordered(operation.timeline.clock, writes):
-            verb, did = (
-                "writes" if is_write else "reads" for is_write in (writes, other is self.written)
-            )
+    def use(self, operation: Operation, verb: str) -> None:
+        """Raise if an operation that "reads" or "writes" races with an earlier use; remember it."""
+        for other, did in self.uses:
+            if verb == did == "reads":
+                continue
+            if other.is_before(operation.timeline.clock):
+                if verb == "reads" and other.torn:
+                    raise_or_keep(RaceError(f"{operation} reads what is wrong: {other.torn}"))
+                other.was_used |= verb == "reads"
+                continue
             race = (
                 f"{operation} {verb} memory that {other} {did}, and nothing orders it after that: "
                 "have its stream wait (wait_stream, wait_event), or synchronize, before it."
             )
-            copy = other.copied_to if operation.timeline is HOST else None
-            if copy is None or copy.reads:
+            if operation.timeline is not HOST or did == "writes" or other.was_used:
                 raise_or_keep(RaceError(race))
-            else:  # no race yet, because whoever asked for the copy may drop it and copy again
-                copy.torn = race
-        if writes:
-            self.written, self.reads, self.torn = operation, [], ""
-        else:  # what the host has waited for races with nothing any more
-            self.reads = [
-                *(read for read in self.reads if not read.is_before(HOST.clock)),
-                operation,
-            ]
-
-
-class _Held:
-    """Frees the memory of a storage with it."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+            other.torn = race  # no race yet, because the copy may be dropped, and made again
+        kept = self.uses if verb == "reads" else []
+        self.uses = [use for use in kept if not use[0].is_before(HOST.clock)]
+        self.uses.append((operation, verb))
 
     def __del__(self) -> None:  # by any thread, in the middle of anything
-        _freed.append(self.memory)
+        if self.stream is not None and not self.is_recorded:
+            _freed.append(self)
 
 
 _HELD = "_racing_memory"
@@ -154,28 +133,26 @@ _HELD = "_racing_memory"
 _freed: deque[Memory] = deque()
 
 
-def hold(tensor: torch.Tensor, memory: Memory) -> None:
+def hold(tensor: torch.Tensor, memory: Memory) -> torch.Tensor:
     """Watch the memory of a tensor until it is freed."""
-    vars(tensor.untyped_storage())[_HELD] = _Held(memory)
+    vars(tensor.untyped_storage())[_HELD] = memory
+    return tensor
 
 
 def memories_of(tensors: object) -> list[Memory]:
     """Return the memory of these tensors, as far as that is a device's, or pinned."""
-    helds = (vars(it.untyped_storage()).get(_HELD) for it in dense_tensors(tensors))
-    return [held.memory for held in helds if held is not None]
+    held = (vars(it.untyped_storage()).get(_HELD) for it in dense_tensors(tensors))
+    return [memory for memory in held if memory is not None]
 
 
 def _check_freed() -> None:
     """Raise if another stream may still use memory that its own stream hands out again."""
     while _freed:
         memory = _freed.popleft()
-        if memory.stream is None or memory.is_recorded:
-            continue
-        for other in memory.unordered(memory.stream.clock | HOST.clock, writes=True):
-            raise_or_keep(
-                RaceError(
-                    f"{other} uses memory that was freed, and may be handed out again, before it "
-                    f"has run: have {memory.stream.name} wait for it before the tensor goes, or "
-                    "call record_stream."
+        for use, _ in memory.uses:
+            if not use.is_before(memory.stream.clock | HOST.clock):
+                error = RaceError(
+                    f"{use} uses memory that was freed, and may be handed out again, before it "
+                    f"has run: have {memory.stream.name} wait for it, or call record_stream."
                 )
-            )
+                raise_or_keep(error)

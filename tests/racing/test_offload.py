@@ -9,8 +9,9 @@ import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
+from packaging.version import Version
 
-from tl_devicefix import fuse_blocks
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.copying import BlockCopy, Place
 
 DEVICE = "sim:0"
@@ -21,27 +22,24 @@ def spread():
     return "all of one device"
 
 
-def a_forward(model, residual):
-    with torch.no_grad():
-        return model(residual, start_at_layer=1)
-
-
-def a_block(model, residual):
-    with torch.no_grad():
-        return model.blocks[-1](residual)
-
-
-def a_backward(model, residual):
-    residual = residual.detach().requires_grad_()
+def gradient(model, residual):
+    residual.requires_grad_()
     model(residual, start_at_layer=1).square().sum().backward()
     return residual.grad
 
 
-@pytest.mark.parametrize("run", [a_forward, a_block, a_backward])
+RUNS = {
+    "forward": lambda model, residual: model(residual, start_at_layer=1),
+    "block": lambda model, residual: model.blocks[-1](residual),
+    "backward": gradient,
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_weights_may_be_changed_once_a_run_has_returned(run, load, reference, tokens):
     # Without gradients of weights, because the host would wait for them.
     model = load("llama", "all of one device").requires_grad_(False)
-    residual = reference(tokens, stop_at_layer=1)
+    residual = reference(tokens, stop_at_layer=1).detach()
     arrived = run(model, residual.to(DEVICE))
     for parameter in model.blocks.parameters():
         parameter.mul_(0)
@@ -83,7 +81,7 @@ def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
     assert_agrees([copy.weight + 1 for copy in copies.weights], [weight + 1 for weight in weights])
 
 
-def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
+def test_weights_are_copied_on_a_stream_of_their_own(model, machine, sim, tokens):
     at_home = tokens.to(DEVICE)
     machine.executor.copies.clear()
     with torch.no_grad():
@@ -91,11 +89,10 @@ def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
     streams = machine.executor.copies
     assert len(streams) == len(list(model.blocks.parameters()))
     assert len(set(streams)) == 1
-    assert torch.get_device_module("sim").current_stream(DEVICE) not in streams
+    assert sim.current_stream(DEVICE) not in streams
 
 
-def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tokens):
-    sim = torch.get_device_module("sim")
+def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tokens, sim):
     sim.synchronize(DEVICE)
     within = threading.Barrier(4, timeout=60)
 
@@ -108,15 +105,13 @@ def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tok
 
     with model.hooks(fwd_hooks=[("blocks.0.hook_resid_mid", meet)]), ThreadPoolExecutor(4) as pool:
         results = list(pool.map(run, range(4)))
-    sim.synchronize(DEVICE)
 
     assert_agrees(results, [reference(tokens.roll(index, 1)) for index in range(4)])
     assert_at_rest(model)
 
 
-def test_fused_block_on_a_stream_of_its_own_shares_no_mask(load, reference, tokens):
-    sim, model = torch.get_device_module("sim"), load("llama", "all of one device")
-    fuse_blocks(model)
+def test_fused_block_on_a_stream_of_its_own_shares_no_mask(load, reference, tokens, sim):
+    model = load("llama", "all of one device", fuse_blocks=installed() >= Version("3.8"))
 
     def run_the_next(activation, hook):
         side = sim.Stream(DEVICE)
@@ -128,6 +123,5 @@ def test_fused_block_on_a_stream_of_its_own_shares_no_mask(load, reference, toke
     hooks = [("blocks.0.hook_resid_pre", run_the_next)]
     with torch.no_grad():
         logits = model.run_with_hooks(tokens.to(DEVICE), fwd_hooks=hooks)
-    sim.synchronize(DEVICE)
 
     assert_agrees(logits, reference(tokens))
