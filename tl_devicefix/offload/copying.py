@@ -36,7 +36,7 @@ class BlockCopy:
 
     Attributes:
         device: where the copies are.
-        weights: what stands in the places of the parameters, after `swap_in`.
+        weights: what stands in the places of the parameters, between `swap_in` and `swap_out`.
     """
 
     def __init__(self, places: Iterable[Place], device: torch.device) -> None:
@@ -45,18 +45,16 @@ class BlockCopy:
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None  # an event, where there are streams
-        self._places: list[Place] = []
-        self._copies: list[torch.Tensor] = []
+        self._states: list[tuple[object, ...]] = []  # of the parameters, when they were copied
         try:
             for place in places:
-                self._places.append(place)
-                self._copies.append(self._start(place.host))
+                self._states.append(_state_of(place))
+                self.weights.append(PrefetchedWeight(place, self._start(place.host)))
         except BaseException:  # also an interrupt, because copies that have begun go on
             self._record()
             self.drop()
             raise
         self._record()
-        self._state = self._state_of(self._places)
 
     @torch.inference_mode(False)  # because torch does not count changes of inference tensors
     @torch.no_grad()
@@ -77,18 +75,13 @@ class BlockCopy:
         if self._streams is not None:
             self._done = _copy_stream(self.device).record_event()  # behind all copies so far
 
-    @staticmethod
-    def _state_of(places: Iterable[Place]) -> list[tuple[object, ...]]:
-        return [(id(module), name, id(host), fingerprint(host)) for module, name, host in places]
-
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""
-        return self._state == self._state_of(places)
+        return self._states == list(map(_state_of, places))
 
     def swap_in(self) -> None:
         """Put the copies in the places of the parameters."""
         self.share()
-        self.weights = [PrefetchedWeight(*at) for at in zip(self._places, self._copies)]
         for weight in self.weights:
             weight.swap_in()
 
@@ -106,20 +99,25 @@ class BlockCopy:
         stream = self._streams.current_stream(self.device)
         stream.wait_event(self._done)
         if stream != self._allocated_on:
-            for copy in self._copies:
-                copy.record_stream(stream)
+            for copy in self.weights:
+                copy.weight.record_stream(stream)
 
     def drop(self) -> None:
         """Drop the copies."""
         if self._streams is not None:
             # Because even an unused copy must arrive before its memory is used for something else.
             self._allocated_on.wait_event(self._done)
-        self.weights, self._copies = [], []
+        self.weights = []
 
     def wait_until_read(self) -> None:
         """Wait until host memory may be changed, because it has been read."""
         if self._done is not None:
             self._done.synchronize()
+
+
+def _state_of(place: Place) -> tuple[object, ...]:
+    module, name, host = place
+    return id(module), name, id(host), host.requires_grad, fingerprint(host)
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int | None]:

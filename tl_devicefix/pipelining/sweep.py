@@ -77,20 +77,13 @@ def sweep(
 
     Raises:
         TypeError: for a model of neither class, `runs` that are no iterable, and an argument that
-            would leave hooks behind, or that does not exist.
+            does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model.
     """
-    if refused := arguments.keys() & {"fwd_hooks", "bwd_hooks", "reset_hooks_end"}:
-        raise TypeError(
-            f"sweep() takes no {min(refused)}, because a run's hooks are on the model only while "
-            "it runs: pass forward hooks in `runs`, and call run_with_hooks for others"
-        )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
-    if isinstance(runs, torch.Tensor):
-        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
 
@@ -235,15 +228,10 @@ def _layer(model: Model, name: str) -> int:
 
 def _beside_blocks(model: Model) -> Iterator[nn.Module]:
     """Yield the modules that run before the first block, or around all blocks."""
-    after = [getattr(model, name, None) for name in ("ln_final", "unembed")]
-    seen = {id(module) for module in (*model.blocks, *after)}
-    to_see = [model, getattr(model, "original_model", None)]
-    while to_see:
-        module = to_see.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
+    seen = {*model.blocks, *(getattr(model, name, None) for name in ("ln_final", "unembed"))}
+    for root in (model, getattr(model, "original_model", None) or model):
+        for _, module in nn.Module.named_modules(root, seen):
             yield module
-            to_see += module._modules.values()
 
 
 def _is_of_user(module: nn.Module, hook: object) -> bool:
