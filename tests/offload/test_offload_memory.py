@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from kinds import home_of
-from offloads import HOST, offloaded_blocks, weights_of
+from offloads import HOST, assert_two_blocks_at_a_time, offloaded_blocks, weights_of
 
 from tl_devicefix.placement.fitting import working_room
 
@@ -40,21 +40,7 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, ma
 @pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
 def test_two_offloaded_blocks_at_a_time_are_on_a_device(model, tokens, machine):
     one_token = tokens[:1, :1].to(home_of(model))  # whose activations are less than any block
-    placement = model.placement
-    gc.collect()
-    before = {device: machine.memory_allocated(device) for device in placement.devices}
-    for device in before:
-        machine.reset_peak_memory_stats(device)
-
-    with torch.no_grad():
-        model(one_token)
-
-    for device, n_bytes in before.items():
-        runs_here = (placement.device_of(f"blocks.{i}") for i in offloaded_blocks(model))
-        block = weights_of(model.blocks[0])
-        visiting = min(2, list(runs_here).count(device)) * block
-        assert visiting <= machine.max_memory_allocated(device) - n_bytes < visiting + block / 2
-        assert machine.memory_allocated(device) == n_bytes
+    assert_two_blocks_at_a_time(model, machine, lambda: model(one_token), activations=0.5)
 
 
 @pytest.mark.parametrize("offload", ["all of one device"])

@@ -24,9 +24,7 @@ def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
     for read in (
         lambda model, cache: [model.W_Q, model.W_out, model.b_O],
         lambda model, cache: model.accumulated_bias(4),
-        lambda model, cache: model.all_composition_scores("K"),
         lambda model, cache: cache.stack_head_results(),
-        lambda model, cache: cache.logit_attrs(cache.decompose_resid(), tokens=3),
         lambda model, cache: cache.get_full_resid_decomposition(expand_neurons=False),
     ):
         assert_agrees(read(model, cache), read(reference, expected), home_of(model))

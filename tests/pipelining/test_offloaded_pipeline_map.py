@@ -7,7 +7,13 @@ import pytest
 import torch
 from comparison import assert_bit_equal
 from model_classes import BRIDGE
-from offloads import HOST, assert_at_rest, offloaded_blocks, weights_of
+from offloads import (
+    HOST,
+    assert_at_rest,
+    assert_two_blocks_at_a_time,
+    offloaded_blocks,
+    weights_of,
+)
 from runs_of_users import LAST, generated, gradients_of_weights, logits
 
 from tl_devicefix import pipeline_map
@@ -115,22 +121,8 @@ def test_runs_that_wait_in_a_block_keep_that_block_alone(machine, offloaded, one
 
 def test_two_blocks_at_a_time_are_on_a_device(machine, offloaded, one_token):
     model = offloaded(ON_TWO)
-    block = max(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
-    runs_on = [component.device for component in model.placement.components if component.offloaded]
-    gc.collect()
-    before = {device: machine.memory_allocated(device) for device in machine.devices}
-    for device in before:
-        machine.reset_peak_memory_stats(device)
-
-    with torch.no_grad():
-        assert sum(1 for _ in pipeline_map(model, logits, [one_token] * 9, 3)) == 9
-    gc.collect()
-
-    for device, held in before.items():
-        visiting = min(2, runs_on.count(device)) * block
-        taken = machine.max_memory_allocated(device) - held
-        assert visiting <= taken < visiting + block * 3 / 4, (device, model.placement)
-        assert machine.memory_allocated(device) == held
+    runs = lambda: sum(1 for _ in pipeline_map(model, logits, [one_token] * 9, 3))  # noqa: E731
+    assert_two_blocks_at_a_time(model, machine, runs, activations=0.75)
 
 
 def test_unfinished_runs_leave_no_memory_on_the_device(machine, offloaded, batches):

@@ -292,10 +292,8 @@ def double(activation, hook):
 
 USES = {
     "forward": logits,
-    "run_with_hooks": lambda model, batch: model.run_with_hooks(batch, fwd_hooks=[(LAST, double)]),
     "run_with_cache": lambda model, batch: model.run_with_cache(batch),
     "hooks": lambda model, batch: model.hooks(fwd_hooks=[(LAST, double)]).__enter__(),
-    "add_hook": lambda model, batch: model.add_hook(LAST, double),
     "a hook point's add_hook": lambda model, batch: model.hook_dict[LAST].add_hook(double),
     "generate": samples_tokens,
     "pipeline_map": lambda model, batch: list(pipeline_map(model, logits, [batch])),
@@ -335,10 +333,8 @@ def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
             pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])
-    with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
+    with pytest.raises(TypeError, match="items must be a list or another iterable, but is <fun"):
         pipeline_map(model, [], logits)
-    with pytest.raises(TypeError, match="items must be a list or another iterable, but is 5"):
-        pipeline_map(model, logits, 5)
 
 
 def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys, monkeypatch):
