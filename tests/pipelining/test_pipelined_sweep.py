@@ -298,14 +298,6 @@ def test_patching_runs_in_another_order_are_refused(model, few):
         patching.get_act_patch_resid_pre(model, few, clean, metric)
 
 
-def test_a_metric_may_run_and_hook_the_model(model, few):
-    def to_unpatched(logits):
-        return metric(logits - model.run_with_hooks(few, fwd_hooks=at(2)))
-
-    arguments = "get_act_patch_resid_pre", model, few, to_unpatched
-    assert torch.equal(patch(*arguments), unpatched(*arguments))
-
-
 def test_a_model_of_neither_class_is_left_to_transformer_lens(model, few):
     clean = model.run_with_cache(few + 1)[1]
     wrapped = SimpleNamespace(cfg=model.cfg, run_with_hooks=model.run_with_hooks)
