@@ -35,11 +35,11 @@ def folded(model_class):
 
 
 @pytest.fixture
-def offloaded(model_class, kind, offload, folded, machine, request):
+def offloaded(model_class, kind, spread, folded, machine, request):
     """The model under test; a HookedTransformer is not to be changed."""
     if model_class == BRIDGE:
         boot = request.getfixturevalue("boot")
-        return boot(kind, device_map=OFFLOADED[offload], compatible=folded)
+        return boot(kind, device_map=OFFLOADED[spread], compatible=folded)
     return request.getfixturevalue("model")
 
 
@@ -53,7 +53,7 @@ def reference(model_class, kind, folded, request):
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
-    ("model_class", "kind", "offload", "folded"), [case for case in CASES if case[0] in CLASSES]
+    ("model_class", "kind", "spread", "folded"), [case for case in CASES if case[0] in CLASSES]
 )
 def test_offloaded_model_gives_the_same_cache_and_gradients(offloaded, reference, tokens):
     model, home = offloaded, torch.device(offloaded.cfg.device)
@@ -115,7 +115,7 @@ def test_moving_to_one_device_ends_offloading(device, offloaded, reference, toke
 
 @a_bridge
 @pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
-@pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
+@pytest.mark.parametrize(("kind", "spread"), [("llama", "some of one device")])
 def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):
     with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
         offloaded.enable_compatibility_mode()
