@@ -35,20 +35,13 @@ def folded(model_class):
 
 
 @pytest.fixture
-def offloaded(model_class, kind, spread, folded, machine, request):
-    """The model under test; a HookedTransformer is not to be changed."""
-    if model_class == BRIDGE:
-        boot = request.getfixturevalue("boot")
-        return boot(kind, device_map=OFFLOADED[spread], compatible=folded)
-    return request.getfixturevalue("model")
+def offloaded(kind, spread, folded, load):
+    return load(kind, device_map=OFFLOADED[spread], folded=folded)
 
 
 @pytest.fixture
-def reference(model_class, kind, folded, request):
-    """The same weights, as TransformerLens alone has them on one CPU."""
-    if model_class == HOOKED:
-        return request.getfixturevalue("on_cpu")(kind)
-    return request.getfixturevalue("bridge_references")(kind, compatible=folded)
+def reference(kind, folded, on_one):
+    return on_one(kind, folded=folded)
 
 
 @pytest.mark.fails_unpatched
@@ -84,10 +77,10 @@ def test_offloaded_model_gives_the_same_cache_and_gradients(offloaded, reference
     reference.zero_grad()
 
 
-def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, reference, tokens):
-    total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
+def test_max_memory_offloads_what_does_not_fit(load, machine, reference, tokens):
+    total = load("llama", device_map=3).placement.bytes_on(3)
     max_memory = {0: int(0.6 * total), 1: int(0.4 * total)}
-    model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
+    model = load("llama", max_memory={**max_memory, "cpu": "1GiB"})
     assert offloaded_blocks(model)
     for index, limit in max_memory.items():
         assert model.placement.bytes_on(index) <= limit
@@ -95,12 +88,7 @@ def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, referen
     assert_agrees(model(tokens), reference(tokens), machine.devices[0])
 
 
-a_bridge = pytest.mark.parametrize(
-    "model_class", [model_class for model_class in CLASSES if model_class == BRIDGE]
-)
-
-
-@a_bridge
+@pytest.mark.bridge
 @pytest.mark.parametrize("device", [device(1), "cpu"])
 def test_moving_to_one_device_ends_offloading(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
@@ -113,7 +101,7 @@ def test_moving_to_one_device_ends_offloading(device, offloaded, reference, toke
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
 
 
-@a_bridge
+@pytest.mark.bridge
 @pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
 @pytest.mark.parametrize(("kind", "spread"), [("llama", "some of one device")])
 def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):

@@ -9,6 +9,8 @@ from offloads import HOST, assert_two_blocks_at_a_time, offloaded_blocks, weight
 
 from tl_devicefix.placement.fitting import working_room
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.mark.parametrize(
     ("kind", "spread"), [("gpt2", "all of one device"), ("llama", "some of three devices")]

@@ -9,6 +9,8 @@ from racing import RaceError
 from tl_devicefix.demo import selfcheck
 from tl_devicefix.placement.workers import each_on_its_device
 
+pytestmark = pytest.mark.hooked
+
 
 def test_unordered_use_of_memory_names_both_operations(sim):
     x, y = torch.ones(3, device="sim:0").mul_(2), torch.ones(3, device="sim:0")

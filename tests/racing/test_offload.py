@@ -14,6 +14,8 @@ from packaging.version import Version
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.copying import BlockCopy, Place
 
+pytestmark = pytest.mark.hooked
+
 DEVICE = "sim:0"
 
 

@@ -20,21 +20,19 @@ FORWARDS = a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_el
     ("where", "runs"),
     [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, (gradients_of_weights,))],
 )
-def test_pipelined_runs_on_async_devices_equal_a_loops_bits(
-    where, runs, machine, from_checkpoint, tokens
-):
+def test_pipelined_runs_on_async_devices_equal_a_loops_bits(where, runs, machine, load, tokens):
     def all_of_them(model, batch):
         return [run(model, batch) for run in runs]
 
-    model, batches = from_checkpoint("llama", **where), [tokens, tokens.roll(1, 1)]
+    model, batches = load("llama", **where), [tokens, tokens.roll(1, 1)]
     expected = [all_of_them(model, batch) for batch in batches]
     assert_bit_equal(list(pipeline_map(model, all_of_them, batches, 2)), expected)
 
 
-def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, folded, tokens):
+def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, load, tokens):
     """On the devices' default streams, a device would wait for a run that comes later."""
     with torch.no_grad():
-        model = folded("gpt2", 2)
+        model = load("gpt2", 2, folded=True)
         batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
         machine.executor.copies.clear()
         list(pipeline_map(model, lambda view, batch: view(batch), batches))
@@ -42,8 +40,8 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, folded, to
     assert sum(stream not in default for stream in machine.executor.copies) >= 2 * len(batches)
 
 
-def test_run_has_the_callers_current_device(sim, folded):
-    model = folded("gpt2", 2)
+def test_run_has_the_callers_current_device(sim, load):
+    model = load("gpt2", 2, folded=True)
     with sim.stream(sim.Stream("sim:2")):
         result = list(pipeline_map(model, lambda view, item: sim.current_device(), range(3)))
     assert result == [2, 2, 2]
