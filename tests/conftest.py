@@ -93,8 +93,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what the options leave out."""
     left_out = {item for item in items if is_of_another_class(item)}
-    if config.getoption("--hosts"):  # a model on one device uses none
-        left_out |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
         left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
     if config.getoption("--unpatched"):
