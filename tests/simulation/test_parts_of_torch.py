@@ -76,15 +76,6 @@ def test_safetensors_reads_a_file_to_a_device(values, tmp_path):
     assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
 
 
-def test_a_simulated_model_is_not_compiled():
-    with tl_devicefix.simulate(2):
-        on_cpu, simulated = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="sim:1")
-        assert torch.compile(on_cpu) is not None
-        for compile_it in (torch.compile, torch.nn.Module.compile):
-            with pytest.raises(RuntimeError, match="cannot compile a Linear on simulated devices"):
-                compile_it(simulated)
-
-
 def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch):
     def note(_unit):
         seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import sys
-import threading
 import traceback
 import warnings
 from collections import Counter
@@ -21,6 +20,7 @@ from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.worker import Worker
 from tl_devicefix.placement.devices import Host, HostLost, join, joined_hosts
 from tl_devicefix.placement.in_use import held_by
+from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
 _INSTALL = 'pip install "tl_devicefix[hosts]"'
@@ -29,7 +29,6 @@ _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0
 """Seconds to wait for a call, and then for the answer to a ping, which busy workers answer too."""
 _PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
-_joining = threading.Lock()
 
 
 def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
@@ -51,7 +50,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
         RuntimeError: if a node has other versions of what it computes with (Python, torch,
             transformers, TransformerLens, this package), or starts no worker in time.
     """
-    with _joining:
+    with one_load:
         if joined_hosts() and all(map(_answers, joined_hosts())):
             return
         leave_hosts()

@@ -1,6 +1,6 @@
 """A block whose weights are on another host, and whose forward calls the worker there.
 
-`attach` turns a block whose parameters have no values into one. Its hook points, and all code of
+`attach` turns blocks whose parameters have no values into such. Its hook points, and all code of
 users, stay in this process. At a hook point with a hook, the worker pauses, and the hook gets the
 activation as a plain tensor.
 
@@ -311,20 +311,21 @@ def together() -> Iterator[None]:
         kept[_WAITING].output.read()
 
 
-def attach(model: nn.Module, name: str, remote: RemoteModel) -> None:
-    """Turn a model's block without values into a remote block of its host."""
-    block = model.get_submodule(name)
-    record = _Record(remote, int(name.rpartition(".")[2]), block)
-    for path, module in list(block.named_modules()):
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            for key, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor):
-                    full = ".".join(filter(None, (name, path, key)))
-                    tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
-        if not isinstance(module, HookPoint):
-            vars(module)[_REMOTE] = record
-            mixin = RemotePart if path else RemoteBlock
-            module.__class__ = _remote_class(module.__class__, mixin)
+def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
+    """Turn a model's blocks without values into remote blocks of their hosts."""
+    for name, remote in remotes.items():
+        block = model.get_submodule(name)
+        record = _Record(remote, int(name.rpartition(".")[2]), block)
+        for path, module in list(block.named_modules()):
+            for tensors in (module._parameters, module._buffers, vars(module)):
+                for key, tensor in tensors.items():
+                    if isinstance(tensor, torch.Tensor):
+                        full = ".".join(filter(None, (name, path, key)))
+                        tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
+            if not isinstance(module, HookPoint):
+                vars(module)[_REMOTE] = record
+                mixin = RemotePart if path else RemoteBlock
+                module.__class__ = _remote_class(module.__class__, mixin)
 
 
 @cache

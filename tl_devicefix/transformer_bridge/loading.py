@@ -34,7 +34,8 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
+from tl_devicefix.multihost.loading import loading_elsewhere
+from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
@@ -215,7 +216,7 @@ def _boot_checkpoint(
         place_bridge(bridge, planned.placement.of_this_process)
     else:
         settle_bridge(bridge, planned.placement)
-    attach_blocks(bridge, planned.remotes)
+    attach(bridge, planned.remotes)
     return bridge
 
 
