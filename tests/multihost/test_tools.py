@@ -53,11 +53,6 @@ def fused(model, tokens):
     return result
 
 
-def gathered(model, tokens):
-    with tl_devicefix.gather_on("cpu"):
-        return model.W_Q, dict(model.run_with_cache(tokens)[1])
-
-
 def with_a_module_in_a_hook_points_place(model, tokens):
     block = model.blocks[3]
     name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
@@ -84,7 +79,7 @@ def hooked_when_nobody_reads_logits(model, tokens):
     return seen
 
 
-RUNS = [mapped, swept, fused, gathered, parts_of_a_block]
+RUNS = [mapped, swept, fused, parts_of_a_block]
 RUNS += [with_a_module_in_a_hook_points_place, hooked_when_nobody_reads_logits]
 
 
