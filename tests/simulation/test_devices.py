@@ -70,17 +70,6 @@ def test_moved_or_copied_module_keeps_ties_and_gradients(
     assert twin[0].weight.any()
 
 
-@pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x.requires_grad_()])
-def test_a_copy_has_a_gradient_where_torchs_own_has(machine, make):
-    gradients = []
-    for device in ("cpu", "sim:1"):
-        tensor = make(torch.ones(2, device=device))
-        (3 * tensor).sum().backward()
-        gradients.append(copy.deepcopy(tensor).grad)
-    on_cpu, on_sim = gradients
-    assert on_sim.tolist() == on_cpu.tolist() if on_cpu is not None else on_sim is None
-
-
 def test_shapes_and_data_changed_in_place_are_seen(machine):
     x, out = torch.zeros(3, device="sim:1").unsqueeze_(0), torch.empty(0, device="sim:1")
     torch.mul(x, 2, out=out)
