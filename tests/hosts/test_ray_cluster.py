@@ -81,7 +81,7 @@ def asking(worker):
 
     def is_told(why="its process or its node ended"):
         asks.join(WITHIN)
-        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(errors[0]))
+        assert re.match(rf"host1 is lost: {why}; call tl_", str(errors[0]))
 
     asks = threading.Thread(target=ask, daemon=True)
     asks.start()
@@ -140,7 +140,7 @@ def test_killed_worker_is_reported_and_a_new_one_can_join(worker, cluster, check
     (process,) = cluster.other.workers()
     process.kill()
     is_told()
-    with pytest.raises(HostLost, match=r"host1, which holds blocks\.2, is lost"):
+    with pytest.raises(HostLost, match="host1 is lost"):
         model(torch.ones(1, 2, dtype=torch.long))
     tl_devicefix.init_hosts(cluster.address)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.worker import Worker
 from tl_devicefix.placement.devices import Host, HostLost, join, joined_hosts
-from tl_devicefix.placement.in_use import held_by
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
@@ -286,8 +285,7 @@ class RayConnection:
 
     def _lost(self, why: str) -> HostLost:
         return HostLost(
-            f"{self.name}{held_by(self.name)} is lost: {why}; call tl_devicefix.init_hosts() and "
-            "load the model again"
+            f"{self.name} is lost: {why}; call tl_devicefix.init_hosts() and load the model again"
         )
 
     def end(self) -> None:

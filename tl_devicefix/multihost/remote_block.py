@@ -191,9 +191,9 @@ class RemoteModule(nn.Module):
 
     is_remote = True
 
-    def _refuse(self, edit: str) -> None:
+    def _refuse(self, what: str) -> None:
         record: _Record = vars(self)[_REMOTE]
-        raise record.refusal(f"{edit} here", "use a hook on a hook point")
+        raise record.refusal(f"{what} put into it here", "use a hook on a hook point")
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
@@ -206,14 +206,9 @@ class RemoteModule(nn.Module):
             self._check_name(name)
         super().__setattr__(name, value)
 
-    def __delattr__(self, name: str) -> None:
-        if any(name in held for held in (self._parameters, self._buffers, self._modules)):
-            self._refuse(f"{name} was deleted")
-        super().__delattr__(name)
-
     def _check_name(self, name: str) -> None:
         if not name.startswith("hook_"):  # a module may be put in a hook point's place
-            self._refuse(f"{name} was put into it")
+            self._refuse(f"{name} was")
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -252,7 +247,7 @@ def _check_hook(part: RemotePart, hook: object) -> None:
     # A Bridge registers hooks of its own, here as at the worker.
     of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
     if not (of_bridge or records(hook)):
-        part._refuse("hooks of torch's were put into it")
+        part._refuse("hooks of torch's were")
 
 
 for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
