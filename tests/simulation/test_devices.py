@@ -44,9 +44,7 @@ def test_indices_may_be_on_the_cpu_or_the_same_device(machine):
             indexed[index]
 
 
-def test_moved_or_copied_module_keeps_ties_and_gradients(
-    machine,
-):
+def test_moved_or_copied_module_keeps_ties_and_gradients(machine):
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     weight = tied[1].weight = tied[0].weight
     weight.label = "mine"
@@ -276,14 +274,8 @@ def test_numbers_and_gradients_are_exactly_those_of_the_cpu(machine, operation, 
     ("arguments", "message"),
     [
         ((0,), "n_devices must be from 1 to 64, but is 0"),
-        ((10**9,), "n_devices must be from 1 to 64, but is 1000000000"),
         ((2, "500mb"), "memory must be bytes .*, but is '500mb'"),  # bits, as accelerate reads it
-        ((2, -1), "memory must be bytes .*, but is -1"),
-        ((2, "9" * 400 + "GiB"), r"memory must be bytes .*, but is '999\S*GiB'"),
-        (
-            (2, ["1GiB"]),
-            "a list of one for each of 2 devices, but is .'1GiB'",
-        ),
+        ((2, ["1GiB"]), "a list of one for each of 2 devices, but is .'1GiB'"),
     ],
 )
 def test_senseless_sizes_are_refused(arguments, message):

@@ -197,9 +197,7 @@ class RemoteModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
-        is_note &= (
-            name != "_attention_dir_override"
-        )  # refused nevertheless, because attention reads it
+        is_note &= name != "_attention_dir_override"  # because attention reads it
         # TransformerLens takes a Bridge's config off a module while it copies the module.
         is_note |= name == "config" and (value is None or vars(self).get(name, value) is None)
         if not (is_note or name in _SET_BY_LIBRARIES):
@@ -220,12 +218,10 @@ class RemoteModule(nn.Module):
         return self
 
 
-_SET_BY_LIBRARIES = frozenset(
-    (
-        *("training", "name", "alibi"),
-        *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
-    )
-)
+_SET_BY_LIBRARIES = {
+    *("training", "name", "alibi"),
+    *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
+}
 """Attributes that TransformerLens sets. `StepRequest` or `call_everywhere` sends them along."""
 
 
