@@ -144,9 +144,8 @@ def _load(
         placement = placement.gathered_on(torch.device("cpu"))
     placement = placement.of_this_process
     for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"}
-    with loading_elsewhere(
-        placement, "HookedTransformer.from_pretrained", model_name, for_workers, **hf_kwargs
-    ) as remotes:
+    load = "transformer_lens:HookedTransformer.from_pretrained"
+    with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:
         with one_load:  # because methods of all models are replaced meanwhile
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             hf_model = getattr(source, "hf_model", None)

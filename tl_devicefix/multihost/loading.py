@@ -31,7 +31,7 @@ def loading_elsewhere(
 
     Args:
         placement: the model's placement.
-        load: the class and method that load: "HookedTransformer.from_pretrained".
+        load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
         name: the checkpoint.
         arguments: the arguments of that method.
         hub: the arguments among them by which the hub finds files.

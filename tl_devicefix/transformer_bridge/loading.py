@@ -282,9 +282,10 @@ class _PlannedClass:
             assert self.placement is not None
             options = {name: value for name, value in self._options.items() if name != "model_name"}
             options["numbers"] = "ignore"
-            load = "TransformerBridge.boot_transformers", str(model_name), options
+            load = "transformer_lens.model_bridge:TransformerBridge.boot_transformers"
             hub = {name: options[name] for name in ("revision",) if name in options}
-            loading = loading_elsewhere(self.placement.of_this_process, *load, **hub)
+            placement = self.placement.of_this_process
+            loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
             # Without accelerate's hooks, because they would look for all weights.
             with mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None):
