@@ -51,9 +51,11 @@ def _file(path: Path) -> tuple[int, str]:
         if path.suffix == ".safetensors":
             header = file.read(int.from_bytes(file.read(8), "little"))
             checksum.update(header)
-            tensors = [it for name, it in json.loads(header).items() if name != "__metadata__"]
-            data = 8 + len(header)  # offsets in the header count from here
-            ranges = [(data + i for i in tensor["data_offsets"]) for tensor in tensors]
+            entries = json.loads(header)
+            entries.pop("__metadata__", None)
+            spans = [entry["data_offsets"] for entry in entries.values()]
+            data = 8 + len(header)  # the offsets count from here
+            ranges = [(data + first, data + end) for first, end in spans]
         else:
             # Its end too, because a `.bin` is a zip file, which has checksums there.
             ranges = [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]

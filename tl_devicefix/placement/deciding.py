@@ -24,7 +24,6 @@ from tl_devicefix.placement.devices import (
     device_count,
     is_device,
     is_elsewhere,
-    names_host,
     printed,
     resolve,
     sites_here,
@@ -219,7 +218,7 @@ def _from_dict(
                 "all"
             )
     placed, missing = [], []
-    like = _like_home(device_map, home)
+    like = None if home is None else resolve(home)
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
         # Other components, such as a Bridge's rotary embedding, go with `embed`: they are small.
@@ -230,6 +229,7 @@ def _from_dict(
             continue
         device = _device_for(size.name, device_map[max(keys, key=len)], like)
         placed.append(placed_as(size, device))
+        like = like or device  # because the first component decides the home device
     if missing:
         raise ValueError(
             f"device_map leaves out {in_short(missing)}: give each component a device, or "
@@ -258,19 +258,6 @@ def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompon
         elif names_block(component.name) and home != CPU and not is_elsewhere(home):
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
-
-
-def _like_home(
-    device_map: Mapping[str, DeviceLike], home: DeviceLike | None
-) -> torch.device | None:
-    """Return a device of the type that an index in a map takes; None if that is unknown."""
-    if home is not None:
-        return resolve(home)
-    key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
-    named = None if key is None else device_map[key]
-    if not isinstance(named, str | torch.device) or not is_device(named):
-        return None
-    return resolve(named) if names_host(named) else torch.device(named)
 
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
