@@ -14,6 +14,7 @@ from transformers import StaticCache
 from tl_devicefix.dispatch.views import view_of
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
+from tl_devicefix.multihost.checkpoint_files import differences, files_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 ONE, WEIGHTS = torch.zeros(1), "model.safetensors"
@@ -256,6 +257,17 @@ def test_components_other_than_blocks_cannot_be_remote(where, message, load, hos
     with pytest.raises(ValueError, match=f"^{message}.* where only blocks can be: "):
         load("llama", **where)
     assert "load" not in host.calls
+
+
+def test_pytorch_checkpoints_are_compared_to_their_ends(tmp_path):
+    """Their zip files have checksums there."""
+    for folder, end in (("here", b"a"), ("there", b"b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / "pytorch_model.bin").write_bytes(bytes(2**21 + 2**17) + end)
+    here = files_of(str(tmp_path / "here"), {})
+    (told,) = differences(here, str(tmp_path / "there"), {})
+    assert "pytorch_model.bin of the same size" in told
 
 
 def changed(change, file):
