@@ -112,14 +112,6 @@ def decide(
     devices = _devices_to_use(home, device, n_devices, device_map, limits)
     if limits is None:
         limits = by_device(max_memory, home, devices)
-    n_blocks = sum(names_block(size.name) for size in sizes)
-    if n_devices is not None and n_devices > max(n_blocks, 1):
-        _log.warning(
-            "n_devices is %d, but the model has %d blocks, so it uses at most as many devices: "
-            "lower n_devices",
-            n_devices,
-            n_blocks,
-        )
     home = devices[0]  # without `device`, the lowest that `max_memory` names
     may_offload = home != CPU and CPU in (limits or {})
     _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
