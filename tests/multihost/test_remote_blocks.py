@@ -135,6 +135,11 @@ def of_a_steering_vector(model, tokens):
     return vector.grad
 
 
+def of_a_run_with_a_constant(model, tokens):
+    with model.hooks(fwd_hooks=[("blocks.2.attn.hook_z", lambda x, hook: torch.ones_like(x))]):
+        return activations(model, tokens)
+
+
 def of_weights_at_home(model, tokens):
     own = [*model.embed.parameters(), *model.blocks[0].parameters(), *model.blocks[4].parameters()]
     own = [weight for weight in own if weight.requires_grad]
@@ -144,7 +149,7 @@ def of_weights_at_home(model, tokens):
 
 GRADIENTS = [
     *(activations, of_some_activations, of_backward_hooks),
-    *(of_a_steering_vector, of_weights_at_home),
+    *(of_a_steering_vector, of_a_run_with_a_constant, of_weights_at_home),
 ]
 
 

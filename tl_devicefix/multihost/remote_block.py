@@ -570,11 +570,10 @@ class _RemoteRun(RemoteHandle):
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 shared.append(hooked)
-            is_input = is_changed or (same_as is None and hooked.requires_grad)
-            inputs = [hooked] if is_input else []
+            is_leaf = hooked.requires_grad and (is_changed or same_as is None)
+            inputs = [hooked] if is_leaf else []
             new = sent(hooked) if is_changed else None
-            needs_gradient = is_changed and hooked.requires_grad
-            ask = partial(self._replied, "proceed", new, needs_gradient, in_place)
+            ask = partial(self._replied, "proceed", new, hooked.requires_grad, in_place)
 
     def _hooked(
         self, activation: torch.Tensor, shared: list[torch.Tensor]
@@ -648,6 +647,4 @@ class _Part(torch.autograd.Function):
         worker, run = worker_of(ctx.run.host), ctx.run.number
         gradients = worker.backward(run, ctx.number, sent(gradient), task)
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
-        # The worker has fewer leaves if a hook returned a tensor without a graph.
-        at_home += [None] * (len(ctx.devices) - len(at_home))
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home

@@ -115,8 +115,6 @@ def decide(
     home = devices[0]  # without `device`, the lowest that `max_memory` names
     may_offload = home != CPU and CPU in (limits or {})
     _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
-    # Leave out devices that may hold nothing, but home, because `check_fit` reports what it lacks.
-    devices = [d for d in devices if d == home or capacity(d, limits) != 0]
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
     counts = spread(sizes, rooms)
