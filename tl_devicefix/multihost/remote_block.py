@@ -21,10 +21,9 @@ its host until it is read. Code that you replace, such as a method, stays as it 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar
@@ -42,7 +41,7 @@ from transformers.cache_utils import Cache
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
 from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
-from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, is_in_forward, kept_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.kv_caches import (
@@ -284,22 +283,11 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     # A block with taps runs at once, because its hooks must run before those of later blocks. So
     # does one of unknown form, because we do not know whether to return a tensor or a tuple.
     is_watched = step.taps or self._forward_hooks or self._backward_hooks
-    if is_watched or _WAITING not in kept or form is None:
+    if is_watched or form is None or not is_in_forward():
         output.read()
         return waiting.returned
     kept[_WAITING] = waiting
     return (output,) if form is tuple else output
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Let remote blocks wait for those that follow, within a model's forward."""
-    kept = kept_in_forward()
-    kept[_WAITING] = None
-    yield
-    if kept[_WAITING] is not None:
-        # Hooks may look at these blocks' activations, even if nobody reads the output.
-        kept[_WAITING].output.read()
 
 
 def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
