@@ -30,12 +30,6 @@ def machine():
         yield machine
 
 
-@pytest.fixture
-def load(from_checkpoint, machine):
-    """`load(device="sim:0", ...)`: a new GPT-2 of either class."""
-    return lambda **options: from_checkpoint("gpt2", **options)
-
-
 def where(model: Any) -> list[str]:
     return [str(device) for device in model.placement.devices]
 
@@ -52,13 +46,13 @@ def where(model: Any) -> list[str]:
     ],
 )
 def test_number_means_a_device_of_the_home_devices_type(load, options, expected):
-    model = load(**options)
+    model = load("gpt2", **options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
 def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
-    model = load(device="sim:0", n_devices=2)
+    model = load("gpt2", device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))
     seen = []
     with gather_on(3):
@@ -76,7 +70,7 @@ def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
 
 
 def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
-    model = load(device="sim:0", n_devices=2)
+    model = load("gpt2", device="sim:0", n_devices=2)
     if model_class == BRIDGE:
         with pytest.warns(UserWarning, match="ignored: model is dispatched"):
             model.to(2)
@@ -86,14 +80,14 @@ def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
 
 
 def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
-    model = load(device="cpu")
+    model = load("gpt2", device="cpu")
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
 @pytest.mark.skipif(
     not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
 )
-def test_a_model_that_is_not_moved_says_where_it_would_be(from_pretrained, machine):
+def test_a_model_that_is_not_moved_says_where_it_would_be(load, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
-        model = from_pretrained("gpt2", device=device, move_to_device=False)
+        model = load("gpt2", device=device, move_to_device=False)
         assert model.cfg.device == expected

@@ -14,6 +14,8 @@ from safetensors import safe_open
 
 import tl_devicefix
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(tl_devicefix.__file__).parents[1]
 
 
