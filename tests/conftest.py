@@ -244,7 +244,7 @@ def machine_of_module(simulated: Any) -> Iterator[Machine]:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, n_devices: int, simulated: Any) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
-    if SHARE_A_MACHINE & {*request.path.parts}:
+    if request.path.relative_to(Path(__file__).parent).parts[0] in SHARE_A_MACHINE:
         yield request.getfixturevalue("machine_of_module")
         return
     with simulated(n_devices) as machine:
@@ -340,7 +340,7 @@ def shared(model_class: str, load: Any, loaded_in_module: dict[Any, Any]) -> Cal
 
 @pytest.fixture(scope="session")
 def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[..., Any]:
-    """`references(HOOKED, "gpt2")`: as `on_one`, with all that earlier tests have left."""
+    """`references(HOOKED, "gpt2")`: as `on_one`, but shared, so not to be changed."""
 
     def load(model_class: str, kind: str, **options: Any) -> Any:
         def source(name: str) -> Any:
@@ -357,11 +357,11 @@ def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[...
 
 @pytest.fixture
 def on_one(model_class: str, references: Any) -> Callable[..., Any]:
-    """`on_one("gpt2")`: as unpatched TransformerLens has it on one CPU; shared, not to be changed.
+    """`on_one("gpt2")`: as unpatched TransformerLens loads it on one CPU; a copy of its own.
 
     A HookedTransformer is processed but with `folded=False`, a Bridge with `folded=True`.
     """
-    return lambda kind, **options: clean(references(model_class, kind, **options))
+    return lambda kind, **options: copy.deepcopy(references(model_class, kind, **options))
 
 
 @pytest.fixture

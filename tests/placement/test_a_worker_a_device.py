@@ -10,7 +10,7 @@ import torch
 
 from tl_devicefix.placement.workers import each_on_its_device
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.hooked
 
 
 @pytest.fixture

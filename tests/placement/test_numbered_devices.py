@@ -14,7 +14,6 @@ import torch
 from model_classes import BRIDGE
 
 from tl_devicefix import gather_on, simulate
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device
 
@@ -91,14 +90,12 @@ def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
         assert where(model.to(2)) == ["sim:2"]
 
 
-def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
+def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load, machine):
     model = load("gpt2", device="cpu")
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
+@pytest.mark.hooked
 def test_a_model_that_is_not_moved_says_where_it_would_be(load, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
         model = load("gpt2", device=device, move_to_device=False)

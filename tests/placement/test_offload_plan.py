@@ -11,7 +11,7 @@ import torch
 from tl_devicefix import Placement, plan
 from tl_devicefix.placement.placement import PlacedComponent
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.hooked
 
 HOST = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.hooked
 
 CPU = torch.device("cpu")
 
