@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 N = Literal[1, 2, 5, 9]
 Bool = Literal[False, True]
-Seldom = Literal[False, False, True]
 Grad = Literal["enable_grad", "no_grad", "inference_mode"]
-Names = Literal["", "", "resid", "attn.hook", "mlp"]
+Names = Literal["", "resid", "attn.hook", "mlp"]
 Effect = Literal["read", "scale", "edit in place", "zero", "upcast"]
-Direction = Literal["fwd", "fwd", "bwd"]
+Direction = Literal["fwd", "bwd"]
 TorchHook = Literal[
     "forward", "forward prepend", "forward_pre", "forward_pre with_kwargs", "full_backward"
 ]
@@ -150,7 +149,7 @@ def finish(trial: Trial, grad: str, logits: Any) -> None:
         trial.model.zero_grad()
 
 
-def forward(trial: Trial, n: N, grad: Grad, padded: Seldom, stops: Seldom) -> None:
+def forward(trial: Trial, n: N, grad: Grad, padded: Bool, stops: Bool) -> None:
     options: dict[str, Any] = {"attention_mask": mask_of(trial, n, True)} if padded else {}
     if stops:
         options["stop_at_layer"] = 1
@@ -158,7 +157,7 @@ def forward(trial: Trial, n: N, grad: Grad, padded: Seldom, stops: Seldom) -> No
         finish(trial, grad, trial.model(tokens(n), **options))
 
 
-def run_with_cache(trial: Trial, n: N, grad: Grad, names: Names, incl_bwd: Seldom) -> None:
+def run_with_cache(trial: Trial, n: N, grad: Grad, names: Names, incl_bwd: Bool) -> None:
     options: dict[str, Any] = {"names_filter": lambda name: names in name} if names else {}
     if incl_bwd:
         options |= {"incl_bwd": True, "return_type": "loss"}
@@ -183,7 +182,7 @@ def generate(trial: Trial, n: N, use_past_kv_cache: Bool, do_sample: Bool) -> No
     trial.note("generated", made)
 
 
-def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Seldom) -> None:
+def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Bool) -> None:
     """Three forwards with a KV cache, of a HookedTransformer."""
     name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
     cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
