@@ -20,7 +20,7 @@ from hf_models import N_CTX, N_LAYERS
 from parameters import in_turn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from tl_devicefix.hooked_transformer.processing import installed_conventions
+from tl_devicefix.hooked_transformer.processing import folds_moe
 
 UNREFACTORED = [name for name in PROCESSING if name != "refactored"]
 IN_FULL = ("gpt2", "qwen2")
@@ -194,4 +194,4 @@ def test_mixture_of_experts_norms_fold_as_transformer_lens_does(
         return log_probs(model, tokens).sub(expected).abs().max().item()
 
     assert error(fold_ln=False) < 1e-5
-    assert (error(fold_ln=True) < 1e-5) == installed_conventions().folds_moe
+    assert (error(fold_ln=True) < 1e-5) == folds_moe()

@@ -23,7 +23,7 @@ from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
-from tl_devicefix.hooked_transformer.processing import installed_conventions
+from tl_devicefix.hooked_transformer.processing import folds_moe
 
 RMS = {"fold_biases": False, "center_weights": False}
 
@@ -104,7 +104,7 @@ def test_method_gives_scattered_weights_what_one_device_gives(
     without_weights,
     machine,
 ):
-    if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
+    if method == "fold_layer_norm" and name == "mixtral" and not folds_moe():
         pytest.skip("this TransformerLens cannot fold the norms of a mixture of experts")
     argument = scattered(unprocessed(name).state_dict(), machine.devices)
     if name == "bloom":
