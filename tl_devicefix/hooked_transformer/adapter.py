@@ -13,7 +13,6 @@ from tl_devicefix.hooked_transformer import (  # noqa: F401  # because they have
     forward,
     fused,
     loading,
-    mended,
     moving,
     processing,
 )
