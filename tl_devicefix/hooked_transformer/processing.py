@@ -203,9 +203,8 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
     left = dict(weights)  # stored after all slices, or never read by a step
-    carried: Weights = {}  # b_O, which sums over the heads of all slices
     for part in slicing.slices(weights, elements):
-        copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
+        copies = slicing.WorkingCopies(part.of(weights, left), device, dtype)
         process_component(unit, copies, model.cfg, steps, means)
         for name, index in part.cut.items():
             if name not in copies.as_given:
@@ -214,7 +213,6 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
                 slicing.write(model, path, value, weights[name], stored_on, index)
         for name in part.uncut:
             left[name] = copies.pop(name)
-        carried = part.to_carry(left)
     for name, value in left.items():
         slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
 
