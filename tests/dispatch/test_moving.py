@@ -1,6 +1,7 @@
 """Moving, copying and saving a model: `to`, `cuda`, `cpu`, `copy.deepcopy`, state dicts."""
 
 import copy
+import dataclasses
 import functools
 import gc
 
@@ -94,9 +95,9 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, 
 
 def test_config_may_give_the_device_as_an_index(load):
     model = load("llama")
-    model.cfg.device = 1
+    model.cfg = dataclasses.replace(model.cfg, device=1, n_devices=3)
     model.to(device(0))
-    model.cfg.device = 1
+    model.cfg = dataclasses.replace(model.cfg, device=1, n_devices=1)
     model.move_model_modules_to_device()
     assert devices_of(model) == {device(1)}
 

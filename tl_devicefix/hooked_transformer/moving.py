@@ -22,7 +22,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
+from tl_devicefix.placement.devices import is_elsewhere, resolve
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement, placement_of
@@ -62,28 +62,6 @@ def _tell_accelerate(model: HookedTransformer, placement: Placement) -> None:
         vars(model)["hf_device_map"] = {c.name: c.stored_on for c in placement.components}
 
 
-@patches("HookedTransformer", takes="self device_or_dtype", why="keep the device's index")
-def to(
-    original: Callable[..., HookedTransformer],
-    self: HookedTransformer,
-    device_or_dtype: torch.device | str | torch.dtype | int,
-    print_details: bool = True,
-) -> HookedTransformer:
-    """Move the model to one device, or change its dtype in place.
-
-    A dtype keeps the placement. A device gathers the whole model there and updates the placement;
-    `cfg.device` keeps its index. A number is the index of a device of home's type.
-
-    Raises:
-        ValueError: if the device does not exist.
-    """
-    if not isinstance(device_or_dtype, torch.dtype):
-        home: Any = self.cfg.device  # because users give an index too, although it is typed a str
-        # As a str, because TransformerLens drops the index of a torch.device.
-        device_or_dtype = str(resolve_to_move(device_or_dtype, torch.device(home)))
-    return original(self, device_or_dtype, print_details)
-
-
 @patches("HookedTransformer", takes="self fn", why="inputs follow the weights when they move")
 def _apply(
     self: HookedTransformer, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -103,6 +81,9 @@ def _apply(
         placement = placement.reweighed(self)  # because the dtype may have changed
         _record(self, placement)
         pin(self, placement)
+    home = next(self.parameters()).device if placement is None else placement.home
+    if self.cfg.device == home.type:
+        self.cfg.device = str(home)  # because TransformerLens's `to` drops a device's index
     return self
 
 
