@@ -21,7 +21,7 @@ from model_classes import HookedTransformer
 from parameters import in_turn
 from transformer_lens import HookedTransformerConfig
 
-from tl_devicefix.hooked_transformer.processing import folds_moe
+from tl_devicefix.hooked_transformer.processing import installed_conventions
 
 pytestmark = pytest.mark.hooked
 
@@ -183,4 +183,4 @@ def test_mixture_of_experts_norms_fold_as_transformer_lens_does(
         return log_probs(model, tokens).sub(expected).abs().max().item()
 
     assert error(fold_ln=False) < 1e-5
-    assert (error(fold_ln=True) < 1e-5) == folds_moe()
+    assert (error(fold_ln=True) < 1e-5) == installed_conventions().folds_moe

@@ -1,18 +1,21 @@
-"""Processing the weights of a model that is there already."""
+"""Processing weights by hand: each method alone, and all of them on a model."""
 
 from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
-from architectures import NO_PROCESSING, PROCESSING
+from architectures import NO_PROCESSING, PROCESSING, TOYS
 from comparison import (
+    Weights,
     assert_same_model,
     assert_same_tensors,
     assert_same_weights,
     log_probs,
+    on_cpu,
 )
 from devices import device
 from model_classes import HookedTransformer
@@ -20,8 +23,22 @@ from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
+from tl_devicefix.hooked_transformer.processing import installed_conventions
 
 pytestmark = pytest.mark.hooked
+
+RMS = {"fold_biases": False, "center_weights": False}
+
+METHODS = [
+    *(("fold_layer_norm", {}, name) for name in ("gpt2", "pythia", "phi", *TOYS)),
+    *(("fold_layer_norm", RMS, name) for name in ("qwen2", "gemma-2", "mixtral")),
+    *(("center_writing_weights", {}, name) for name in ("gpt2", "pythia", "bloom", *TOYS)),
+    *(("center_unembed", {}, name) for name in ("gpt2", "phi", "qwen2")),
+    *(("fold_value_biases", {}, name) for name in ("gpt2", "qwen2", "mixtral", *TOYS)),
+    *(("refactor_factored_attn_matrices", {}, name) for name in ("gpt2", "bloom", *TOYS)),
+]
+"""With such models as differ in what a method reads."""
+ONE_MATRIX_AT_A_TIME = ("center_writing_weights", "center_unembed")
 
 
 @pytest.fixture
@@ -41,6 +58,77 @@ def without_weights(on_one):
         return HookedTransformer(cfg)
 
     return make
+
+
+def for_each(
+    cases: list[tuple[str, dict[str, bool], str]], hold_unpatched: tuple[str, ...] = ()
+) -> pytest.MarkDecorator:
+    """Run a test for methods of HookedTransformer: its name, options, and a model to call it on."""
+    fails = pytest.mark.fails_unpatched
+    cases_with_marks = [
+        pytest.param(*case, id=f"{case[0]}-{case[2]}", marks=() if holds else fails)
+        for case in cases
+        for holds in [case[0] in hold_unpatched]
+    ]
+    return pytest.mark.parametrize(("method", "options", "name"), cases_with_marks)
+
+
+def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
+    """The weights, each on any of the devices and in any of three dtypes."""
+    choose = random.Random(0).choice
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    return {
+        name: tensor.to(choose(devices), choose(dtypes) if tensor.is_floating_point() else None)
+        for name, tensor in state_dict.items()
+    }
+
+
+class Snapshot:
+    """What a state dict holds, to see that it is left alone."""
+
+    def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(state_dict)
+        self._values = {name: tensor.cpu().clone() for name, tensor in state_dict.items()}
+
+    def assert_unchanged(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        assert list(state_dict) == list(self._tensors)
+        for name, tensor in state_dict.items():
+            assert tensor is self._tensors[name], f"{name} was replaced"
+        assert_same_tensors(on_cpu(dict(state_dict)), self._values, tolerance=0)
+
+
+@for_each(METHODS, hold_unpatched=ONE_MATRIX_AT_A_TIME)
+def test_method_gives_scattered_weights_what_one_device_gives(
+    method,
+    options,
+    name,
+    on_one,
+    without_weights,
+    machine,
+):
+    if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
+        pytest.skip("this TransformerLens cannot fold the norms of a mixture of experts")
+    argument = scattered(on_one(name, folded=False).state_dict(), machine.devices)
+    if name == "bloom":
+        argument[
+            "pos_embed.W_pos"
+        ].zero_()  # nobody reads it, and TransformerLens leaves it as it is
+    exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(argument).items()}
+    with tl_devicefix.disabled():
+        expected = getattr(on_one(name, folded=False), method)(exact, **options)
+
+    model, before = without_weights(name, n_devices=4), Snapshot(argument)
+
+    result = getattr(model, method)(argument, **options)
+
+    before.assert_unchanged(argument)
+    assert result.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert result[key].dtype == argument[key].dtype, key
+        assert result[key].device == model.placement.device_of(key), key
+        precision = 2**-7 if argument[key].dtype == torch.bfloat16 else 1e-5
+        ours, theirs = {key: result[key].cpu().double()}, {key: tensor.double()}
+        assert_same_tensors(ours, theirs, precision)
 
 
 @pytest.mark.fails_unpatched
@@ -64,12 +152,12 @@ def test_weights_on_any_device_are_loaded_and_processed(
         reference.load_and_process_state_dict(dict(weights), **options)
     choose = random.Random(0).choice
     argument = {key: tensor.to(choose(machine.devices)) for key, tensor in weights.items()}
-    before = {key: tensor.clone() for key, tensor in argument.items()}
+    before = Snapshot(argument)
 
     model = without_weights(name, n_devices=n_devices)
     model.load_and_process_state_dict(argument, **options)
 
-    assert_same_tensors(argument, before, tolerance=0)
+    before.assert_unchanged(argument)
     assert_same_model(model, reference, tokens)
 
 

@@ -33,6 +33,8 @@ from tl_devicefix.types import Config
 def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Module:
     """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
     is_directory = is_checkpoint_directory(model_name)
+    if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
+        raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)

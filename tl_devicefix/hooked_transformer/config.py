@@ -11,6 +11,8 @@ import dataclasses
 import logging
 import os
 import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +36,9 @@ from tl_devicefix.checkpoints.hub import (
 from tl_devicefix.checkpoints.live_weights import class_in_transformers, out_of_wrappers
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
@@ -73,7 +77,9 @@ def model_config(
     if is_listed(name):
         return _config_by_name(name, hf_config, **kwargs)
     if prefer_known and hf_config is not None:  # a model that TransformerLens does not list
-        cfg = _config_of_directory(os.curdir, kwargs, hf_config=hf_config)  # reads no file there
+        with tempfile.TemporaryDirectory() as directory:
+            hf_config.save_pretrained(directory)
+            cfg = _config_of_directory(directory, kwargs)
         cfg.model_name, cfg.tokenizer_name = name.rpartition("/")[2], None
         return cfg
     cfg = _config_of_directory(
@@ -254,6 +260,30 @@ class _ReadableAutoConfig:
         if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
             hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
         return hf_config
+
+
+@patches(
+    "HookedTransformerConfig",
+    "__post_init__",
+    takes="self",
+    why="n_devices counts devices of the config's own type",
+    until="3",
+)
+def config_post_init(original: Callable[..., None], self: HookedTransformerConfig) -> None:
+    """Wrap `HookedTransformerConfig.__post_init__`, which counts CUDA devices for any device.
+
+    Within `tl_devicefix.simulate`, several devices are simulated ones by default.
+
+    Raises:
+        ValueError: if there are not `n_devices` devices of the config's own type.
+    """
+    n_devices, self.n_devices = self.n_devices, 1
+    if self.device is None and n_devices > 1 and simulated_device() is not None:
+        self.device = str(simulated_device())
+    original(self)
+    self.n_devices = n_devices
+    if n_devices > 1:
+        consecutive(resolve(self.device), n_devices)
 
 
 def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:

@@ -35,7 +35,7 @@ from tl_devicefix.hooked_transformer.components import POST_NORM, component_size
 from tl_devicefix.hooked_transformer.config import Options, is_listed, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.processing import fill, without_inapplicable
+from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
@@ -234,7 +234,7 @@ def applicable_steps(cfg: HookedTransformerConfig, arguments: Mapping[str, Any])
         if steps[name]:
             _log.warning("%s=True does not apply to %s: set to False", name, reason)
             steps[name] = False
-    return without_inapplicable(Steps(**steps), cfg)
+    return Steps(**steps).applicable(cfg, installed_conventions())
 
 
 def _check_numbers(

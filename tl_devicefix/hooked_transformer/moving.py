@@ -22,7 +22,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, resolve
+from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement, placement_of
@@ -62,6 +62,39 @@ def _tell_accelerate(model: HookedTransformer, placement: Placement) -> None:
         vars(model)["hf_device_map"] = {c.name: c.stored_on for c in placement.components}
 
 
+@patches(
+    "HookedTransformer",
+    takes="self device_or_dtype",
+    why="keep the device's index; a dtype keeps the placement",
+)
+def to(
+    self: HookedTransformer,
+    device_or_dtype: torch.device | str | torch.dtype | int,
+    print_details: bool = True,
+) -> HookedTransformer:
+    """Move the model to one device, or change its dtype in place.
+
+    A dtype keeps the placement. A device gathers the whole model there and updates the placement;
+    `cfg.device` keeps its index. A number is the index of a device of home's type.
+
+    Raises:
+        ValueError: if the device does not exist.
+    """
+    if isinstance(device_or_dtype, torch.dtype):
+        if print_details:
+            print("Changing model dtype to", device_or_dtype)
+        nn.Module.to(self, device_or_dtype)
+        self.cfg.dtype = device_or_dtype
+        return self
+    home: Any = self.cfg.device  # because users give an index too, although it is typed as a str
+    device = resolve_to_move(device_or_dtype, torch.device(home))
+    if print_details:
+        print("Moving model to device: ", device)
+    nn.Module.to(self, device)
+    self.cfg.device = str(device)
+    return self
+
+
 @patches("HookedTransformer", takes="self fn", why="inputs follow the weights when they move")
 def _apply(
     self: HookedTransformer, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -81,9 +114,6 @@ def _apply(
         placement = placement.reweighed(self)  # because the dtype may have changed
         _record(self, placement)
         pin(self, placement)
-    home = next(self.parameters()).device if placement is None else placement.home
-    if self.cfg.device == home.type:
-        self.cfg.device = str(home)  # because TransformerLens's `to` drops a device's index
     return self
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,23 +31,84 @@ from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import Placement, placement_of
+from tl_devicefix.placement.placement import Placement, names_block, placement_of
 from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.weight_processing import (
-    Steps,
-    check_refactorable,
-    has_sinks,
-    process_component,
-    uses_layer_norm,
-)
+from tl_devicefix.weight_processing import Conventions, Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing
-from tl_devicefix.weight_processing.steps import Weights, vocabulary_means
+from tl_devicefix.weight_processing.steps import (
+    Weights,
+    fold_layer_norm_into_block,
+    fold_layer_norm_into_unembed,
+    vocabulary_means,
+)
 
 _log = logging.getLogger(__name__)
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 _NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
 _MOST_AT_ONCE = 8  # threads, because more do not copy faster: memory is the limit
+
+
+def _fold_norms(
+    cfg: HookedTransformerConfig,
+    unit: str,
+    weights: Weights,
+    fold_biases: bool = True,
+    center_weights: bool = True,
+) -> None:
+    keep = installed_conventions().keeps_folded_norms
+    options = {"center_weights": center_weights, "keep_norms": keep}
+    if names_block(unit):
+        fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
+    elif unit == "unembed":
+        fold_biases = fold_biases and not cfg.final_rms  # an RMS norm has no bias
+        fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
+
+
+@patches(
+    "HookedTransformer",
+    *("fold_layer_norm", "center_writing_weights", "center_unembed", "fold_value_biases"),
+    "refactor_factored_attn_matrices",
+    takes="self state_dict",
+    why=_FOLDS,
+)
+def one_step(
+    original: FunctionType,
+    self: HookedTransformer,
+    state_dict: Mapping[str, torch.Tensor],
+    *args: object,
+    **kwargs: object,
+) -> Weights:
+    """Wrap a method of HookedTransformer that processes weights, such as `fold_layer_norm`.
+
+    The weights may lie on any devices, in any dtypes, and are not changed.
+
+    Returns:
+        A new state dict, each component on its own device.
+
+    Raises:
+        ValueError: if attention matrices cannot be refactored.
+    """
+    method, conventions = original.__name__, installed_conventions()
+    step: Callable[..., None] = functools.partial(_fold_norms, self.cfg)
+    if method != "fold_layer_norm":
+        steps = Steps(**{method: True})
+        if not method.startswith("center"):  # because TransformerLens's own always centre
+            steps = steps.applicable(self.cfg, conventions)
+        given: dict[str, Any] = {"cfg": self.cfg, "steps": steps, "conventions": conventions}
+        step = functools.partial(process_component, **given)
+    source = StateDictSource(state_dict)
+    result: Weights = {}
+    for unit in dict.fromkeys(map(processing_unit, state_dict)):
+        weights = source.read(unit, torch.device("cpu"))
+        device, stored_on = _devices_of(self, unit)
+        dtype = slicing.working_dtype(weights, torch.float32)
+        copies = slicing.WorkingCopies(weights, device, dtype)
+        step(unit, copies, *args, **kwargs)
+        for name, value in copies.items():
+            dtype = weights[name].dtype if name in weights else self.cfg.dtype
+            result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
+    return result
 
 
 @patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
@@ -86,8 +147,13 @@ def load_and_process_state_dict(
         _check_weight(name, state_dict[name], own[name])
     for unit in units:
         complete_unit(self, unit, source.read(unit, torch.device("cpu")))
-    asked = fold_ln, center_writing_weights, center_unembed, fold_value_biases
-    steps = without_inapplicable(Steps(*asked, refactor_factored_attn_matrices), self.cfg)
+    steps = Steps(
+        fold_ln,
+        center_writing_weights,
+        center_unembed,
+        fold_value_biases,
+        refactor_factored_attn_matrices,
+    ).applicable(self.cfg, installed_conventions())
     placement = placement_of(self)
     with changing_weights(self):
         if steps.fold_ln and not any(name.endswith(_NORM_SUFFIXES) for name in state_dict):
@@ -205,14 +271,16 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
     left = dict(weights)  # stored after all slices, or never read by a step
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, left), device, dtype)
-        process_component(unit, copies, model.cfg, steps, means)
+        process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
         for name, index in part.cut.items():
             if name not in copies.as_given:
                 left.pop(name, None)
                 value, path = copies.pop(name), full_name(unit, name)
                 slicing.write(model, path, value, weights[name], stored_on, index)
         for name in part.uncut:
-            left[name] = copies.pop(name)
+            left.pop(name, None)
+            if name in copies:  # a folded norm may be gone
+                left[name] = copies.pop(name)
     for name, value in left.items():
         slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
 
@@ -270,32 +338,12 @@ def _is_own_buffer(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
-def without_inapplicable(steps: Steps, cfg: HookedTransformerConfig) -> Steps:
-    """Return steps without those that the installed TransformerLens leaves out for such a model."""
-    if steps.fold_value_biases and has_sinks(cfg):
-        steps = steps.without_value_biases("sinks")
-    if not IS_2 and uses_layer_norm(cfg):
-        # By what was asked, because TransformerLens 3 centres b_O of models with `final_rms`, too.
-        recenters = steps.fold_value_biases and steps.center_writing_weights
-        steps = replace(steps, recenter_b_O=recenters)
-    if steps.fold_ln and cfg.normalization_type is None:
-        _log.warning("fold_ln=True, but the model has no norms to fold: skipped")
-        steps = replace(steps, fold_ln=False)
-    if steps.fold_ln and cfg.num_experts and not folds_moe():
-        _log.warning("fold_ln=True, but this TransformerLens folds no norms of MoE models: skipped")
-        steps = replace(steps, fold_ln=False)
-    if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
-        _log.info("center_writing_weights=True, but not all norms are LayerNorm: skipped")
-        steps = replace(steps, center_writing_weights=False)
-    if steps.refactor_factored_attn_matrices:
-        is_grouped = cfg.n_key_value_heads is not None
-        check_refactorable(cfg, is_grouped, "sinks" if has_sinks(cfg) else None)
-    return steps
-
-
 @functools.cache
-def folds_moe() -> bool:
-    """Return True if the installed TransformerLens folds norms into mixtures of experts."""
-    # By this warning and no version, because that came with 3.0, went, and came back.
+def installed_conventions() -> Conventions:
+    """Return the conventions of the installed TransformerLens."""
+    # By this warning and no version, because folding of MoE came with 3.0, went, and came back.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
-    return "You are using MoE, so the layer norm weights can't be folded" not in loader
+    refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
+    return Conventions(
+        folds_moe=not refuses_moe, recenters_b_O=not IS_2, keeps_folded_norms=not IS_2
+    )

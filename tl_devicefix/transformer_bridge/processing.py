@@ -374,7 +374,9 @@ class Processing:
             head["ln_final.w"] = weights["ln_final.weight"] + offset
             if "ln_final.bias" in weights:
                 head["ln_final.b"] = weights["ln_final.bias"]
-            fold_layer_norm_into_unembed(head, fold_biases=folds_bias, center_weights=folds_bias)
+            fold_layer_norm_into_unembed(
+                head, fold_biases=folds_bias, center_weights=folds_bias, keep_norms=True
+            )
             weights["ln_final.weight"].fill_(1.0 - offset)  # the norm multiplies by 1 now
             if "ln_final.b" in head and "unembed.b_U" in head and folds_bias:
                 weights["unembed.bias"] = head["unembed.b_U"]

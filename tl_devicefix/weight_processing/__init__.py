@@ -26,7 +26,19 @@ from tl_devicefix.weight_processing.steps import (
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
+__all__ = ["Conventions", "Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """The conventions of a TransformerLens version, as data, because the steps know no versions."""
+
+    folds_moe: bool
+    """True if norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
+    recenters_b_O: bool
+    """True if b_O is centred again after the value biases are folded into it (3.x)."""
+    keeps_folded_norms: bool
+    """True if a processed state dict keeps the folded norms as identities (3.x)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,33 @@ class Steps:
     fold_value_biases: bool = False
     refactor_factored_attn_matrices: bool = False
     recenter_b_O: bool = False
-    """True if b_O is centred again after the value biases, as TransformerLens 3 does."""
+    """True if b_O is centred again after the value biases; `applicable` decides it."""
+
+    def applicable(self, cfg: Config, conventions: Conventions) -> Steps:
+        """Return these steps without those that do not apply to this config. Call it once."""
+        recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
+        steps = self
+        if steps.fold_value_biases and has_sinks(cfg):
+            steps = steps.without_value_biases("sinks")
+        steps = replace(
+            steps,
+            recenter_b_O=recenters and steps.fold_value_biases and steps.center_writing_weights,
+        )
+        if steps.fold_ln and cfg.normalization_type is None:
+            _log.warning("fold_ln=True, but the model has no norms to fold: skipped")
+            steps = replace(steps, fold_ln=False)
+        if steps.fold_ln and (cfg.num_experts or 0) > 1 and not conventions.folds_moe:
+            _log.warning(
+                "fold_ln=True, but this TransformerLens folds no norms of MoE models: skipped"
+            )
+            steps = replace(steps, fold_ln=False)
+        if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
+            _log.info("center_writing_weights=True, but not all norms are LayerNorm: skipped")
+            steps = replace(steps, center_writing_weights=False)
+        if steps.refactor_factored_attn_matrices:
+            is_grouped = cfg.n_key_value_heads is not None
+            check_refactorable(cfg, is_grouped, "sinks" if has_sinks(cfg) else None)
+        return steps
 
     def without_value_biases(self, beside: str) -> Steps:
         """Return these steps without the folding of value biases, and warn.
@@ -95,6 +133,7 @@ def process_component(
     weights: Weights,
     cfg: Config,
     steps: Steps,
+    conventions: Conventions,
     vocabulary_means: Weights | None = None,
 ) -> None:
     """Apply the processing steps to one component's weights, or to a slice of them, in place.
@@ -104,10 +143,12 @@ def process_component(
         weights: private tensors on one device, in the dtype to work in. A block's names are those
             within the block ("attn.W_Q"), others are whole ("unembed.W_U").
         cfg: the HookedTransformerConfig.
-        steps: the steps, without those that do not apply to such a model.
+        steps: the applicable steps (`Steps.applicable`).
+        conventions: what the installed TransformerLens does differently from others.
         vocabulary_means: of the unembedding, if this is a part of its vocabulary.
     """
     layer_norm = uses_layer_norm(cfg)
+    fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
     if name in ("embed", "pos_embed"):
         # Left alone, because ALiBi models carry a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
@@ -120,10 +161,10 @@ def process_component(
             center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:
             folds_bias = layer_norm and not cfg.final_rms
-            fold_layer_norm_into_unembed(weights, fold_biases=folds_bias, center_weights=layer_norm)
+            fold_layer_norm_into_unembed(weights, fold_biases=folds_bias, **fold)
     else:
         if steps.fold_ln:
-            fold_layer_norm_into_block(weights, is_layer_norm=layer_norm)
+            fold_layer_norm_into_block(weights, fold_biases=layer_norm, **fold)
         if steps.center_writing_weights:
             center_writing_weights_of_block(weights)
         if "attn.W_Q" not in weights:

@@ -17,20 +17,21 @@ Weights = dict[str, torch.Tensor]
 """One component's weights, by name, all on one device. A step may change it and its tensors."""
 
 
-def fold_layer_norm_into_block(block: Weights, is_layer_norm: bool) -> None:
+def fold_layer_norm_into_block(
+    block: Weights, *, fold_biases: bool, center_weights: bool, keep_norms: bool
+) -> None:
     """Fold ln1 into attention, ln2 into the MLP, and SoLU's inner norm into W_out.
 
-    Identity norms are left behind. Biases are folded, and the reading matrices centred afterwards,
-    if the norms are LayerNorms, not RMSNorms.
+    With `center_weights` the reading matrices are centred afterwards (as `fold_biases`, not for
+    RMSNorm). With `keep_norms` an identity norm is left behind, as in TransformerLens 3, not in 2.
     """
-    of_norm = {"fold_biases": is_layer_norm, "center_weights": is_layer_norm}
     if "ln1.w" in block:
         for letter in "QKV":
             # Grouped-query attention keeps its keys and values under an underscore.
             underscore = "" if f"attn.W_{letter}" in block else "_"
             weight, bias = f"attn.{underscore}W_{letter}", f"attn.{underscore}b_{letter}"
-            _fold_norm(block, "ln1", weight, bias, **of_norm)
-        _retire(block, "ln1")
+            _fold_norm(block, "ln1", weight, bias, fold_biases, center_weights)
+        _retire(block, "ln1", keep_norms)
     if "ln2.w" in block:
         if any(name.startswith("mlp.experts.") for name in block):
             _fold_into_experts(block)
@@ -38,18 +39,20 @@ def fold_layer_norm_into_block(block: Weights, is_layer_norm: bool) -> None:
             # TransformerLens does not centre W_gate; it reads a mean-zero stream anyway.
             if "mlp.W_gate" in block:
                 block["mlp.W_gate"] *= block["ln2.w"][:, None]  # [d_model, d_mlp]
-            _fold_norm(block, "ln2", "mlp.W_in", "mlp.b_in", **of_norm)
-        _retire(block, "ln2")
+            _fold_norm(block, "ln2", "mlp.W_in", "mlp.b_in", fold_biases, center_weights)
+        _retire(block, "ln2", keep_norms)
     if "mlp.ln.w" in block:
-        _fold_norm(block, "mlp.ln", "mlp.W_out", "mlp.b_out", **of_norm)
-        _retire(block, "mlp.ln")
+        _fold_norm(block, "mlp.ln", "mlp.W_out", "mlp.b_out", fold_biases, center_weights)
+        _retire(block, "mlp.ln", keep_norms)
 
 
-def fold_layer_norm_into_unembed(head: Weights, *, fold_biases: bool, center_weights: bool) -> None:
-    """Fold ln_final into the unembedding, and leave an identity norm behind."""
+def fold_layer_norm_into_unembed(
+    head: Weights, *, fold_biases: bool, center_weights: bool, keep_norms: bool
+) -> None:
+    """Fold ln_final into the unembedding."""
     if "ln_final.w" in head:
         _fold_norm(head, "ln_final", "unembed.W_U", "unembed.b_U", fold_biases, center_weights)
-        _retire(head, "ln_final")
+        _retire(head, "ln_final", keep_norms)
 
 
 def _fold_norm(
@@ -75,11 +78,13 @@ def _fold_into_experts(block: Weights) -> None:
             block[name] *= block["ln2.w"][None, :]  # [d_out, d_model]
 
 
-def _retire(weights: Weights, norm: str) -> None:
-    """Make an identity of a folded norm."""
+def _retire(weights: Weights, norm: str, keep: bool) -> None:
+    """Remove a folded norm's weights, or leave an identity."""
     for name, identity in ((f"{norm}.w", 1.0), (f"{norm}.b", 0.0)):
-        if name in weights:
+        if name in weights and keep:
             weights[name] = torch.full_like(weights[name], identity)
+        elif name in weights:
+            del weights[name]
 
 
 def center_writing_weights_of_block(block: Weights) -> None:
