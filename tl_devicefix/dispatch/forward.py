@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
-from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in_hooks
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import IsOwn, detach, move_in_new_parts, move_in_parts
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
@@ -47,7 +46,6 @@ def align(
         carry(model, placement, brings_home)
         offload_blocks(model, placement.here)
         move_in_parts(model, placement.here, is_own)
-        allow_mixing_in_hooks(model, placement.here)
 
 
 def unalign(model: Model) -> None:
@@ -56,7 +54,6 @@ def unalign(model: Model) -> None:
     if model.__dict__.pop(_ALIGNED, False):
         for module in model.modules():
             Around.detach(module)
-    forbid_mixing_in_hooks(model)
 
 
 def is_aligned(model: Model) -> bool:

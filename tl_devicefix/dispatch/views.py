@@ -27,7 +27,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.dispatch.mixing import HookAcrossDevices
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
@@ -109,8 +108,6 @@ _WITH_STATE = (
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     "tl_devicefix.simulation.backward",
 )
-_OF_USERS = (LensHandle, HookAcrossDevices)
-"""Classes that hold a user's hook, beside those that say so by `holds_users_hook`."""
 _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
@@ -183,7 +180,7 @@ class ViewBuilder:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
                 attributes[name] = self._own(value)
-            elif kind in _OF_USERS or getattr(kind, "holds_users_hook", False):
+            elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
                 attributes[name] = self(value)
