@@ -22,6 +22,8 @@ from tl_devicefix.__main__ import main
 from tl_devicefix.activation_store import token_batches
 from tl_devicefix.activation_store.format import INDEX, VERSION
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):

@@ -30,6 +30,8 @@ from tl_devicefix.activation_store.format import (
     write_index,
 )
 
+pytestmark = pytest.mark.once
+
 NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
 N_BATCHES = 16
 
@@ -41,8 +43,8 @@ def batches():
 
 
 @pytest.fixture
-def model(folded_on_one):
-    return folded_on_one("llama")
+def model(on_one):
+    return on_one("llama", folded=True)
 
 
 @pytest.fixture
@@ -159,9 +161,9 @@ def test_resuming_with_other_options_or_versions_is_refused(begun, start):
     assert files(begun) == before
 
 
-def test_resuming_with_another_model_or_data_is_refused(begun, start, batches, folded_on_one):
+def test_resuming_with_another_model_or_data_is_refused(begun, start, batches, on_one):
     with pytest.raises(ValueError, match=r"the model's \w+ is .*; load the first call's model"):
-        start(resume=True, model=folded_on_one("gpt2"))
+        start(resume=True, model=on_one("gpt2", folded=True))
     saved = len(load_activations(begun))
     others = {
         "from example 12 on, batches has other values of tokens": [

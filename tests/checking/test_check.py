@@ -18,29 +18,13 @@ from faults import (
     some_parameters_moved,
 )
 from hf_models import D_MODEL, randomize
-from model_classes import HOOKED
+from model_classes import HookedTransformer
 from torch import nn
-from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix import check
 
-
-@pytest.fixture
-def model_class():
-    return HOOKED
-
-
-@pytest.fixture
-def load(machine, from_pretrained):
-    """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
-
-    def load(name, n_devices=4, **options):
-        if name in TOYS:
-            return build_toy(TOYS[name](), None, device(0), n_devices)
-        return from_pretrained(name, n_devices=n_devices, **options)
-
-    return load
+pytestmark = pytest.mark.hooked
 
 
 def findings(model):

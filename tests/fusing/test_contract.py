@@ -408,12 +408,12 @@ def test_no_pattern_is_built_unless_it_is_hooked(fused):
     assert unfused(model, lambda model: of_pairs())
 
 
-def test_fused_model_gives_the_same_spread_or_offloaded(fused, from_checkpoint, machine, tokens):
+def test_fused_model_gives_the_same_spread_or_offloaded(fused, load, machine, tokens):
     expected = fused("gpt2")(tokens)
     mask = padded(tokens, slice(-3, None))
     expected_padded = fused("gpt2")(tokens, attention_mask=mask)[mask.bool()]
     for where in ({"n_devices": 4}, {"device_map": {"": 0, "blocks.1": "cpu", "blocks.3": "cpu"}}):
-        model = from_checkpoint("gpt2", fuse_blocks=True, **where)
+        model = load("gpt2", fuse_blocks=True, **where)
         for _ in range(2):
             assert_agrees(model(tokens), expected)
         assert_agrees(model(tokens, attention_mask=mask).cpu()[mask.bool()], expected_padded)

@@ -18,9 +18,12 @@ import tl_devicefix
 from tl_devicefix.hooked_transformer import fused
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(
-    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
-)
+pytestmark = [
+    pytest.mark.hooked,
+    pytest.mark.skipif(
+        installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+    ),
+]
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
@@ -56,9 +59,9 @@ def read(model: Any, text: Any, mask: Any, step: Any = None) -> tuple[list[torch
 
 
 @pytest.fixture
-def fused_copy(on_cpu):
+def fused_copy(on_one):
     """`fused_copy("llama")`: a model with fused blocks."""
-    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_cpu(name)))
+    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_one(name)))
 
 
 def assert_as_installed(model: Any, run: Callable[[Any], Any]) -> None:

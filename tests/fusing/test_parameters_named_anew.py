@@ -13,15 +13,18 @@ from torch.nn.utils import prune
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(
-    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
-)
+pytestmark = [
+    pytest.mark.hooked,
+    pytest.mark.skipif(
+        installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+    ),
+]
 
 
 @pytest.fixture
-def fused_copy(on_cpu):
+def fused_copy(on_one):
     """`fused_copy("llama")`: a model with fused blocks."""
-    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_cpu(name)))
+    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_one(name)))
 
 
 def delete_norm_of_queries(model):

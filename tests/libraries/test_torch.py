@@ -213,9 +213,9 @@ def test_page_lists_exactly_the_rows_that_are_tested():
 
 
 @pytest.fixture
-def both(from_checkpoint, on_one, machine):
+def both(load, on_one, machine):
     """A Llama over four devices, and the same on one CPU, for a row to change as it likes."""
-    models = from_checkpoint("llama", n_devices=4), copy.deepcopy(on_one("llama"))
+    models = load("llama", n_devices=4), copy.deepcopy(on_one("llama"))
     return tuple(model.requires_grad_() for model in models)
 
 

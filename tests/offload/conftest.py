@@ -3,12 +3,6 @@
 import pytest
 
 
-@pytest.fixture(scope="module")
-def machine(simulated):
-    with simulated(4) as machine:
-        yield machine
-
-
 @pytest.fixture
 def offload():
     """Which of `OFFLOADED` the model is; parametrise it for others."""

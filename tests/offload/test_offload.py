@@ -39,17 +39,15 @@ def folded(model_class):
 def offloaded(model_class, kind, offload, folded, machine, request):
     """`offloaded()`: the model under test; a HookedTransformer is not to be changed."""
     if model_class == BRIDGE:
-        boot = request.getfixturevalue("boot")
-        return lambda: boot(kind, device_map=OFFLOADED[offload], compatible=folded)
+        load = request.getfixturevalue("load")
+        return lambda: load(kind, device_map=OFFLOADED[offload], folded=folded)
     return lambda: request.getfixturevalue("model")
 
 
 @pytest.fixture
-def reference(model_class, kind, folded, request):
+def reference(kind, folded, on_one):
     """The same weights, as TransformerLens alone has them on one CPU."""
-    if model_class == HOOKED:
-        return request.getfixturevalue("on_cpu")(kind)
-    return request.getfixturevalue("bridge_references")(kind, compatible=folded)
+    return on_one(kind, folded=folded)
 
 
 @pytest.mark.fails_unpatched
@@ -99,10 +97,10 @@ def test_offloaded_parameters_get_their_gradients(offloaded, reference, tokens):
     reference.zero_grad()
 
 
-def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, reference, tokens):
-    total = from_checkpoint("llama", device_map=3).placement.bytes_on(3)
+def test_max_memory_offloads_what_does_not_fit(load, machine, reference, tokens):
+    total = load("llama", device_map=3).placement.bytes_on(3)
     max_memory = {0: int(0.6 * total), 1: int(0.4 * total)}
-    model = from_checkpoint("llama", max_memory={**max_memory, "cpu": "1GiB"})
+    model = load("llama", max_memory={**max_memory, "cpu": "1GiB"})
     assert offloaded_blocks(model)
     for index, limit in max_memory.items():
         assert model.placement.bytes_on(index) <= limit
@@ -110,12 +108,7 @@ def test_max_memory_offloads_what_does_not_fit(from_checkpoint, machine, referen
     assert_agrees(model(tokens), reference(tokens), machine.devices[0])
 
 
-a_bridge = pytest.mark.parametrize(
-    "model_class", [model_class for model_class in CLASSES if model_class == BRIDGE]
-)
-
-
-@a_bridge
+@pytest.mark.bridge
 @pytest.mark.parametrize("device", [device(1), "cpu"])
 def test_moving_to_one_device_ends_offloading(device, offloaded, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
@@ -128,7 +121,7 @@ def test_moving_to_one_device_ends_offloading(device, offloaded, reference, toke
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
 
 
-@a_bridge
+@pytest.mark.bridge
 @pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
 @pytest.mark.parametrize(("kind", "offload"), [("llama", "some of one device")])
 def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):

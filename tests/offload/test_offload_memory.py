@@ -9,6 +9,8 @@ from offloads import HOST, offloaded_blocks, weights_of
 
 from tl_devicefix.placement.fitting import working_room
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.mark.parametrize(
     ("kind", "offload"), [("gpt2", "all of one device"), ("llama", "some of three devices")]

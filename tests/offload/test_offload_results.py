@@ -15,6 +15,8 @@ from offloads import HOST, assert_at_rest
 import tl_devicefix
 from tl_devicefix.offload.copying import BlockCopy, Place, PrefetchedWeight, keeping_on_host
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.mark.parametrize("offload", ["some of three devices"])
 def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
@@ -134,7 +136,7 @@ def test_the_next_forward_undoes_what_an_interrupt_leaves(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained, tokens, machine):
+def test_a_graph_does_not_keep_swapped_in_weights(kind, shared, load, tokens, machine):
     """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
 
     def kept(model):
@@ -144,8 +146,8 @@ def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained,
         gc.collect()
         return machine.memory_allocated(0) - before, loss
 
-    expected, _ = kept(from_pretrained(kind, device_map=0))
-    assert kept(models(kind, "all of one device"))[0] == expected
+    expected, _ = kept(load(kind, device_map=0))
+    assert kept(shared(kind, "all of one device"))[0] == expected
 
 
 @pytest.mark.parametrize("changed", ["activation", "weight"])

@@ -17,9 +17,9 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no oth
 
 
 @pytest.fixture
-def offloaded(from_checkpoint, once):
+def offloaded(shared):
     """`offloaded(ON_ONE)`: a model over the devices of the machine that is open."""
-    return lambda device_map: once(from_checkpoint, "llama", device_map=device_map)
+    return lambda device_map: shared("llama", device_map=device_map)
 
 
 @pytest.fixture

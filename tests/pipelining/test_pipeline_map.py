@@ -29,8 +29,8 @@ def batches(tokens):
 
 
 @pytest.fixture
-def model(over_devices, once):
-    return once(over_devices, "llama")
+def model(shared):
+    return shared("llama")
 
 
 def assert_nothing_is_left(model):
@@ -264,8 +264,8 @@ def test_closing_the_iterator_ends_its_runs_and_frees_memory(model, batches):
     ("changed_by", "how"),
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
-def test_weight_changed_while_runs_are_in_flight_is_refused(over_devices, batches, changed_by, how):
-    model = over_devices("llama")
+def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches, changed_by, how):
+    model = load("llama")
 
     def change(model):
         module = next(module for module in model.blocks[2].modules() if module._parameters)
@@ -318,8 +318,8 @@ def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches, max
         list(pipeline_map(model, use, batches[:2], max_in_flight))  # of a view
 
 
-def test_caller_may_run_and_hook_the_model_between_results(over_devices, batches):
-    model = over_devices("llama")
+def test_caller_may_run_and_hook_the_model_between_results(load, batches):
+    model = load("llama")
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
     actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]

@@ -66,8 +66,8 @@ def assert_same(actual, expected):
 
 
 @pytest.fixture
-def model(on_one, once):
-    return copy.deepcopy(once(on_one, "llama"))
+def model(on_one):
+    return copy.deepcopy(on_one("llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +77,8 @@ def no_grad():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
-    model = copy.deepcopy(once(on_one, kind))
+def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
+    model = copy.deepcopy(on_one(kind))
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
@@ -97,8 +97,8 @@ def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
-def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, over_devices, tokens):
-    model = over_devices("gpt2")
+def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, load, tokens):
+    model = load("gpt2")
     at_home = tokens.to(model.cfg.device)
     runs = [[], at(3), at(1)]
     for arguments in ({}, {"attention_mask": padded(at_home)}):
@@ -107,8 +107,8 @@ def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, over_device
         assert_agrees(actual, expected, machine.devices[0], tolerance=0)
 
 
-def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, over_devices, tokens):
-    model = over_devices("llama")
+def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, load, tokens):
+    model = load("llama")
     sweep = tl_devicefix.sweep(model, tokens.to(model.cfg.device), [at(4), at(4)])
     next(sweep)
     machine.reset_transfers()
@@ -177,10 +177,10 @@ def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, once, tokens):
+def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, tokens):
     if model_class != BRIDGE:
         pytest.skip("only a TransformerBridge has dropout or an unknown architecture")
-    model = copy.deepcopy(once(on_one, "gpt2"))
+    model = copy.deepcopy(on_one("gpt2"))
     if why == "in training mode":
         model.train()
     else:

@@ -95,19 +95,14 @@ def test_estimate_refuses_a_gptq_checkpoint(checkpoints, tmp_path):
         estimate(str(tmp_path))
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(),
-    reason="TransformerLens 4 has no HookedTransformer to take these arguments",
-)
+@pytest.mark.hooked
 @pytest.mark.parametrize("call", [estimated, dry])
 def test_planning_accepts_config_and_hub_arguments_of_loading(call):
     asked: dict[str, Any] = {"revision": "main", "local_files_only": True, "token": None}
     call(first_n_layers=1, fold_ln=False, **asked)
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer of these sizes"
-)
+@pytest.mark.hooked
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

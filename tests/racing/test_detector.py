@@ -10,6 +10,8 @@ from racing import RaceError, asynchronous
 from tl_devicefix.demo import selfcheck
 from tl_devicefix.placement.workers import each_on_its_device
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.fixture
 def machine():

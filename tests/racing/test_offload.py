@@ -12,6 +12,8 @@ from offloads import assert_at_rest
 
 from tl_devicefix.offload.copying import BlockCopy, Place
 
+pytestmark = pytest.mark.hooked
+
 DEVICE = "sim:0"
 
 

@@ -23,13 +23,11 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
     ],
     ids=["over devices", "offloaded"],
 )
-def test_pipelined_runs_on_async_devices_equal_a_loops_bits(
-    where, runs, machine, folded, from_checkpoint, tokens
-):
+def test_pipelined_runs_on_async_devices_equal_a_loops_bits(where, runs, machine, load, tokens):
     if where == 2:
-        model = folded("gpt2", where).to(torch.bfloat16)
+        model = load("gpt2", where, folded=True).to(torch.bfloat16)
     else:
-        model = from_checkpoint("llama", device_map=where)
+        model = load("llama", device_map=where)
     batches = [tokens.roll(shift, 1) for shift in range(2)]
 
     def all_of_them(model, batch):
@@ -39,10 +37,10 @@ def test_pipelined_runs_on_async_devices_equal_a_loops_bits(
     assert_bit_equal(list(pipeline_map(model, all_of_them, batches, 2)), expected)
 
 
-def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens):
+def test_the_residual_stream_goes_on_streams_of_its_run(machine, load, tokens):
     """On the devices' default streams, a device would wait for a run that comes later."""
     with torch.no_grad():
-        model = folded("gpt2", 2)
+        model = load("gpt2", 2, folded=True)
         batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
         machine.executor.launcher.copies.clear()
         machine.reset_transfers()
@@ -53,8 +51,8 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens)
     assert streams.count(0) <= len(of_host)
 
 
-def test_run_has_the_callers_current_device(machine, folded):
-    model, module = folded("gpt2", 2), torch.get_device_module("sim")
+def test_run_has_the_callers_current_device(machine, load):
+    model, module = load("gpt2", 2, folded=True), torch.get_device_module("sim")
     module.set_device(2)
     try:
         result = list(pipeline_map(model, lambda view, item: module.current_device(), range(3)))

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 from bridge_calls import OF_ANALYSIS, OF_BRIDGE, OF_LENS
 from calls import ARE_FROZEN, FETCH_DATA, IN_COMMON, OF_MODEL, STAY, each_somewhere, trained
+from model_classes import TransformerBridge
 from surface import Run, assert_as_on_one_device, public_names
-from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
 from transformer_lens.tools.analysis import JacobianLens
 
@@ -18,6 +18,7 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 pytestmark = [
+    pytest.mark.bridge,
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning"),
 ]

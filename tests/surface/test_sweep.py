@@ -15,12 +15,14 @@ from calls import (
     each_somewhere,
     trained,
 )
+from model_classes import HookedTransformer
 from packaging.version import Version
 from surface import Run, assert_as_on_one_device, public_names, table
-from transformer_lens import HookedTransformer
 from transformer_lens.train import HookedTransformerTrainConfig, train
 
 import tl_devicefix
+
+pytestmark = pytest.mark.hooked
 
 PUBLIC = public_names((HookedTransformer,), ("patching", "head_detector", "evals", "train"))
 OF_HOOKED = table(
@@ -79,9 +81,9 @@ def places_of(call):
 
 @pytest.mark.parametrize(("call", "kind", "n_devices"), each_somewhere(CALLS, PUBLIC, places_of))
 def test_each_public_call_gives_what_one_device_gives(
-    call, kind, n_devices, models, references, tokens, pytestconfig
+    call, kind, n_devices, shared, on_one, tokens, pytestconfig
 ):
-    run, reference = Run(models(kind, n_devices), tokens), Run(references(kind), tokens)
+    run, reference = Run(shared(kind, n_devices), tokens), Run(on_one(kind), tokens)
     if pytestconfig.getoption("--hosts") and call in REFUSED_OVER_HOSTS:
         with pytest.raises(RuntimeError, match=REFUSED_OVER_HOSTS[call]):
             run.call(CALLS[call])

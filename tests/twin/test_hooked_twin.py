@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from hf_models import HF_CONFIGS, make_hf_model
+from model_classes import HookedTransformer
 from parameters import in_turn
-from transformer_lens import HookedTransformer
 
 import tl_devicefix
+
+pytestmark = pytest.mark.hooked
 
 ROUNDING = 1e-4
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

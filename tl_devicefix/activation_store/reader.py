@@ -22,6 +22,7 @@ from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.devices import CPU, DeviceLike
 from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class SavedActivations:
                         f"the activations are of a model with {name}={self.model[name]}, but this "
                         f"model has {name}={own}: pass the model that computed them"
                     )
-            placement = getattr(model, "placement", None)
+            placement = placement_of(model)
             home = placement.home if placement else next(model.parameters()).device
         self.tokens.numbers(examples)  # raises for other indices
         # Any, because a cache calls its partials, so that its readers see tensors only.

@@ -18,6 +18,7 @@ from tl_devicefix.checking.findings import (
     setup_findings,
 )
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 __all__ = ["Finding", "Kind", "Report", "check"]
@@ -55,7 +56,7 @@ def check(model: Model, repair: bool = False) -> Report:
     if repair and findings:
         before = findings
         bring_back(model)
-        if (placement := getattr(model, "placement", None)) is not None:
+        if (placement := placement_of(model)) is not None:
             adapter.realign(model, placement)
         # Looked for anew, because some faults cannot be repaired.
         findings = _repairable(model, adapter)

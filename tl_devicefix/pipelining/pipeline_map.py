@@ -28,7 +28,7 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
@@ -282,7 +282,7 @@ class _HooksSnapshot:
 
 def _devices_of(model: Model, here: bool = False) -> tuple[torch.device, ...]:
     """Return the devices that a model computes on, or those on this host."""
-    placement: Placement | None = getattr(model, "placement", None)
+    placement = placement_of(model)
     if placement is not None:
         return placement.here.devices if here else placement.devices
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))

@@ -32,7 +32,7 @@ from tl_devicefix.pipelining.pipeline_map import (
     pipeline_map,
     refuse_arguments,
 )
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
@@ -290,7 +290,7 @@ class _ResidualStreams:
             output = output_of(
                 blocks[stop - 1], lambda: self._model.forward(self._tokens, **self._inputs)
             )
-        placement: Placement | None = getattr(self._model, "placement", None)
+        placement = placement_of(self._model)
         if placement is None or stop == len(blocks):
             return output
         # Moved here, and not in each run, because all runs that start at this block read it.
