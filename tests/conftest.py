@@ -93,8 +93,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what the options leave out."""
     left_out = {item for item in items if is_of_another_class(item)}
-    if config.getoption("--hosts"):  # a model on one device uses none
-        left_out |= {item for item in items if parameters_of(item).get("n_devices") == 1}
     if not config.getoption("--full"):
         left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
     if config.getoption("--unpatched"):
@@ -246,7 +244,7 @@ def machine_of_module(simulated: Any) -> Iterator[Machine]:
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, n_devices: int, simulated: Any) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
-    if SHARE_A_MACHINE & {*request.path.parts}:
+    if request.path.relative_to(Path(__file__).parent).parts[0] in SHARE_A_MACHINE:
         yield request.getfixturevalue("machine_of_module")
         return
     with simulated(n_devices) as machine:
@@ -342,7 +340,7 @@ def shared(model_class: str, load: Any, loaded_in_module: dict[Any, Any]) -> Cal
 
 @pytest.fixture(scope="session")
 def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[..., Any]:
-    """`references(HOOKED, "gpt2")`: as `on_one`, with all that earlier tests have left."""
+    """`references(HOOKED, "gpt2")`: as `on_one`, but shared, so not to be changed."""
 
     def load(model_class: str, kind: str, **options: Any) -> Any:
         def source(name: str) -> Any:
@@ -359,11 +357,11 @@ def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[...
 
 @pytest.fixture
 def on_one(model_class: str, references: Any) -> Callable[..., Any]:
-    """`on_one("gpt2")`: as unpatched TransformerLens has it on one CPU; shared, not to be changed.
+    """`on_one("gpt2")`: as unpatched TransformerLens loads it on one CPU; a copy of its own.
 
     A HookedTransformer is processed but with `folded=False`, a Bridge with `folded=True`.
     """
-    return lambda kind, **options: clean(references(model_class, kind, **options))
+    return lambda kind, **options: copy.deepcopy(references(model_class, kind, **options))
 
 
 @pytest.fixture

@@ -117,21 +117,14 @@ def test_a_model_without_a_placement_is_compared_with_its_config():
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
 
 
-def test_model_not_yet_on_its_device_is_found_and_repaired(machine):
+@pytest.mark.parametrize("home", [device(1), 1])
+def test_model_not_yet_on_its_device_is_found_and_repaired(home, machine):
     cfg = attention_only_config()
-    cfg.device = device(1)
+    cfg.device = home
     model = HookedTransformer(cfg, move_to_device=False)
     randomize(model)
     (finding,) = check(model).findings
     assert f'model.to("{device(1)}")' in str(finding)
-    assert check(model, repair=True)
-    assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
-
-
-def test_config_may_give_its_device_as_an_index(machine):
-    cfg = attention_only_config()
-    cfg.device = 1
-    model = HookedTransformer(cfg, move_to_device=False)
     assert check(model, repair=True)
     assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
 

@@ -82,7 +82,7 @@ def test_part_put_in_from_another_device_runs_with_one_warning(
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("only a HookedTransformer's blocks have this part")
-    model, reference = load("llama"), copy.deepcopy(on_one("llama"))
+    model, reference = load("llama"), on_one("llama")
     put(model)
     put(reference)
     expected = logits_and_gradients(reference, tokens)
@@ -119,7 +119,7 @@ def test_line_that_the_warning_suggests_silences_it(
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("only a HookedTransformer's blocks have this part")
-    model, reference = load("llama"), copy.deepcopy(on_one("llama"))
+    model, reference = load("llama"), on_one("llama")
     put(model)
     put(reference)
     with pytest.warns(UserWarning, match="to do without the copy") as warned:
@@ -138,7 +138,7 @@ def test_line_that_the_warning_suggests_silences_it(
 @pytest.mark.hooked
 def test_tensors_put_into_an_offloaded_block_move_to_the_host(load, on_one, tokens):
     model = load("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
-    reference = copy.deepcopy(on_one("llama"))
+    reference = on_one("llama")
     for owner in (model, reference):
         owner.blocks[3].mlp.W_in.data = 2 * owner.blocks[4].mlp.W_in.data
         owner.blocks[3].attn.mask = owner.blocks[4].attn.mask
@@ -179,7 +179,7 @@ def test_pre_hooks_see_their_block_s_device_after_a_setup(load, machine, tokens)
 @pytest.mark.fails_unpatched
 @pytest.mark.hooked
 def test_a_copied_block_runs_on_its_new_device_after_a_setup(load, on_one, tokens):
-    model, reference = load("llama"), copy.deepcopy(on_one("llama"))
+    model, reference = load("llama"), on_one("llama")
     for owner in (model, reference):
         owner.blocks[4] = copy.deepcopy(owner.blocks[0])
     with pytest.warns(UserWarning, match="put in from another device"):

@@ -8,9 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from model_classes import CLASSES, HOOKED
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
-from tl_devicefix.hooked_transformer import processing
+
+if HOOKED in CLASSES:
+    from tl_devicefix.hooked_transformer import processing
 
 pytestmark = pytest.mark.hooked
 

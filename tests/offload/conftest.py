@@ -4,11 +4,6 @@ import pytest
 
 
 @pytest.fixture
-def offload():
+def spread():
     """Which of `OFFLOADED` the model is; parametrise it for others."""
     return "some of one device"
-
-
-@pytest.fixture
-def spread(offload):
-    return offload

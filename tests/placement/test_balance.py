@@ -13,7 +13,7 @@ from tl_devicefix import Placement, plan
 from tl_devicefix.placement.balance import shares
 from tl_devicefix.placement.placement import ComponentSize
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.hooked
 
 
 def sim(*indices: int) -> list[torch.device]:

@@ -12,7 +12,7 @@ from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import Host, Site, elsewhere, join, site_named
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.hooked
 
 JOINED = (
     Site(torch.device("xpu", 0), 0, "head", 0, "xpu:0"),

@@ -5,7 +5,6 @@ As on a machine with XPUs, or with both kinds: TransformerLens's default is the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from model_classes import BRIDGE
 
 from tl_devicefix import gather_on, simulate
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device
 
@@ -52,17 +50,6 @@ def test_number_means_a_device_of_the_home_devices_type(load, options, expected)
     assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
-def test_max_memory_by_number_limits_the_home_devices_type(load, caplog):
-    weights = load("gpt2", device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
-    limits = {0: weights - 1, "cpu": "1GiB"}
-    with caplog.at_level(logging.WARNING, logger="tl_devicefix"):
-        model = load("gpt2", device="sim:0", max_memory=limits)
-    assert any(component.offloaded for component in model.placement.components)
-    assert "nothing is placed" not in caplog.text
-    with pytest.raises(ValueError, match=r"sim:0.* would hold"):
-        load("gpt2", device="sim:0", n_devices=1, max_memory={0: weights - 1})
-
-
 def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
     model = load("gpt2", device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))
@@ -91,14 +78,12 @@ def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
         assert where(model.to(2)) == ["sim:2"]
 
 
-def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
+def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load, machine):
     model = load("gpt2", device="cpu")
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
+@pytest.mark.hooked
 def test_a_model_that_is_not_moved_says_where_it_would_be(load, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
         model = load("gpt2", device=device, move_to_device=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers, peaks_of
+from dry_run_jobs import CASES, NAME, TOKENS, a_bridge_by_name, fold, forward, n_transfers, peaks_of
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -189,7 +189,7 @@ def test_dry_run_takes_a_subclass_and_a_device_map():
     assert str(dry.placement.device_of("blocks.3")) == "sim:1"
 
 
-@pytest.mark.bridge
+@a_bridge_by_name
 def test_compatibility_mode_takes_little_more_than_the_weights():
     options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
     dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
@@ -199,21 +199,21 @@ def test_compatibility_mode_takes_little_more_than_the_weights():
         assert item.peak - item.weights < 4 * largest  # in float32, twice
 
 
-@pytest.mark.bridge
+@a_bridge_by_name
 def test_dry_run_obeys_n_ctx_and_hf_config_overrides():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
     assert dry.result == (64, 2)
 
 
-@pytest.mark.bridge
+@a_bridge_by_name
 def test_overrides_add_no_field_that_n_ctx_would_set():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"n_positions": 32}}  # Pythia has none
     dry = dry_run("EleutherAI/pythia-70m", lambda it: it.cfg.n_ctx, **options)
     assert dry.result == 32
 
 
-@pytest.mark.bridge
+@a_bridge_by_name
 def test_a_local_checkpoint_brings_its_tokenizer(checkpoints):
     from model_classes import TransformerBridge
 

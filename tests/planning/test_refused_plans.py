@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -85,14 +84,6 @@ def test_n_ctx_beyond_learned_positions_is_refused(checkpoints):
     for n_ctx in (64, 2048):
         with pytest.raises(ValueError, match=f"n_ctx is {n_ctx}, but this model has"):
             estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
-
-
-def test_estimate_refuses_a_gptq_checkpoint(checkpoints, tmp_path):
-    config = json.loads((checkpoints("llama") / "config.json").read_text())
-    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ValueError, match="has GPTQ weights, which no load reads: give the orig"):
-        estimate(str(tmp_path))
 
 
 @pytest.mark.hooked

@@ -237,9 +237,9 @@ def test_boot_refuses_a_model_that_no_bridge_can_be_of(
 
 
 def test_one_device_is_left_to_transformer_lens(machine, load):
-    for options in ({}, {"n_devices": 1}, {"device": device(2)}):
+    for options in ({"device": None}, {"n_devices": 1}, {"device": device(2)}):
         bridge = load("llama", **options)
-        expected = torch.device(options.get("device", device(0)))
+        expected = torch.device(options.get("device") or device(0))
         assert bridge.placement.devices == (expected,)
         assert {p.device for p in bridge.parameters()} == {expected}
 

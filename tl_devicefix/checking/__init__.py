@@ -14,7 +14,6 @@ from tl_devicefix.checking.findings import (
     config_findings,
     device_findings,
     hook_findings,
-    numbers_findings,
     setup_findings,
 )
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
@@ -61,18 +60,17 @@ def check(model: Model, repair: bool = False) -> Report:
         # Looked for anew, because some faults cannot be repaired.
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
-    interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    others = *hook_findings(model), *numbers_findings(model)
-    return Report((*interrupted, *findings, *others), tuple(repaired))
+    if is_unfinished(model):
+        findings = [Finding("processing", "model", WHY_REFUSED), *findings]
+    findings += hook_findings(model)
+    if (warning := getattr(model, "numbers_warning", None)) is not None:
+        findings.append(Finding("numbers", "model", warning))
+    return Report(tuple(findings), tuple(repaired))
 
 
 def _repairable(model: Model, adapter: Adapter) -> list[Finding]:
-    found = (
-        config_findings(model),
-        device_findings(model),
-        setup_findings(model, *adapter.setup_hint),
-    )
-    return [finding for findings in found for finding in findings]
+    setup = setup_findings(model, *adapter.setup_hint)
+    return [*config_findings(model), *device_findings(model), *setup]
 
 
 @dataclass(frozen=True, repr=False)

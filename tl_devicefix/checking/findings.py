@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,12 +170,6 @@ def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
             yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
 
 
-def numbers_findings(model: Model) -> Iterator[Finding]:
-    """Find the load's warning that the model's numbers differ from transformers'."""
-    if (warning := getattr(model, "numbers_warning", None)) is not None:
-        yield Finding("numbers", "model", warning)
-
-
 def hook_findings(model: Model) -> Iterator[Finding]:
     """Find users' leftover hooks, which act on the next run too. Permanent ones may stay."""
     for path, module in named_modules(model):
@@ -203,8 +196,7 @@ def _name_of_handle(handle: LensHandle) -> str:
         return _name(hook)
     # TransformerLens 2.x has no user_hook, but the repr of one as a name.
     registered = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)
-    name = str(getattr(registered, "__name__", "unknown"))
-    return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
+    return str(getattr(registered, "__name__", "unknown"))[:80]
 
 
 def _name(hook: object) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
+import pkgutil
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -185,7 +185,7 @@ class Worker:
 
         Args:
             number: the model's number from now on.
-            load: a class of TransformerLens and its method: "HookedTransformer.from_pretrained".
+            load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
             name: the checkpoint.
             arguments: the method's.
             device_map: each component's device, by its index here; None if it is elsewhere.
@@ -196,10 +196,7 @@ class Worker:
             component: elsewhere(0) if index is None else torch.device(self.devices[index])
             for component, index in device_map.items()
         }
-        cls, _, method = load.partition(".")
-        # By name, because an installed TransformerLens may lack one of the classes.
-        of = "transformer_lens" if cls == "HookedTransformer" else "transformer_lens.model_bridge"
-        loader = getattr(getattr(importlib.import_module(of), cls), method)
+        loader = pkgutil.resolve_name(load)
         self._kept[number] = _Model(loader(name, device_map=places, **arguments))
 
     def apply(self, model: int, method: str, arguments: dict[str, object]) -> dict[str, Geometry]:

@@ -94,11 +94,6 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    if not callable(run):
-        raise TypeError(
-            f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
-            "pipeline_map(model, run, items)"
-        )
     check_iterable("items", items)
     adapter_of(model)  # which refuses anything but a model
     run = with_view_of(model, run)
@@ -138,7 +133,7 @@ def _in_a_loop(
     with _bar(items, progress) as bar:
         for number, item in enumerate(items):
             hooks.check()
-            if (name := weights.replaced()) is not None:
+            if (name := weights.changed(in_place=False)) is not None:
                 raise RuntimeError(
                     f"{name} was replaced between two results, but the runs keep the parameters of "
                     "the start: change its values in place, or call pipeline_map again"
@@ -246,19 +241,12 @@ class WeightsSnapshot:
                     state = full_name, module._parameters, name, weight, _state(weight)
                     self._states.append(state)
 
-    def replaced(self) -> str | None:
-        """Return the first parameter that was replaced, if any."""
-        for full_name, parameters, name, weight, _ in self._states:
-            if parameters.get(name) is not weight:
+    def changed(self, in_place: bool = True) -> str | None:
+        """Return the first parameter that was replaced, or changed `in_place`, if any."""
+        for full_name, parameters, name, weight, state in self._states:
+            if parameters.get(name) is not weight or (in_place and _state(weight) != state):
                 return full_name
         return None
-
-    def changed(self) -> str | None:
-        """Return the first parameter that was changed or replaced, if any."""
-        for full_name, _, _, weight, state in self._states:
-            if _state(weight) != state:
-                return full_name
-        return self.replaced()
 
 
 class _HooksSnapshot:

@@ -23,7 +23,6 @@ from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
 from tl_devicefix.transformer_bridge.fused import config_of_sdpa, first_unfused
 
@@ -49,7 +48,7 @@ def forward(
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
-    with one_forward(ThisForward(is_plain, config, is_cache_read)), together():
+    with one_forward(ThisForward(is_plain, config, is_cache_read)):
         # As plain values too, because they are sent to the workers of other hosts.
         kept_in_forward()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
         output = running.forward(original, self, *args, **kwargs)
