@@ -309,7 +309,7 @@ def test_transformer_lens_3_registry_keeps_the_models_attention(load):
     if registry is None:
         pytest.skip("this TransformerLens has no registry of attention modules")
     bridge = load("llama", device="cpu")
-    view = view_of(bridge)
+    view = view_of(bridge).model
     for model in (bridge, view):
         for block in model.blocks:
             assert registry[id(block.attn.original_component)] is block.attn

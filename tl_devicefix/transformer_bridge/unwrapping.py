@@ -107,6 +107,7 @@ class Unwrapped:
             name: None if child is None else self._of(child)
             for name, child in module._modules.items()
         }
+        attributes.update(attributes["_modules"])  # because `__getattr__` takes longer
         if id(module) in self._by_sdpa:  # a config of its own, because others share the model's
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
@@ -156,9 +157,7 @@ class _Twin:
 
     def __getattr__(self, name: str) -> Any:
         attributes = self.__dict__
-        if name in attributes["_modules"]:
-            return attributes["_modules"][name]
-        of_module = vars(attributes["_twin_of"])
+        of_module = attributes["_twin_of"].__dict__
         if name == "scaling" in of_module and attributes["_joint"] is not None:
             return _scale_of(attributes["_joint"])
         # Without accelerate's, because the block's inputs are on its device already.
@@ -179,7 +178,10 @@ def _scale_of(wrapper: GeneralizedComponent) -> float:
 
 @functools.cache
 def _twin_class(kind: Any) -> Any:
-    return type(kind.__name__, (_Twin, kind), {"__module__": kind.__module__})
+    twin: Any = type(kind.__name__, (_Twin, kind), {"__module__": kind.__module__})
+    if "forward" in vars(twin):  # because transformers wraps it for each subclass once more
+        del twin.forward
+    return twin
 
 
 def replaced_in(module: nn.Module) -> str | None:
