@@ -7,7 +7,6 @@ import copy
 import inspect
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
-from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
@@ -33,7 +31,6 @@ from tl_devicefix.checkpoints.hub import (
 from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
@@ -107,29 +104,12 @@ def boot_transformers(
     beyond = _check_parts(options, numbers)
     try:
         bridge = _boot(original, bound)
-        _check_components(bridge)
-    except AssertionError as error:  # TransformerLens asserts what its architectures have
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(
-            f"TransformerLens {installed()} cannot make a TransformerBridge of "
-            f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
-        ) from error
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which raises if there is none
         raise
     bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
-
-
-def _check_components(bridge: TransformerBridge) -> None:
-    """Refuse a Bridge that lacks a module, because its first forward would fail."""
-    for name, module in bridge.named_modules():
-        if isinstance(module, GeneralizedComponent) and module.original_component is None:
-            raise ValueError(
-                f"a TransformerBridge of a {type(bridge.original_model).__name__} has {name!r}, "
-                f"but this model has no {module.name!r}: use transformers, or a HookedTransformer"
-            )
 
 
 def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
@@ -349,14 +329,6 @@ def _with_names_of_devices(device_map: object) -> object:
     """Replace indices in transformers' map, because TransformerLens reads them as CUDA's."""
     if not isinstance(device_map, Mapping):
         return device_map
-    for outer, inner in itertools.permutations(device_map, 2):
-        # Otherwise hashes of the devices' names would decide about the rest of the module.
-        if not outer or inner.startswith(f"{outer}."):
-            raise ValueError(
-                f"device_map names {inner!r}, and {outer!r} that contains it: by transformers' "
-                "names, give each module one device; or name the Bridge's components, as in "
-                "{'': 0, 'blocks.3': 1}"
-            )
     return {
         name: str(resolve(device)) if isinstance(device, int) else device
         for name, device in device_map.items()
