@@ -48,7 +48,7 @@ from tl_devicefix.transformer_bridge.components import (
     hf_model_class,
     layout_of,
 )
-from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
+from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
 from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config, warn_or_refuse
 
 _Boot = Callable[..., TransformerBridge]
@@ -101,30 +101,29 @@ def boot_transformers(
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
         options["dtype"] = torch_dtype(options["dtype"])
     warning = _check_numbers(options, numbers)
-    beyond = _check_parts(options, numbers)
+    _check_parts(options, numbers)
     try:
         bridge = _boot(original, bound)
     except OSError:
         if (name := str(options["model_name"])) not in _LISTED:
             snapshot(name, _LISTED, **options)  # which raises if there is none
         raise
-    bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
+    bridge.__dict__["numbers_warning"] = warning
     return fused.fuse_blocks(bridge) if fuse_blocks else bridge
 
 
-def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
-    """Warn of parts of an `hf_model` that its config does not make, and return them."""
+def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> None:
+    """Warn of parts of an `hf_model` that its config does not make."""
     choice, hf_model = choice_of_numbers(numbers), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
-        return ""
+        return
     if beyond := parts_beyond_config(hf_model):
         message = (
             f"hf_model has parts that its config does not make ({beyond}), which a "
-            "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "
-            "with numbers='ignore'"
+            "TransformerBridge may leave out, above all in compatibility mode: compare its numbers "
+            "with hf_model's, or silence this with numbers='ignore'"
         )
         warn_or_refuse(message, choice)
-    return beyond
 
 
 def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
