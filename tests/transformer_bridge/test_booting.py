@@ -66,19 +66,21 @@ def test_embeddings_boot_at_home_and_blocks_in_ranges(machine, boot):
     ids=str,
 )
 def test_devices_are_named_as_for_hooked_transformer(
-    options, used, machine, boot, references, tokens
+    options, used, machine, boot, bridge_references, tokens
 ):
     bridge = boot("llama", **options)
     assert {device.index for device in devices_of(bridge).values()} == used
     assert {device.index for device in bridge.placement.devices} == used
     home = bridge.placement.home
     assert home == torch.device(options.get("device", device(min(used))))
-    assert_agrees(bridge(tokens.to(home)), references("llama")(tokens), home)
+    assert_agrees(bridge(tokens.to(home)), bridge_references("llama")(tokens), home)
 
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("by_index", [False, True])
-def test_a_map_of_hugging_face_modules_is_honoured(by_index, machine, boot, references, tokens):
+def test_a_map_of_hugging_face_modules_is_honoured(
+    by_index, machine, boot, bridge_references, tokens
+):
     """The unpatched release honours it too, and then fails to read its cache."""
     spread = balanced_map("llama", machine.devices)
     indices = {path: torch.device(device).index for path, device in spread.items()}
@@ -89,7 +91,7 @@ def test_a_map_of_hugging_face_modules_is_honoured(by_index, machine, boot, refe
         assert {str(p.device) for p in modules[path].parameters()} <= {where}
     home = machine.devices[0]
     logits, cache = bridge.run_with_cache(tokens.to(home))
-    expected, expected_cache = references("llama").run_with_cache(tokens)
+    expected, expected_cache = bridge_references("llama").run_with_cache(tokens)
     assert_agrees(logits, expected, home)
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
 
@@ -153,7 +155,7 @@ def test_tied_heads_and_unread_tensors_are_no_reason_to_refuse(options, machine,
 
 
 def test_hf_model_dispatched_by_accelerate_keeps_its_devices(
-    machine, boot, hf_models, checkpoints, references, tokens
+    machine, boot, hf_models, checkpoints, bridge_references, tokens
 ):
     spread = balanced_map("llama", machine.devices)
     hf_model = accelerate.dispatch_model(copy.deepcopy(hf_models("llama")), spread)
@@ -162,7 +164,7 @@ def test_hf_model_dispatched_by_accelerate_keeps_its_devices(
     assert bridge.original_model is hf_model
     assert bridge.placement.device_of("ln_final") == machine.devices[3]
     bridge.enable_compatibility_mode()
-    expected = references("llama", compatible=True)
+    expected = bridge_references("llama", compatible=True)
     _, cache = bridge.run_with_cache(tokens)
     _, expected_cache = expected.run_with_cache(tokens)
     assert_agrees(cache.decompose_resid(), expected_cache.decompose_resid(), machine.devices[0])

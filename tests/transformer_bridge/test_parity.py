@@ -28,9 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
     in_turn(product(NAMES, [False, True]), SPREADS),
 )
 def test_spread_bridge_has_the_unpatched_weights_and_results(
-    name, n_devices, compatible, machine, boot, references, tokens
+    name, n_devices, compatible, machine, boot, bridge_references, tokens
 ):
-    reference = references(name, compatible=compatible)
+    reference = bridge_references(name, compatible=compatible)
     bridge = boot(name, compatible=compatible, n_devices=n_devices)
 
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
@@ -44,8 +44,10 @@ def test_spread_bridge_has_the_unpatched_weights_and_results(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_compatibility_mode_equals_the_unpatched_release(name, machine, boot, references, tokens):
-    reference = references(name, compatible=True)
+def test_compatibility_mode_equals_the_unpatched_release(
+    name, machine, boot, bridge_references, tokens
+):
+    reference = bridge_references(name, compatible=True)
     bridge = boot(name, compatible=True, n_devices=3)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])

@@ -22,14 +22,14 @@ SOON = 30.0  # seconds, within which threads that run at once have met
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
 def test_tied_weights_fold_with_a_final_norm_on_another_device(
-    name, machine, boot, references, tokens
+    name, machine, boot, bridge_references, tokens
 ):
     """The unpatched release raises there, and what it leaves computes other logits."""
     bridge = boot(name, device_map=balanced_map(name, machine.devices))
     home = machine.devices[0]
     before = bridge(tokens).log_softmax(-1)
     bridge.enable_compatibility_mode()
-    assert_agrees(bridge(tokens), references(name, compatible=True)(tokens), home)
+    assert_agrees(bridge(tokens), bridge_references(name, compatible=True)(tokens), home)
     assert_agrees(bridge(tokens).log_softmax(-1), before, home)
 
 
@@ -58,7 +58,7 @@ def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot):
 
 
 def test_all_devices_fold_at_once_but_for_the_unembedding(
-    machine, boot, references, while_processing
+    machine, boot, bridge_references, while_processing
 ):
     bridge = boot("gpt2", n_devices=4)
     # One unit of each device.
@@ -75,7 +75,7 @@ def test_all_devices_fold_at_once_but_for_the_unembedding(
 
     assert len(on) == 4
     assert names[-1] == "unembed"
-    expected = references("gpt2", compatible=True).state_dict()
+    expected = bridge_references("gpt2", compatible=True).state_dict()
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected))
 
 
@@ -108,7 +108,7 @@ def test_weights_held_by_others_are_not_changed_by_folding(machine, boot):
     assert (unembed == values).all()
 
 
-def test_compatibility_mode_works_after_a_refused_step(machine, boot, references):
+def test_compatibility_mode_works_after_a_refused_step(machine, boot, bridge_references):
     bridge = boot("llama", n_devices=4)
     hooks = dict(bridge.hook_dict)
     names = [point.name for point in hooks.values()]
@@ -120,7 +120,7 @@ def test_compatibility_mode_works_after_a_refused_step(machine, boot, references
 
     bridge.enable_compatibility_mode()
 
-    expected = references("llama", compatible=True)
+    expected = bridge_references("llama", compatible=True)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected.state_dict()))
 
 
