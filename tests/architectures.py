@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from hf_models import (
     D_MLP,
@@ -28,7 +27,9 @@ from hf_models import (
     N_LAYERS,
     randomize,
 )
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from model_classes import HookedTransformer
+from transformer_lens import HookedTransformerConfig
+from transformer_lens import loading_from_pretrained as tl_loading
 from transformers import PretrainedConfig, PreTrainedModel
 
 NO_PROCESSING = {

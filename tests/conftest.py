@@ -7,7 +7,8 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from hf_models import (
     balanced_map,
     make_hf_model,
     make_tokenizer,
-    randomize,
     save_checkpoint,
 )
 from hub_cache import HubCache, go_offline
@@ -38,40 +38,16 @@ from racing import asynchronous
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
-from tl_devicefix.placement.devices import joined_hosts
+from tl_devicefix.placement import devices as placement_devices
 from tl_devicefix.simulation.machine import Machine, Transfer
 
 if has_hooked_transformer():
     import architectures
-    import transformer_lens.loading_from_pretrained as tl_loading
-    from kinds import KINDS, Spread, where_to
-    from transformer_lens import HookedTransformer
+    from kinds import load_kind
+    from model_classes import HookedTransformer
 
 if has_bridge():
-    from transformer_lens.model_bridge import TransformerBridge
-
-OF_HOOKED = [
-    *("checkpoints/*", "hooked_transformer/*", "parity/*", "placement/*", "weight_processing/*"),
-    "checking/test_check.py",
-    *(f"dispatch/test_{of}.py" for of in ("attached", "forward", "hooks")),
-    *(f"dispatch/test_{of}.py" for of in ("mixing", "moving", "transfers")),
-    *("fusing/test_kv_caches_that_grow.py", "fusing/test_parameters_named_anew.py"),
-    "gathering/test_gathering.py",
-    *("libraries/test_sae_lens.py", "libraries/test_sae_lens_training.py"),
-    "libraries/test_circuit_tracer.py",
-    *("offload/test_offload_memory.py", "offload/test_offload_results.py"),
-    "planning/test_plan.py",
-    *("racing/test_detector.py", "racing/test_offload.py"),
-    *("surface/test_sweep.py", "twin/test_hooked_twin.py"),
-]
-OF_BRIDGE = ["transformer_bridge/*", "fusing/transformer_bridge/*"]
-OF_BRIDGE += ["surface/test_bridge_sweep.py", "twin/test_bridge_twin.py"]
-collect_ignore_glob = [
-    *([] if has_hooked_transformer() else OF_HOOKED),
-    *([] if has_bridge() else OF_BRIDGE),
-]
-"""Tests of a class that the installed TransformerLens does not have."""
-
+    from model_classes import TransformerBridge
 if devices.TYPE:
     devices.use_real_devices()
 
@@ -80,9 +56,6 @@ def pytest_report_header() -> str:
     on = f"{devices.device_count()} {devices.TYPE}" if devices.TYPE else "simulated"
     return f"transformer_lens {installed()}, {on} devices"
 
-
-Get = Callable[[str], Any]
-"""An architecture ("llama", "gpt2") -> a model."""
 
 torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more than they save
 
@@ -109,15 +82,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "fails_unpatched: holds with tl_devicefix and fails without, unless n_devices is 1",
         "full: runs with --full only; its reason says what else runs",
+        "hooked: of HookedTransformer alone",
+        "bridge: of TransformerBridge alone; where there are HookedTransformers too, "
+        "TransformerLens 4 runs it by default, unless the mark says `in_3=True`",
+        "once: knows nothing of TransformerLens; by default, TransformerLens 3 alone runs it",
     ):
         config.addinivalue_line("markers", marker)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what the options leave out."""
-    left_out: set[pytest.Item] = set()
-    if config.getoption("--hosts"):  # a model on one device uses none
-        left_out |= {item for item in items if parameters_of(item).get("n_devices") == 1}
+    left_out = {item for item in items if is_of_another_class(item)}
     if not config.getoption("--full"):
         left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
     if config.getoption("--unpatched"):
@@ -137,22 +112,23 @@ def fails_unpatched(test: pytest.Item) -> bool:
     return marked and parameters_of(test).get("n_devices") != 1
 
 
-def is_left_to_others(test: pytest.Item) -> bool:
-    """Return True if another version's default run has this test, of the same code.
+def classes_of(test: pytest.Item) -> set[str]:
+    """Return the classes of models that a test is marked with or has as its parameter."""
+    classes = {name for name in (HOOKED, BRIDGE) if test.get_closest_marker(name)}
+    return classes | {parameters_of(test).get("model_class")} - {None}
 
-    1. The newest HookedTransformer is in TransformerLens 3 and the newest Bridge in 4, so where
-       there are HookedTransformers, Bridges are left to 4: all but their parity.
-    2. Simulated devices, Ray and saved files know nothing of TransformerLens: 3 runs them.
-    """
-    stem, folder = test.path.stem, test.path.parent.name
-    if has_hooked_transformer() and (
-        folder == "transformer_bridge"
-        or "bridge" in stem
-        or parameters_of(test).get("model_class") == BRIDGE
-    ):
-        return stem != "test_parity"
-    files = "test_saved_activations_resumed", "test_load_activations"
-    return installed().major != 3 and (folder in ("simulation", "hosts") or stem in files)
+
+def is_of_another_class(test: pytest.Item) -> bool:
+    """Return True if a test's class is not the one of its mark, or not there."""
+    return len(classes := classes_of(test)) > 1 or not classes <= set(CLASSES)
+
+
+def is_left_to_others(test: pytest.Item) -> bool:
+    """Return True if another version's default run has this test, of the same code."""
+    if BRIDGE in classes_of(test) and has_hooked_transformer():
+        mark = test.get_closest_marker(BRIDGE)
+        return mark is None or not mark.kwargs.get("in_3")
+    return test.get_closest_marker("once") is not None and installed().major != 3
 
 
 @pytest.fixture(scope="session")
@@ -251,26 +227,31 @@ def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return simulated
 
 
+SHARE_A_MACHINE = {
+    *("activation_store", "dispatch", "fusing", "gathering", "libraries", "offload", "pipelining"),
+    *("surface", "versions"),
+}
+"""Folders in which the tests of a module share one machine, and so models."""
+
+
+@pytest.fixture(scope="module")
+def machine_of_module(simulated: Any) -> Iterator[Machine]:
+    """A machine with four devices, for all tests of a module."""
+    with simulated(4) as machine:
+        yield machine
+
+
 @pytest.fixture
-def machine(n_devices: int, simulated: Any) -> Iterator[Machine]:
+def machine(request: pytest.FixtureRequest, n_devices: int, simulated: Any) -> Iterator[Machine]:
     """A simulated machine, on which models load by default."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in SHARE_A_MACHINE:
+        yield request.getfixturevalue("machine_of_module")
+        return
     with simulated(n_devices) as machine:
         yield machine
 
 
-# Either class.
-
-
-@pytest.fixture
-def kind() -> str:
-    """Which architecture the model has; parametrise it for others."""
-    return "llama"
-
-
-@pytest.fixture
-def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens, where the model wants them."""
-    return tokens.to(model.cfg.device)
+# Models. Tests run with both classes, unless they are marked as one's.
 
 
 @pytest.fixture(params=CLASSES)
@@ -280,146 +261,140 @@ def model_class(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def over_devices(model_class: str, request: pytest.FixtureRequest) -> Get:
-    """`over_devices("llama")`: a new model over four devices.
-
-    A Bridge lies as accelerate's "balanced" has it, and is not folded.
-    """
-    return request.getfixturevalue({HOOKED: "load", BRIDGE: "dispatched"}[model_class])
+def kind() -> str:
+    """Which architecture the model has; parametrise it for others."""
+    return "llama"
 
 
 @pytest.fixture
-def from_checkpoint(model_class: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`from_checkpoint("llama", device_map=...)`: a new model, as users load it."""
-    return request.getfixturevalue({HOOKED: "from_pretrained", BRIDGE: "boot"}[model_class])
+def spread() -> int | str:
+    """Over how many devices `model` lies; parametrise it for others."""
+    return 4
 
 
 @pytest.fixture
-def on_one(model_class: str, request: pytest.FixtureRequest) -> Get:
-    """`on_one("llama")`: the same weights, as TransformerLens alone has them on one CPU."""
-    if model_class == BRIDGE:
-        return partial(request.getfixturevalue("boot"), device="cpu")
-    return request.getfixturevalue("on_cpu")
-
-
-@pytest.fixture
-def folded(model_class: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`folded("llama", 4)`: a new model with folded weights, over so many devices."""
-    if model_class == BRIDGE:
-        boot = request.getfixturevalue("boot")
-        return lambda kind, n, **where: boot(kind, compatible=True, n_devices=n, **where)
-    return request.getfixturevalue("load")
-
-
-@pytest.fixture
-def folded_on_one(model_class: str, request: pytest.FixtureRequest) -> Get:
-    """`folded_on_one("llama")`: the same on one CPU."""
-    if model_class == BRIDGE:
-        return partial(request.getfixturevalue("bridge_references"), compatible=True)
-    return request.getfixturevalue("on_cpu")
-
-
-# TransformerBridge.
-
-
-@pytest.fixture(scope="session")
-def bridge_references(checkpoints: Any) -> Callable[..., Any]:
-    """`bridge_references("gpt2", compatible=True)`: as the unpatched release boots it, on one CPU.
-
-    Shared, so not to be changed. Other options are those of `enable_compatibility_mode`.
-    """
-
-    def boot(
-        name: str, *, compatible: bool = False, dtype: torch.dtype = torch.float32, **options: Any
-    ) -> Any:
-        with tl_devicefix.disabled():
-            bridge = TransformerBridge.boot_transformers(
-                str(checkpoints(name)), device="cpu", dtype=dtype
-            )
-            if compatible:
-                bridge.enable_compatibility_mode(**options)
-        return bridge
-
-    return cache(boot)
-
-
-@pytest.fixture
-def dispatched(checkpoints: Any, machine: Machine, n_devices: int) -> Callable[[str], Any]:
-    """`dispatched("llama")`: over the devices by `balanced_map`, as booted."""
-
-    def boot(name: str) -> Any:
-        device_map = balanced_map(name, [devices.device(index) for index in range(n_devices)])
-        return TransformerBridge.boot_transformers(str(checkpoints(name)), device_map=device_map)
-
-    return boot
-
-
-@pytest.fixture
-def boot(checkpoints: Any) -> Callable[..., Any]:
-    """`boot("gpt2", n_devices=4)`: a new Bridge, from a checkpoint; `compatible=True` folds it."""
-
-    def boot(name: str, *, compatible: bool = False, **options: Any) -> Any:
-        bridge = TransformerBridge.boot_transformers(str(checkpoints(name)), **options)
-        if compatible:
-            bridge.enable_compatibility_mode()
-        return bridge
-
-    return boot
-
-
-# HookedTransformer.
-
-
-@pytest.fixture(scope="session")
-def references(hf_models: Any, tokenizer: Any) -> Callable[..., HookedTransformer]:
-    """`references("gpt2", fold_ln=False)`: as unpatched TransformerLens loads it on one CPU."""
-
-    def load(name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        architecture = architectures.ALL_ARCHITECTURES[name]
-        if (official := architecture.official_name) not in tl_loading.OFFICIAL_MODEL_NAMES:
-            pytest.skip(f"the installed TransformerLens has no {official}")
-        hf_model = copy.deepcopy(hf_models(name, dtype))
-        with as_installed():
-            options |= {"device": "cpu", "dtype": dtype}
-            return architectures.load_hooked(architecture, hf_model, tokenizer, **options)
-
-    return cache(load)
-
-
-@pytest.fixture(scope="session")
-def from_pretrained(
-    hf_models: Any, tokenizer: Any, references: Any, checkpoints: Any
+def load(
+    model_class: str,
+    hf_models: Any,
+    checkpoints: Any,
+    tokenizer: Any,
+    request: pytest.FixtureRequest,
 ) -> Callable[..., Any]:
-    """`from_pretrained("gpt2", n_devices=4)`: as users load it, on the machine that is entered.
+    """`load("llama", 2)`: a new model over two devices, as users load it.
 
-    The weights are the tiny model's in float32, or those of `hf_model`.
+    Without a number, it lies where the options say, such as `device_map`, or else over four
+    devices, a Bridge as accelerate's "balanced" has it. `folded` is as for `on_one`. A
+    HookedTransformer has the weights of `hf_model`, if one is given.
     """
 
-    def load(name: str, hf_model: Any = None, **options: Any) -> HookedTransformer:
-        references(name)  # skips what TransformerLens has no name for
-        if joined_hosts():  # because workers load from files
-            return HookedTransformer.from_pretrained(str(checkpoints(name)), **options)
-        hf_model = hf_models(name) if hf_model is None else hf_model
-        return architectures.load_hooked(
-            architectures.ALL_ARCHITECTURES[name], hf_model, tokenizer, **options
-        )
+    def load(kind: str, spread: Any = None, *, hf_model: Any = None, **options: Any) -> Any:
+        is_entered = placement_devices.simulated_device() or placement_devices.joined_hosts()
+        if not is_entered and options.get("device") != "cpu":
+            request.getfixturevalue("machine")
+        where = {"device", "device_map", "n_devices", "max_memory"}
+        is_anywhere = spread is None and where.isdisjoint(options)
+        if model_class == HOOKED:
+            source = (
+                checkpoints if placement_devices.joined_hosts() else hf_models
+            )  # because workers load from files
+            source = source if hf_model is None else lambda _: hf_model
+            return load_kind(kind, source, tokenizer, 4 if is_anywhere else spread, **options)
+        if is_anywhere:
+            options["device_map"] = balanced_map(kind, [devices.device(i) for i in range(4)])
+        elif spread is not None:
+            options["n_devices"] = spread
+        return boot(checkpoints(kind), **options)
 
     return load
 
 
+def boot(checkpoint: Path, folded: bool | None = None, **options: Any) -> Any:
+    """A Bridge of a checkpoint, in compatibility mode if `folded`."""
+    bridge = TransformerBridge.boot_transformers(str(checkpoint), **options)
+    if folded:
+        bridge.enable_compatibility_mode()
+    return bridge
+
+
+@pytest.fixture(scope="module")
+def loaded_in_module() -> dict[Any, Any]:
+    """The models of `shared`."""
+    return {}
+
+
+@pytest.fixture
+def shared(model_class: str, load: Any, loaded_in_module: dict[Any, Any]) -> Callable[..., Any]:
+    """As `load`, but loaded once for the tests of a module: not to be changed.
+
+    It has no hooks and gradients of earlier tests.
+    """
+
+    def get(*args: Any, **options: Any) -> Any:
+        key = model_class, args, repr(options)
+        if key not in loaded_in_module:
+            loaded_in_module[key] = load(*args, **options)
+        return clean(loaded_in_module[key])
+
+    return get
+
+
 @pytest.fixture(scope="session")
-def unprocessed(references: Any) -> Callable[[str], HookedTransformer]:
-    """`unprocessed("gpt2")`, on the CPU, of an architecture or a toy; not to be changed."""
+def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[..., Any]:
+    """`references(HOOKED, "gpt2")`: as `on_one`, but shared, so not to be changed."""
 
-    def make(name: str) -> HookedTransformer:
-        if name in architectures.ALL_ARCHITECTURES:
-            return references(name, **architectures.NO_PROCESSING)
-        with tl_devicefix.disabled():
-            model = HookedTransformer(architectures.TOYS[name](), move_to_device=False)
-        randomize(model)
-        return model
+    def load(model_class: str, kind: str, **options: Any) -> Any:
+        def source(name: str) -> Any:
+            return copy.deepcopy(hf_models(name, options.get("dtype", torch.float32)))
 
-    return cache(make)
+        options |= {"device": "cpu"}
+        with as_installed():
+            if model_class == BRIDGE:
+                return boot(checkpoints(kind), **options)
+            return load_kind(kind, source, tokenizer, **options)
+
+    return cache(load)
+
+
+@pytest.fixture
+def on_one(model_class: str, references: Any) -> Callable[..., Any]:
+    """`on_one("gpt2")`: as unpatched TransformerLens loads it on one CPU; a copy of its own.
+
+    A HookedTransformer is processed but with `folded=False`, a Bridge with `folded=True`.
+    """
+    return lambda kind, **options: copy.deepcopy(references(model_class, kind, **options))
+
+
+@pytest.fixture
+def model(shared: Any, kind: str, spread: Any) -> Any:
+    """The model under test."""
+    model = shared(kind, spread)
+    if hasattr(model, "placement"):  # not if it is unpatched
+        assert spread == 1 or len(model.placement.memories) > 1
+    return model
+
+
+@pytest.fixture
+def reference(on_one: Any, kind: str) -> Any:
+    """The same weights as `model` has, on the CPU."""
+    return on_one(kind)
+
+
+def clean(model: Any) -> Any:
+    """Take off the hooks and gradients of earlier tests."""
+    model.reset_hooks(including_permanent=True)
+    model.zero_grad()
+    for module in model.modules():
+        # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
+        # attention scores of a shorter one that differs by a constant for each query.
+        if "alibi" in vars(module):
+            module.alibi = None
+    return model
+
+
+@pytest.fixture
+def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens, where the model wants them."""
+    return tokens.to(model.cfg.device)
 
 
 @pytest.fixture
@@ -427,11 +402,6 @@ def config() -> Callable[..., Any]:
     """`config(n_layers=26, d_vocab=500)`."""
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
     return lambda **options: architectures.toy_config(**{**sizes, **options})
-
-
-@pytest.fixture
-def snapshot() -> type[Snapshot]:
-    return Snapshot
 
 
 @pytest.fixture
@@ -462,78 +432,6 @@ def refused(machine: Machine) -> Callable[..., Any]:
             before.assert_unchanged()
 
     return refused
-
-
-# HookedTransformers that the tests of a module share.
-
-
-@pytest.fixture(scope="module")
-def load(machine: Machine, from_pretrained: Any, tokenizer: Any) -> Callable[..., Any]:
-    """`load("gpt2", 4)`: a model over four devices, for one test to change as it likes."""
-
-    def load(kind: str, spread: Spread = 4, **options: Any) -> HookedTransformer:
-        if kind == "attention-only":
-            model = architectures.build_toy(
-                architectures.attention_only_config(), tokenizer, devices.device(0), spread
-            )
-        else:
-            name, how = KINDS.get(kind, (kind, {}))
-            model = from_pretrained(name, **{**where_to(name, spread), **how, **options})
-        if hasattr(model, "placement"):  # not if it is unpatched
-            assert spread == 1 or len(model.placement.memories) > 1
-        return model
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def models(load: Any) -> Callable[..., HookedTransformer]:
-    """As `load`, but loaded once for the tests of a module: not to be changed."""
-    return cache(load)
-
-
-@pytest.fixture
-def spread() -> Spread:
-    """Over how many devices the model lies; parametrise it for others."""
-    return 4
-
-
-@pytest.fixture
-def model(models: Any, kind: str, spread: Spread) -> HookedTransformer:
-    """The model under test, without traces of earlier tests."""
-    model = models(kind, spread)
-    _clean(model)
-    return model
-
-
-@pytest.fixture
-def on_cpu(references: Any) -> Callable[..., HookedTransformer]:
-    """`on_cpu("gpt2")`: as TransformerLens loads it there, without traces of earlier tests."""
-
-    def get(name: str, **options: Any) -> HookedTransformer:
-        reference = references(name, **options)
-        _clean(reference)
-        return reference
-
-    return get
-
-
-@pytest.fixture
-def reference(on_cpu: Any, tokenizer: Any, kind: str) -> HookedTransformer:
-    """The same weights as `model` has, on the CPU."""
-    if kind == "attention-only":
-        return architectures.build_toy(architectures.attention_only_config(), tokenizer)
-    name, how = KINDS[kind]
-    return on_cpu(name, **how)
-
-
-def _clean(model: HookedTransformer) -> None:
-    model.reset_hooks(including_permanent=True)
-    model.zero_grad()
-    for block in model.blocks:
-        # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
-        # attention scores of a shorter one that differs by a constant for each query.
-        block.attn.alibi = None
 
 
 @pytest.fixture

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import devices
+import pytest
 import torch
 import transformer_lens
-from architectures import NO_PROCESSING
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, build_toy, load_hooked
+from model_classes import HookedTransformer
 from offloads import OFFLOADED
-from transformer_lens import HookedTransformer
+from transformer_lens import loading_from_pretrained as tl_loading
 
 from tl_devicefix.hooked_transformer.components import IS_2
 
@@ -44,6 +49,31 @@ def where_to(architecture: str, spread: Spread) -> dict[str, Any]:
         return {"n_devices": spread}
     left_out = () if architecture in ("gpt2", "bloom") else ("pos_embed",)
     return {"device_map": {name: at for name, at in SCATTERED.items() if name not in left_out}}
+
+
+def load_kind(
+    kind: str,
+    source: Callable[[str], Any],
+    tokenizer: Any,
+    spread: Spread | None = None,
+    *,
+    folded: bool | None = None,
+    **options: Any,
+) -> HookedTransformer:
+    """A model of a kind or an architecture, whose weights are those of `source(architecture)`."""
+    if kind in TOYS:
+        home = options.get("device") or devices.device(0)
+        return build_toy(TOYS[kind](), tokenizer, home, int(spread or 1))
+    name, processing = KINDS.get(kind, (kind, {}))
+    processing = NO_PROCESSING if folded is False else processing
+    options = {**processing, **(where_to(name, spread) if spread else {}), **options}
+    architecture = ALL_ARCHITECTURES[name]
+    if architecture.official_name not in tl_loading.OFFICIAL_MODEL_NAMES:
+        pytest.skip(f"the installed TransformerLens has no {architecture.official_name}")
+    model = source(name)
+    if isinstance(model, Path):
+        return HookedTransformer.from_pretrained(str(model), **options)
+    return load_hooked(architecture, model, tokenizer, **options)
 
 
 def devices_of(model: Any) -> set[str]:

@@ -1,9 +1,28 @@
-"""The ids of the two classes of models that tests are parametrised over."""
+"""The two classes of models, and which of them the installed TransformerLens has.
+
+A file of tests of one class imports it from here, and is skipped where it is missing.
+"""
 
 from __future__ import annotations
 
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
+from typing import Any
+
+import pytest
+
+from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 HOOKED, BRIDGE = "hooked", "bridge"
 CLASSES = [*([HOOKED] if has_hooked_transformer() else []), *([BRIDGE] if has_bridge() else [])]
-"""Those of the installed TransformerLens."""
+"""The ids of the classes that the installed TransformerLens has."""
+
+if has_hooked_transformer():
+    from transformer_lens import HookedTransformer  # noqa: F401
+if has_bridge():
+    from transformer_lens.model_bridge import TransformerBridge  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("HookedTransformer", "TransformerBridge"):
+        reason = f"transformer_lens {installed()} has no {name}"
+        pytest.skip(reason, allow_module_level=True)
+    raise AttributeError(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,3 +40,25 @@ def offloaded_blocks(model: Any) -> list[int]:
     """Which blocks live on the host."""
     blocks = [c for c in model.placement.components if c.name.startswith("blocks.")]
     return [layer for layer, component in enumerate(blocks) if component.offloaded]
+
+
+def assert_two_blocks_at_a_time(
+    model: Any, machine: Any, run: Callable[[], object], activations: float
+) -> None:
+    """A run takes memory for two offloaded blocks on a device, and for activations, in blocks."""
+    block = max(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
+    runs_on = [it.device for it in model.placement.components if it.offloaded]
+    gc.collect()
+    before = {device: machine.memory_allocated(device) for device in model.placement.devices}
+    for device in before:
+        machine.reset_peak_memory_stats(device)
+
+    with torch.no_grad():
+        run()
+    gc.collect()
+
+    for device, held in before.items():
+        visiting = min(2, runs_on.count(device))
+        taken = (machine.max_memory_allocated(device) - held) / block
+        assert visiting <= taken < visiting + activations, (device, model.placement)
+        assert machine.memory_allocated(device) == held

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from textwrap import dedent, indent
 from typing import Any, TypeAlias
 
 from tl_devicefix import __version__
-from tl_devicefix.misspelt import did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,15 +55,6 @@ class _Parser(argparse.ArgumentParser):
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
         # No abbreviations, because a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
-
-    # Not parse_args, because argparse parses commands by this.
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        chosen, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # argparse's own error suggests no name
-            options = re.findall("--[a-z-]+", self.format_usage())
-            meant = did_you_mean(unknown[0].partition("=")[0], options)
-            self.error(f"there is no argument {unknown[0]!r}{meant}")
-        return chosen, unknown
 
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
@@ -192,12 +181,8 @@ def _memory(text: str) -> str | dict[int | str, str]:
 
 
 def _device_map(text: str) -> int | str | dict[str, int | str]:
-    if not text.startswith("{"):  # a strategy, or one device
-        return _device(text)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    # JSON, a strategy, or one device.
+    return json.loads(text) if text.startswith("{") else _device(text)
 
 
 def _run_estimate(chosen: argparse.Namespace) -> bool:

@@ -8,12 +8,6 @@ import transformers.utils.logging as hf_logging
 from tl_devicefix import save_activations
 
 
-@pytest.fixture(scope="module")
-def machine(simulated):
-    with simulated(4) as machine:
-        yield machine
-
-
 @pytest.fixture
 def batches(tokens):
     """Five batches, the last of which has one example."""

@@ -42,11 +42,11 @@ def machine():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_saved_activations_equal_a_loops_bit_for_bit(
-    dtype, model_class, machine, folded, batches, run
+    dtype, model_class, machine, load, batches, run
 ):
     if dtype == torch.bfloat16 and model_class == BRIDGE and installed() < Version("4.0"):
         pytest.skip("TransformerLens 3 leaves folded weights of a Bridge in float32")
-    model = folded("llama", 4).to(dtype)
+    model = load("llama", 4, folded=True).to(dtype)
     names = [name for name in model.hook_dict if name.endswith(("resid_post", "pattern"))]
     expected = [model.run_with_cache(batch, names_filter=names)[1] for batch in batches]
 
@@ -78,8 +78,8 @@ METHODS: dict[str, Callable[[ActivationCache], Any]] = {
 """Each way in which a cache's methods read it."""
 
 
-def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, folded, batches, run):
-    model = folded("llama", 4)
+def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, load, batches, run):
+    model = load("llama", 4, folded=True)
     result = run(model, batches[:3], shard_size=100_000)
     assert len(result.index.shards) > 1
     in_memory = cache_of(model, batches[:3])
@@ -92,8 +92,8 @@ def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, folded, 
         assert_agrees(method(read), expected, home)
 
 
-def test_an_example_is_a_cache_without_a_batch_axis(machine, over_devices, batches, run):
-    model = over_devices("gpt2")
+def test_an_example_is_a_cache_without_a_batch_axis(machine, load, batches, run):
+    model = load("gpt2")
     names_filter = lambda name: name.endswith(("resid_post", "pattern"))  # noqa: E731
     result = run(model, batches, names_filter)
     for number in (0, 5, -1):
@@ -106,8 +106,8 @@ def test_an_example_is_a_cache_without_a_batch_axis(machine, over_devices, batch
         result.cache(9)
 
 
-def test_cache_read_from_disk_keeps_entries_put_into_it(folded_on_one, batches, run):
-    result = run(folded_on_one("llama"), batches, RESID)
+def test_cache_read_from_disk_keeps_entries_put_into_it(on_one, batches, run):
+    result = run(on_one("llama", folded=True), batches, RESID)
     cache = result.cache(slice(0, 2))
     cache[RESID].zero_()
     assert cache[RESID].any()
@@ -116,8 +116,8 @@ def test_cache_read_from_disk_keeps_entries_put_into_it(folded_on_one, batches, 
     assert result[RESID][:2].any()
 
 
-def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, run):
-    model, mask = over_devices("llama"), padded(tokens)
+def test_masks_reach_the_forward_and_are_stored(machine, load, tokens, run):
+    model, mask = load("llama"), padded(tokens)
     _, cache = model.run_with_cache(tokens, attention_mask=mask, names_filter=RESID)
     items = [{"input_ids": tokens, "attention_mask": mask}] * 2
     result = run(model, items, RESID, stop_at_layer=4)
@@ -126,8 +126,8 @@ def test_masks_reach_the_forward_and_are_stored(machine, over_devices, tokens, r
     assert torch.equal(result.masks[:], torch.cat([mask.bool()] * 2))
 
 
-def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, run):
-    model, texts = folded_on_one("llama"), ["w4 w5 w6", "w7"]
+def test_texts_are_tokenised_padded_and_stored_with_their_masks(on_one, run):
+    model, texts = on_one("llama", folded=True), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID)
     result = run(model, [texts, texts], RESID)
     tokens = model.to_tokens(texts).cpu()
@@ -137,8 +137,8 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(folded_on_one, r
     assert_agrees(result[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
-def test_loaders_and_datasets_are_batched_and_saved(folded_on_one, batches, tmp_path):
-    model, tokens = folded_on_one("llama"), torch.cat(batches)
+def test_loaders_and_datasets_are_batched_and_saved(on_one, batches, tmp_path):
+    model, tokens = on_one("llama", folded=True), torch.cat(batches)
     dataset = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
     without_a_length = dataset.with_format("torch").to_iterable_dataset()
     expected = cache_of(model, batches)[RESID].cpu()
@@ -156,9 +156,9 @@ def test_loaders_and_datasets_are_batched_and_saved(folded_on_one, batches, tmp_
         assert_agrees(result[RESID][:], expected)
 
 
-def test_transform_and_dtype_act_on_the_activations_device(machine, over_devices, batches, run):
+def test_transform_and_dtype_act_on_the_activations_device(machine, load, batches, run):
     """A dict transforms the names that it has."""
-    model = over_devices("llama")
+    model = load("llama")
     n_rows: list[int] = []
     seen = set()
     logits, expected = model.run_with_cache(torch.cat(batches).to(model.cfg.device))
@@ -181,8 +181,8 @@ def test_transform_and_dtype_act_on_the_activations_device(machine, over_devices
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
-def test_token_mask_leaves_tokens_out(folded_on_one, batches, run):
-    model, tokens = folded_on_one("llama"), torch.cat(batches)
+def test_token_mask_leaves_tokens_out(on_one, batches, run):
+    model, tokens = on_one("llama", folded=True), torch.cat(batches)
     expecteds = tokens % 3 != 0
     expected = cache_of(model, batches)[RESID].cpu()
 
@@ -201,9 +201,9 @@ def test_token_mask_leaves_tokens_out(folded_on_one, batches, run):
         result.cache(0)
 
 
-def test_shards_depend_on_the_arguments_only(machine, over_devices, batches, tmp_path):
+def test_shards_depend_on_the_arguments_only(machine, load, batches, tmp_path):
     """However many runs are in flight."""
-    model = over_devices("llama")
+    model = load("llama")
     for max_in_flight in (1, 4):
         save_activations(
             *(model, batches[:3], RESID),
@@ -216,16 +216,16 @@ def test_shards_depend_on_the_arguments_only(machine, over_devices, batches, tmp
     assert files(tmp_path / "1") == files(tmp_path / "4")
 
 
-def test_activations_of_offloaded_blocks_are_saved(machine, from_checkpoint, batches, run):
-    model = from_checkpoint("llama", device_map={"": 0, "blocks": "cpu"})
+def test_activations_of_offloaded_blocks_are_saved(machine, load, batches, run):
+    model = load("llama", device_map={"": 0, "blocks": "cpu"})
     result = run(model, batches, RESID)
     assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
 
 
 @pytest.mark.usefixtures("bars")
-def test_the_bar_shows_examples_and_bytes(folded_on_one, batches, tmp_path, capsys):
+def test_the_bar_shows_examples_and_bytes(on_one, batches, tmp_path, capsys):
     """Also where the last batch has fewer: so many are known at the end."""
-    model, n_bytes = folded_on_one("llama"), 10 * batches[0].shape[1] * (16 * 4 + 9)
+    model, n_bytes = on_one("llama", folded=True), 10 * batches[0].shape[1] * (16 * 4 + 9)
     save_activations(model, batches, RESID, directory=tmp_path / "sized")
     last = capsys.readouterr().err.split("\r")[-1]
     assert f"Activations of {gib(n_bytes)}: 100%" in last
@@ -239,23 +239,21 @@ IDS = torch.arange(3, 12)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),
     ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
-    ({"names_filter": "resid_post"}, "did you mean .blocks.0.hook_resid_post., or that of another"),
-    ({"names_filter": []}, "names_filter is empty"),
-    ({"names_filter": lambda name: False}, "names_filter selects no activation"),
-    ({"stop_at_layer": 2}, "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer=2"),
+    ({"names_filter": []}, "names_filter selects no activation"),
+    ({"stop_at_layer": 2}, "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer"),
     ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
-    ({"stop_at_layers": 5}, "no argument 'stop_at_layers'; did you mean 'stop_at_layer'"),
     ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
-    ({"transform": {RESID: "mean"}}, r"transform must be a function .* but is 'mean'"),
+    ({"transform": "mean"}, "'str' object is not callable"),
     ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
-    ({"transform": lambda a: (a, a)}, r"must return a tensor, but for blocks.3\S* it .* a tuple"),
-    ({"transform": lambda a: a.to(torch.complex64)}, "complex64, which"),
     ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
     ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),
-    ({"token_mask": lambda tokens: tokens.tolist()}, "must return a tensor .*, but returned list"),
+    (
+        {"token_mask": lambda tokens: tokens},
+        r"of booleans \[1, 9\].* returned torch.int64 \[1, 9\]",
+    ),
     ({"token_mask": lambda tokens: tokens[0] > 3}, r"of booleans \[1, 9\].* torch.bool \[9\]"),
-    ({"token_mask": "mask"}, "token_mask must be 'attention_mask' or a function .* but is 'mask'"),
+    ({"token_mask": "mask"}, "'str' object is not callable"),
     ({"names_filter": PATTERN, "token_mask": "attention_mask"}, f"leave tokens out of {PATTERN}"),
     ({"data": []}, "batches has no batch"),
     ({"data": 5}, "batches must be a list or another iterable, but is 5"),
@@ -272,33 +270,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_bad_arguments_are_refused_before_an_index_is_written(
-    options, message, folded_on_one, run, tmp_path
+    options, message, on_one, run, tmp_path
 ):
     options = {"names_filter": RESID, "data": [IDS[None]], **options}
-    model = options.pop("model", None) or folded_on_one("llama")
+    model = options.pop("model", None) or on_one("llama", folded=True)
     with pytest.raises((ValueError, TypeError), match=message):
         run(model, options.pop("data"), **options)
     assert not (tmp_path / "out" / INDEX).exists()
 
 
-def test_a_file_in_place_of_the_directory_is_refused(folded_on_one, run, tmp_path):
-    (tmp_path / "out").write_text("")
-    with pytest.raises(FileExistsError, match="out is a file and no directory: give another"):
-        run(folded_on_one("llama"), [IDS[None]], RESID)
-
-
-def test_a_token_mask_without_tokens_is_refused_at_the_end(folded_on_one, run, tmp_path):
+def test_a_token_mask_without_tokens_is_refused_at_the_end(on_one, run, tmp_path):
     with pytest.raises(ValueError, match="token_mask leaves out every token"):
-        run(folded_on_one("llama"), [IDS[None]] * 2, RESID, token_mask=lambda tokens: tokens < 0)
+        run(
+            on_one("llama", folded=True),
+            [IDS[None]] * 2,
+            RESID,
+            token_mask=lambda tokens: tokens < 0,
+        )
     assert not load_activations(tmp_path / "out").is_complete
 
 
-def test_a_directory_without_shards_is_used_again(folded_on_one, run, tmp_path):
+def test_a_directory_without_shards_is_used_again(on_one, run, tmp_path):
     def ends():
         yield IDS[None]
         raise InterruptedError
 
-    model = folded_on_one("llama")
+    model = on_one("llama", folded=True)
     with pytest.raises(InterruptedError):
         run(model, ends(), RESID)
     assert len(load_activations(tmp_path / "out")) == 0
@@ -309,7 +306,6 @@ def test_a_directory_without_shards_is_used_again(folded_on_one, run, tmp_path):
 
 
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
-    (lambda h: h.cache(0).accumulated_resid(), r"no model, .* saved\.cache\(examples, model\)"),
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
     (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),
@@ -319,7 +315,6 @@ READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
     (lambda h: h[WRITTEN][3, 5], "indexed by examples only"),
     (lambda h: h[WRITTEN][[True, False]], "not by bool"),
     (lambda h: h.activations(WRITTEN, device="cpuu"), "'cpuu' cannot be used here"),
-    (lambda h: h.activations(WRITTEN, batch_size=0), "batch_size must be 1 or more, but is 0"),
     (lambda h: h.activations(WRITTEN).load_state_dict({}), "the state has batch_size=None, but"),
 ]
 

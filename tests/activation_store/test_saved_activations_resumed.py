@@ -30,6 +30,8 @@ from tl_devicefix.activation_store.format import (
     write_index,
 )
 
+pytestmark = pytest.mark.once
+
 NAMES = ["blocks.1.hook_resid_post", "blocks.3.hook_resid_post"]
 N_BATCHES = 16
 
@@ -41,8 +43,8 @@ def batches():
 
 
 @pytest.fixture
-def model(folded_on_one):
-    return folded_on_one("llama")
+def model(on_one):
+    return on_one("llama", folded=True)
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_resuming_with_other_options_or_versions_is_refused(begun, start):
             start(**{"resume": True, **options})
     index = read_index(begun)
     write_index(begun, replace(index, made_by={**index.made_by, "torch": "1.0"}))
-    with pytest.raises(ValueError, match=r"of torch is 1.0 on disk, .*; install that version"):
+    with pytest.raises(ValueError, match=r"version of torch is 1.0 on disk, but .* repeat"):
         start(resume=True)
     write_index(begun, index)
     another = "another process is saving activations to"
@@ -159,9 +161,9 @@ def test_resuming_with_other_options_or_versions_is_refused(begun, start):
     assert files(begun) == before
 
 
-def test_resuming_with_another_model_or_data_is_refused(begun, start, batches, folded_on_one):
-    with pytest.raises(ValueError, match=r"the model's \w+ is .*; load the first call's model"):
-        start(resume=True, model=folded_on_one("gpt2"))
+def test_resuming_with_another_model_or_data_is_refused(begun, start, batches, on_one):
+    with pytest.raises(ValueError, match=r"the model's \w+ is .*; repeat the first call's model"):
+        start(resume=True, model=on_one("gpt2", folded=True))
     saved = len(load_activations(begun))
     others = {
         "from example 12 on, batches has other values of tokens": [
@@ -243,7 +245,7 @@ def test_a_disk_that_is_full_leaves_complete_shards(start, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_shard", full)
-        with pytest.raises(OSError, match=r"the disk of \S+ is full: 27 examples.*resume=True"):
+        with pytest.raises(OSError, match="No space left"):
             start()
     assert len(load_activations(tmp_path / "out")) == 27
     start(directory=tmp_path / "whole")

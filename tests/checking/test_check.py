@@ -18,29 +18,13 @@ from faults import (
     some_parameters_moved,
 )
 from hf_models import D_MODEL, randomize
-from model_classes import HOOKED
+from model_classes import HookedTransformer
 from torch import nn
-from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix import check
 
-
-@pytest.fixture
-def model_class():
-    return HOOKED
-
-
-@pytest.fixture
-def load(machine, from_pretrained):
-    """`load("gpt2", n_devices=3)`: by default over four devices. Toys are built from configs."""
-
-    def load(name, n_devices=4, **options):
-        if name in TOYS:
-            return build_toy(TOYS[name](), None, device(0), n_devices)
-        return from_pretrained(name, n_devices=n_devices, **options)
-
-    return load
+pytestmark = pytest.mark.hooked
 
 
 def findings(model):
@@ -133,21 +117,14 @@ def test_a_model_without_a_placement_is_compared_with_its_config():
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
 
 
-def test_model_not_yet_on_its_device_is_found_and_repaired(machine):
+@pytest.mark.parametrize("home", [device(1), 1])
+def test_model_not_yet_on_its_device_is_found_and_repaired(home, machine):
     cfg = attention_only_config()
-    cfg.device = device(1)
+    cfg.device = home
     model = HookedTransformer(cfg, move_to_device=False)
     randomize(model)
     (finding,) = check(model).findings
     assert f'model.to("{device(1)}")' in str(finding)
-    assert check(model, repair=True)
-    assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
-
-
-def test_config_may_give_its_device_as_an_index(machine):
-    cfg = attention_only_config()
-    cfg.device = 1
-    model = HookedTransformer(cfg, move_to_device=False)
     assert check(model, repair=True)
     assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
 

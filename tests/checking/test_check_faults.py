@@ -14,28 +14,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
 
 @pytest.fixture
-def unpatched(model_class, request):
-    """`unpatched("gpt2", ...)`: as TransformerLens alone loads it, on the CPU."""
-    return request.getfixturevalue("bridge_references" if model_class == BRIDGE else "references")
-
-
-@pytest.fixture
-def reference(model_class, unpatched):
-    return unpatched("llama", compatible=True) if model_class == BRIDGE else unpatched("llama")
+def reference(on_one):
+    return on_one("llama", folded=True)
 
 
 UNPATCHED = {
-    HOOKED: [("bloom", {})],  # of which no one has set W_pos
-    BRIDGE: [("gpt2", {"compatible": False}), ("gpt2", {"compatible": True})],
+    HOOKED: [("bloom", True)],  # of which no one has set W_pos
+    BRIDGE: [("gpt2", False), ("gpt2", True)],
 }
 
 
 @pytest.mark.parametrize(
-    ("model_class", "name", "options"),
+    ("model_class", "name", "folded"),
     [(model_class, *item) for model_class in CLASSES for item in UNPATCHED[model_class]],
 )
-def test_check_finds_no_fault_in_an_unpatched_model(name, options, unpatched):
-    assert repr(check(unpatched(name, **options))) == "all is well"
+def test_check_finds_no_fault_in_an_unpatched_model(name, folded, on_one):
+    assert repr(check(on_one(name, folded=folded))) == "all is well"
 
 
 @pytest.mark.parametrize(
@@ -88,27 +82,21 @@ def test_each_fault_is_named_and_mended_by_its_fix_and_by_repair(
 CLASS_NAMES = {HOOKED: "HookedTransformer", BRIDGE: "TransformerBridge"}
 
 
-def test_check_refuses_an_object_that_is_no_model(model_class, unpatched):
+def test_check_refuses_an_object_that_is_no_model(model_class, on_one):
     with pytest.raises(TypeError, match=f"{CLASS_NAMES[model_class]}.*, but this is a Linear"):
         check(nn.Linear(2, 2))
     if model_class == BRIDGE:
         with pytest.raises(TypeError, match=r"TransformerBridge, but this is a GPT2LMHeadModel"):
-            check(unpatched("gpt2").original_model)
+            check(on_one("gpt2").original_model)
 
 
-a_bridge = pytest.mark.skipif(
-    BRIDGE not in CLASSES, reason="this TransformerLens has no TransformerBridge"
-)
-NAMES = ["llama", "gpt2"]
-if not has_hooked_transformer():  # in TransformerLens 3.9 it is the same code
-    NAMES += ["gemma-2", "mixtral", "bloom", "gpt-neo", "gpt-j", "gemma-3", "gpt-oss", "mamba-2"]
-    NAMES.append("nemotron-h")
+NAMES = ["llama", "gpt2", "gemma-2", "mixtral", "bloom", "gpt-neo", "gpt-j", "gemma-3", "gpt-oss"]
 
 
-@a_bridge
-@pytest.mark.parametrize("name", NAMES)
-def test_check_finds_no_fault_in_a_bridge_folded_or_not(name, boot, machine, tokens):
-    bridge = boot(name, n_devices=3)
+@pytest.mark.bridge
+@pytest.mark.parametrize("name", [*NAMES, "mamba-2", "nemotron-h"])
+def test_check_finds_no_fault_in_a_bridge_folded_or_not(name, load, machine, tokens):
+    bridge = load(name, n_devices=3)
     assert check(bridge), check(bridge)
     bridge.enable_compatibility_mode(fold_ln=name != "gpt2")  # which leaves all norms
     assert check(bridge), check(bridge)
@@ -116,9 +104,9 @@ def test_check_finds_no_fault_in_a_bridge_folded_or_not(name, boot, machine, tok
     assert check(bridge), check(bridge)
 
 
-@a_bridge
-def test_repair_keeps_tied_embeddings_tied(boot, machine):
-    bridge = boot("gpt2", n_devices=3)
+@pytest.mark.bridge
+def test_repair_keeps_tied_embeddings_tied(load, machine):
+    bridge = load("gpt2", n_devices=3)
     bridge.embed.to(device(2))
     assert check(bridge, repair=True), check(bridge)
     embed, unembed = bridge.embed._original_component, bridge.unembed._original_component

@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformer_lens.loading_from_pretrained as tl_loading
 from architectures import NO_PROCESSING
 from comparison import assert_same_model, log_probs
 from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, randomize
 from hub_cache import HubCache
+from model_classes import HookedTransformer
 from parameters import in_turn
 from safetensors.torch import save_file
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import HookedTransformerConfig
+from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 
-pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ FILES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("kind", "name"), in_turn(FILES, ["gpt2", "qwen2"]))
 def test_every_kind_of_file_holds_the_same_model(
-    name, kind, hf_models, write_checkpoint, references, machine,
+    name, kind, hf_models, write_checkpoint, on_one, machine,
     tokens,
 ) :  # fmt: skip
     hf_model = hf_models(name)
@@ -82,7 +83,7 @@ def test_every_kind_of_file_holds_the_same_model(
     file, n_files, options = FILES[kind]
     directory = write_checkpoint(hf_model, tensors, file, n_files, **options)
     model = HookedTransformer.from_pretrained(directory, n_devices=3)
-    assert_same_model(model, references(name), tokens)
+    assert_same_model(model, on_one(name), tokens)
 
 
 FORMS = ("hf_model", "checkpoint")
@@ -100,17 +101,17 @@ COMPUTED = ["gpt2", "pythia", "mixtral", "gemma", "gemma-2", "gemma-3"]
 )
 def test_loading_in_another_dtype_is_off_by_one_ulp_at_most(
     name, stored, loaded, form, hf_models,
-    checkpoints, from_pretrained, machine,
+    checkpoints, load, machine,
 ) :  # fmt: skip
     """Whatever converters compute (Gemma's scaled embedding, its norms plus one) is in float32."""
     in_float64 = hf_models(name, stored, torch.float64)
-    exact = from_pretrained(name, in_float64, dtype=torch.float64, device="cpu")
+    exact = load(name, hf_model=in_float64, dtype=torch.float64, device="cpu")
 
     options = {"dtype": str(loaded)[6:] if form == "checkpoint" else loaded, "n_devices": 3}
     if form == "checkpoint":
         model = HookedTransformer.from_pretrained(checkpoints(name, stored), **options)
     else:
-        model = from_pretrained(name, hf_models(name, stored), **options)
+        model = load(name, hf_model=hf_models(name, stored), **options)
 
     assert model.cfg.dtype == loaded
     last_place = torch.finfo(loaded).eps
@@ -132,7 +133,7 @@ def say_dtype(checkpoint: Path, dtype: str) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), in_turn(FILES, ["bfloat16", "float16"]))
 def test_files_wider_than_config_json_says_are_not_rounded(
-    kind, dtype, hf_models, references, write_checkpoint, machine
+    kind, dtype, hf_models, on_one, write_checkpoint, machine
 ):
     hf_model = hf_models("qwen2")
     tensors = {key: tensor.detach().clone() for key, tensor in hf_model.state_dict().items()}
@@ -142,7 +143,7 @@ def test_files_wider_than_config_json_says_are_not_rounded(
 
     model = HookedTransformer.from_pretrained_no_processing(directory, n_devices=3)
 
-    expected = dict(references("qwen2", **NO_PROCESSING).named_parameters())
+    expected = dict(on_one("qwen2", **NO_PROCESSING).named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.cpu(), expected[name]), name
 
@@ -182,10 +183,10 @@ UNNAMED = {"from_checkpoint": False, "original_architecture": None}
     ],
 )
 def test_padded_vocabulary_is_kept_and_changes_no_logits(
-    name, form, hf_models, references, from_pretrained, machine,
+    name, form, hf_models, on_one, load, machine,
     checkpoints, tokens, tmp_path,
 ) :  # fmt: skip
-    expected = log_probs(references(name), tokens)
+    expected = log_probs(on_one(name), tokens)
     hf_model = copy.deepcopy(hf_models(name))
     hf_model.resize_token_embeddings(D_VOCAB + 1, pad_to_multiple_of=8)
 
@@ -193,7 +194,7 @@ def test_padded_vocabulary_is_kept_and_changes_no_logits(
         hf_model.save_pretrained(tmp_path)
         model = HookedTransformer.from_pretrained(tmp_path, n_devices=3)
     elif form == "hf_model":
-        model = from_pretrained(name, hf_model, n_devices=3)
+        model = load(name, hf_model=hf_model, n_devices=3)
     else:
         directory = checkpoints(name)
         model = HookedTransformer.from_pretrained(directory, hf_model=hf_model, n_devices=3)

@@ -17,16 +17,18 @@ import pytest
 import torch
 import transformers
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, PROCESSING, Architecture, load_hooked
-from comparison import assert_same_logits, assert_same_model, log_probs
+from comparison import Snapshot, assert_same_logits, assert_same_model, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, N_CTX
 from machines import as_installed
+from model_classes import HookedTransformer
 from packaging.version import Version
 from parameters import in_turn
 from torch import nn
-from transformer_lens import HookedTransformer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+pytestmark = pytest.mark.hooked
 
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([[3, 5, 7, 9]])
@@ -358,14 +360,14 @@ def predictions(hf_model: Any, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(("name", "processing"), in_turn(CASES, ["default", "none"]))
 def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
-    name, processing, parts_of, load, reference_of, snapshot, tokens
+    name, processing, parts_of, load, reference_of, tokens
 ):
     case = CASES[name]
     of = case.architecture
     hf_model, another = case.live(parts_of(of)), case.live(parts_of(of))
     options = PROCESSING[processing]
     reference = reference_of(of, case.plain(parts_of(of)), **options)
-    before = snapshot(hf_model)
+    before = Snapshot(hf_model)
 
     model = load(of, hf_model, **options)
 
@@ -380,9 +382,9 @@ def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
 
 
 @pytest.mark.parametrize("case", NOT_AS_MERGED)
-def test_adapters_that_peft_cannot_merge_are_merged(case, parts_of, load, references, tokens):
+def test_adapters_that_peft_cannot_merge_are_merged(case, parts_of, load, on_one, tokens):
     name, adapt = NOT_AS_MERGED[case]
-    references(name)  # skips where TransformerLens itself cannot read it
+    on_one(name)  # skips where TransformerLens itself cannot read it
     hf_model = adapt(parts_of(name).model)
     unfolded = {"fold_ln": False} if name == "mixtral" else {}  # TransformerLens 2 drops its norms
     model = load(name, hf_model, n_devices=1, **unfolded)
@@ -410,9 +412,9 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
 
 
 @pytest.mark.fails_unpatched
-def test_loaded_model_shares_no_memory_with_the_adapted_one(parts_of, load, snapshot):
+def test_loaded_model_shares_no_memory_with_the_adapted_one(parts_of, load):
     hf_model = lora(*IN_GPT2, **CONV)(parts_of("gpt2").model)
-    before = snapshot(hf_model)
+    before = Snapshot(hf_model)
     model = load("gpt2", hf_model, n_devices=1, device="cpu", **NO_PROCESSING)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -510,9 +512,9 @@ def test_hf_model_without_plain_weights_is_refused(case, parts_of, load, refused
         load(name, hf_model)
 
 
-def test_a_plain_model_needs_no_optional_library(hf_models, load, references, monkeypatch, tokens):
+def test_a_plain_model_needs_no_optional_library(hf_models, load, on_one, monkeypatch, tokens):
     for library in ("peft", "bitsandbytes"):  # what is in use of them goes on
         for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == library]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, library, None)
-    assert_same_logits(load("llama", hf_models("llama")), references("llama"), tokens)
+    assert_same_logits(load("llama", hf_models("llama")), on_one("llama"), tokens)

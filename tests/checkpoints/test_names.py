@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-import transformer_lens.loading_from_pretrained as tl_loading
 import transformers.dynamic_module_utils
 import transformers.utils.hub
 from architectures import ALL_ARCHITECTURES
 from comparison import assert_same_model
 from hf_models import make_tokenizer, randomize
 from hub_cache import HubCache, commit_of
-from transformer_lens import HookedTransformer
+from model_classes import HookedTransformer
+from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
 from tl_devicefix import plan
 from tl_devicefix.checkpoints.hub import known_fields
 from tl_devicefix.hooked_transformer.config import model_config
 
-pytestmark = pytest.mark.usefixtures("machine")
+pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("machine")]
 
 FINE_TUNE = "someone/not-a-gemma-2-nor-llama"
 """The name of a tiny Qwen2 that TransformerLens does not list, and would misread if it did."""
@@ -76,8 +76,8 @@ def test_listed_name_loads_the_model_transformer_lens_loads(architecture, put, t
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma-2", "pythia"])
-def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, references, tokens):
-    reference, hf_model = references(architecture), put(architecture)
+def test_a_fine_tune_is_loaded_by_its_own_name(architecture, put, on_one, tokens):
+    reference, hf_model = on_one(architecture), put(architecture)
     model = HookedTransformer.from_pretrained(FINE_TUNE, n_devices=2)
     assert_same_model(model, reference, tokens)
     assert model.cfg.original_architecture == hf_model.config.architectures[0]
@@ -270,15 +270,13 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_checkpoint_with_own_code_loads_only_if_trusted(
-    hub, modules, hf_models, references, tokens
-):
+def test_checkpoint_with_own_code_loads_only_if_trusted(hub, modules, hf_models, on_one, tokens):
     folder = hub.add("someone/own", hf_models("llama"))
     (folder / "own.py").write_text(OWN_CODE)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     change_json(folder / "config.json", model_type="own", auto_map=classes)
     model = HookedTransformer.from_pretrained("someone/own", n_devices=2, trust_remote_code=True)
-    assert_same_model(model, references("llama"), tokens)
+    assert_same_model(model, on_one("llama"), tokens)
     with pytest.raises(ValueError, match="trust_remote_code"):
         HookedTransformer.from_pretrained("someone/own", trust_remote_code=False)
 

@@ -10,6 +10,8 @@ from devices import device
 from kinds import home_of
 from torch import nn
 
+pytestmark = pytest.mark.hooked
+
 
 class Probe(nn.Module):
     def __init__(self, width):

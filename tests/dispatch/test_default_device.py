@@ -27,23 +27,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2's projection is fused
-def test_another_default_device_changes_no_result_or_device(
-    kind, from_checkpoint, on_one, machine, tokens
-):
+def test_another_default_device_changes_no_result_or_device(kind, load, on_one, machine, tokens):
     expected = {name: call(on_one(kind), tokens) for name, call in CALLS.items()}
     with torch.device(device(1)):
-        model = from_checkpoint(kind, n_devices=4)
+        model = load(kind, n_devices=4)
         results = {name: call(model, tokens.to(device(0))) for name, call in CALLS.items()}
     for name, result in results.items():
         assert str(result.device) == device(0), name
         assert_agrees(result, expected[name])
 
 
-def test_save_activations_takes_batches_on_the_models_device(
-    from_checkpoint, machine, tokens, tmp_path
-):
+def test_save_activations_takes_batches_on_the_models_device(load, machine, tokens, tmp_path):
     with torch.device(device(1)):
-        model = from_checkpoint("llama", device=device(0))
+        model = load("llama", device=device(0))
         batches = [{"tokens": tokens.to(device(0)), "attention_mask": padded(tokens).to(device(0))}]
         options = {"directory": tmp_path, "progress": False}
         saved = tl_devicefix.save_activations(model, batches, [RESID], **options)

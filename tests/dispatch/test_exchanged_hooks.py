@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 from comparison import assert_agrees
-from model_classes import BRIDGE, CLASSES, HOOKED
+from model_classes import BRIDGE
 
 import tl_devicefix
 
@@ -53,15 +53,13 @@ def added_to_a_dict_by_mock(run, point):
 @pytest.mark.parametrize(
     "scenario", [put_back, put_back_while_unpatched, added_to_a_new_dict, added_to_a_dict_by_mock]
 )
-def test_hooks_act_when_their_dict_is_exchanged(
-    model_class, over_devices, on_one, tokens, scenario
-):
+def test_hooks_act_when_their_dict_is_exchanged(model_class, load, on_one, tokens, scenario):
     def outputs(model):
         x, block = tokens.to(model.cfg.device), model.blocks[1]
         point = block.mlp.hook_out if model_class == BRIDGE else block.hook_mlp_out
         return list(scenario(lambda: model(x), point))
 
-    given, expected = outputs(over_devices("llama")), outputs(on_one("llama"))
+    given, expected = outputs(load("llama")), outputs(on_one("llama"))
     assert not expected[-1].equal(expected[-2]) or not expected[-1].equal(expected[0])
     for ours, installed in zip(given, expected):
         assert_agrees(ours, installed)
@@ -105,9 +103,9 @@ def test_forward_replaced_by_a_removed_hook_acts(model_class, on_one, tokens):
     assert_a_replaced_forward_counts(model, tokens, part, register)
 
 
-@pytest.mark.skipif(HOOKED not in CLASSES, reason="TransformerLens 4 has no HookedTransformer")
-def test_forward_replaced_by_a_pre_hook_acts_in_its_block(on_cpu, tokens):
-    model = on_cpu("llama")
+@pytest.mark.hooked
+def test_forward_replaced_by_a_pre_hook_acts_in_its_block(on_one, tokens):
+    model = on_one("llama")
     block = model.blocks[1]
     register = lambda replace: block.register_forward_pre_hook(lambda *_: replace())  # noqa: E731
 

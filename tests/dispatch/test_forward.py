@@ -12,6 +12,8 @@ from parameters import in_turn
 
 from tl_devicefix.monkeypatch.versions import installed
 
+pytestmark = pytest.mark.hooked
+
 SENTENCES = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
 ANYWAY = [("llama", 1), ("llama", "some of three devices"), ("gpt2", "scattered")]
 FAILS = [("llama", 4), ("gpt2", 3), ("bloom", 4), ("unfolded pythia", 3), ("attention-only", 4)]

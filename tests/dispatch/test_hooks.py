@@ -9,6 +9,8 @@ from kinds import home_of
 
 import tl_devicefix
 
+pytestmark = pytest.mark.hooked
+
 LAST = "blocks.4.hook_resid_post"
 
 

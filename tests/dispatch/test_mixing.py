@@ -14,6 +14,8 @@ from tl_devicefix import plan
 from tl_devicefix.dispatch.mixing import JoinedAt
 from tl_devicefix.placement import in_use
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.fixture(scope="module", autouse=True)
 def of_this_module_only():
@@ -109,9 +111,9 @@ def test_gather_on_s_device_is_in_use_and_home(model):
         assert (torch.ones(3) + torch.ones(3, device=device(2))).device == torch.device("cpu")
 
 
-def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, from_pretrained):
+def test_a_model_s_devices_are_in_use_as_long_as_it_lives(machine, load):
     before = in_use.devices_in_use()
-    model = from_pretrained("gpt2", device_map={"": 0, "blocks.4": "cpu"})
+    model = load("gpt2", device_map={"": 0, "blocks.4": "cpu"})
     twin, its = copy.deepcopy(model), {torch.device(device(0)), torch.device("cpu")}
     assert in_use.devices_in_use() == before | its
     del model

@@ -76,11 +76,11 @@ def a_pytorch_hook(model, tokens, to):
         *(what_hooks_kept, modules_called_by_hand, a_pytorch_hook),
     ],
 )
-def test_single_device_script_works_mixing_or_as_rewritten(script, over_devices, on_one, tokens):
+def test_single_device_script_works_mixing_or_as_rewritten(script, load, on_one, tokens):
     def stay(tensor, device):
         return tensor
 
-    model, reference, at_home = over_devices("gpt2"), on_one("gpt2"), tokens.to(device(0))
+    model, reference, at_home = load("gpt2"), on_one("gpt2"), tokens.to(device(0))
     if script is not modules_called_by_hand or not hasattr(model, "original_model"):
         with pytest.raises(RuntimeError, match="same device") as caught:
             script(model, at_home, stay)
@@ -93,7 +93,7 @@ def test_single_device_script_works_mixing_or_as_rewritten(script, over_devices,
 
 
 @pytest.mark.fails_unpatched
-def test_gradients_of_several_blocks_mix_as_on_one_device(over_devices, on_one, tokens):
+def test_gradients_of_several_blocks_mix_as_on_one_device(load, on_one, tokens):
     def gradients(model, tokens):
         model.zero_grad()
         with tl_devicefix.mix_devices():
@@ -106,20 +106,18 @@ def test_gradients_of_several_blocks_mix_as_on_one_device(over_devices, on_one, 
             return [norm, torch.stack(of_blocks)]
 
     expected = gradients(on_one("llama"), tokens)
-    actual = gradients(over_devices("llama"), tokens.to(device(0)))
+    actual = gradients(load("llama"), tokens.to(device(0)))
     assert_agrees(actual, expected, tolerance=1e-4)
 
 
 @pytest.mark.skipif(not HAS_NOTES, reason="exceptions have notes since Python 3.11")
-def test_torchs_device_error_gets_a_note_naming_the_docs_page(
-    over_devices, machine, tokens, monkeypatch
-):
+def test_torchs_device_error_gets_a_note_naming_the_docs_page(load, machine, tokens, monkeypatch):
     """As of real devices, whose errors are torch's and say nothing of the kind."""
 
     def fails(*_, **__):
         raise RuntimeError("Expected all tensors to be on the same device, but mat2 is on cuda:1")
 
-    model, at_home = over_devices("llama"), tokens.to(device(0))
+    model, at_home = load("llama"), tokens.to(device(0))
     _, cache = model.run_with_cache(at_home)
     handle = model.blocks[2].mlp.register_forward_pre_hook(fails)
     runs = [

@@ -13,6 +13,8 @@ from kinds import GREEDY, devices_of, home_of
 from offloads import assert_at_rest
 from parameters import in_turn
 
+pytestmark = pytest.mark.hooked
+
 OFFLOADED = "some of three devices"
 
 
@@ -69,7 +71,7 @@ def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, r
 
 
 @pytest.mark.parametrize("spread", [4, OFFLOADED])
-def test_dtype_change_moves_no_component(spread, load, on_cpu, tokens):
+def test_dtype_change_moves_no_component(spread, load, on_one, tokens):
     model = load("llama", spread)
     devices = model.placement.device_map
     weights = sum(c.weights for c in model.placement.components)
@@ -78,7 +80,7 @@ def test_dtype_change_moves_no_component(spread, load, on_cpu, tokens):
     assert model.placement.device_map == devices
     assert sum(c.weights for c in model.placement.components) == 2 * weights
     assert_at_rest(model)
-    assert_agrees(model(tokens), copy.deepcopy(on_cpu("llama")).to(torch.float64)(tokens))
+    assert_agrees(model(tokens), on_one("llama").to(torch.float64)(tokens))
 
 
 def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, reference, tokens):

@@ -14,7 +14,6 @@ from torch import nn
 
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checking import check
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 
 def weight(model, layer):
@@ -79,11 +78,11 @@ def logits_and_gradients(model, tokens):
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
 def test_part_put_in_from_another_device_runs_with_one_warning(
-    put, model_class, over_devices, on_one, machine, tokens
+    put, model_class, load, on_one, machine, tokens
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("only a HookedTransformer's blocks have this part")
-    model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
+    model, reference = load("llama"), on_one("llama")
     put(model)
     put(reference)
     expected = logits_and_gradients(reference, tokens)
@@ -97,8 +96,8 @@ def test_part_put_in_from_another_device_runs_with_one_warning(
         assert_agrees(model(tokens.to(device(0)), return_type="loss"), expected[0])
 
 
-def test_forward_moves_the_same_parameter_with_its_grad(over_devices, machine, tokens):
-    model = over_devices("llama")
+def test_forward_moves_the_same_parameter_with_its_grad(load, machine, tokens):
+    model = load("llama")
     data(model)
     held, name = weight(model, 4)
     parameter = held[name]
@@ -116,11 +115,11 @@ def test_forward_moves_the_same_parameter_with_its_grad(over_devices, machine, t
 
 @pytest.mark.parametrize("put", [a_parameter, masks], **by_name)
 def test_line_that_the_warning_suggests_silences_it(
-    put, model_class, over_devices, on_one, machine, tokens
+    put, model_class, load, on_one, machine, tokens
 ):
     if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
         pytest.skip("only a HookedTransformer's blocks have this part")
-    model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
+    model, reference = load("llama"), on_one("llama")
     put(model)
     put(reference)
     with pytest.warns(UserWarning, match="to do without the copy") as warned:
@@ -136,13 +135,10 @@ def test_line_that_the_warning_suggests_silences_it(
         assert_agrees(model(tokens.to(device(0))), reference(tokens))
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
-def test_tensors_put_into_an_offloaded_block_move_to_the_host(machine, request, tokens):
-    from_pretrained, on_cpu = map(request.getfixturevalue, ("from_pretrained", "on_cpu"))
-    model = from_pretrained("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
-    reference = copy.deepcopy(on_cpu("llama"))
+@pytest.mark.hooked
+def test_tensors_put_into_an_offloaded_block_move_to_the_host(load, on_one, tokens):
+    model = load("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})
+    reference = on_one("llama")
     for owner in (model, reference):
         owner.blocks[3].mlp.W_in.data = 2 * owner.blocks[4].mlp.W_in.data
         owner.blocks[3].attn.mask = owner.blocks[4].attn.mask
@@ -161,8 +157,8 @@ def test_tensors_put_into_an_offloaded_block_move_to_the_host(machine, request, 
         assert on == {where}
 
 
-def test_untouched_model_and_its_copy_warn_of_nothing(over_devices, machine, tokens):
-    model = over_devices("llama")
+def test_untouched_model_and_its_copy_warn_of_nothing(load, machine, tokens):
+    model = load("llama")
     with no_warning():
         model(tokens.to(device(0)))
         copy.deepcopy(model)(tokens.to(device(0)))
@@ -170,8 +166,8 @@ def test_untouched_model_and_its_copy_warn_of_nothing(over_devices, machine, tok
 
 
 @pytest.mark.fails_unpatched
-def test_pre_hooks_see_their_block_s_device_after_a_setup(over_devices, machine, tokens):
-    model = over_devices("llama")
+def test_pre_hooks_see_their_block_s_device_after_a_setup(load, machine, tokens):
+    model = load("llama")
     devices = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda block, args: devices.append(args[0].device))
@@ -181,12 +177,9 @@ def test_pre_hooks_see_their_block_s_device_after_a_setup(over_devices, machine,
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
-def test_a_copied_block_runs_on_its_new_device_after_a_setup(machine, request, tokens):
-    load, on_cpu = map(request.getfixturevalue, ("load", "on_cpu"))
-    model, reference = load("llama"), copy.deepcopy(on_cpu("llama"))
+@pytest.mark.hooked
+def test_a_copied_block_runs_on_its_new_device_after_a_setup(load, on_one, tokens):
+    model, reference = load("llama"), on_one("llama")
     for owner in (model, reference):
         owner.blocks[4] = copy.deepcopy(owner.blocks[0])
     with pytest.warns(UserWarning, match="put in from another device"):

@@ -11,6 +11,8 @@ from kinds import GREEDY, home_of
 from tl_devicefix.dispatch.carrying import CarryTo
 from tl_devicefix.fusing.one_forward import one_forward
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.mark.parametrize(
     ("kind", "spread"), [("gpt2", 3), ("attention-only", 2), ("llama", 4), ("llama", "scattered")]

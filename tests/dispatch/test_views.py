@@ -34,11 +34,11 @@ def where():
 
 
 @pytest.fixture
-def model(where, kind, machine, folded, from_checkpoint):
+def model(where, kind, load):
     """A new model; without compatibility mode, if it is a Bridge with offloaded blocks."""
     if isinstance(WHERE[where], dict):
-        return from_checkpoint(kind, device_map=WHERE[where])
-    return folded(kind, WHERE[where])
+        return load(kind, device_map=WHERE[where])
+    return load(kind, WHERE[where], folded=True)
 
 
 @pytest.fixture

@@ -15,17 +15,11 @@ def model_class(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def machine(simulated):
-    with simulated(4) as machine:
-        yield machine
-
-
 @pytest.fixture
-def fused(from_checkpoint):
+def fused(load):
     """`fused("llama")`: a new model on the CPU, with fused blocks."""
     return lambda kind="llama", **options: tl_devicefix.fuse_blocks(
-        from_checkpoint(kind, device="cpu", **options)
+        load(kind, device="cpu", **options)
     )
 
 

@@ -15,12 +15,15 @@ from packaging.version import Version
 from parameters import in_turn
 
 import tl_devicefix
-from tl_devicefix.hooked_transformer import fused
+from tl_devicefix.hooked_transformer import fused as fused_module
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(
-    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
-)
+pytestmark = [
+    pytest.mark.hooked,
+    pytest.mark.skipif(
+        installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+    ),
+]
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 
@@ -55,12 +58,6 @@ def read(model: Any, text: Any, mask: Any, step: Any = None) -> tuple[list[torch
     return logits, cache
 
 
-@pytest.fixture
-def fused_copy(on_cpu):
-    """`fused_copy("llama")`: a model with fused blocks."""
-    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_cpu(name)))
-
-
 def assert_as_installed(model: Any, run: Callable[[Any], Any]) -> None:
     """A run gives what the installed TransformerLens does."""
     with tl_devicefix.disabled():
@@ -82,16 +79,16 @@ def assert_grows_as_installed(model: Any, text: Any, mask: Any, step: Any = None
 @pytest.mark.parametrize(
     ("name", "inference", "mask"), in_turn(KINDS, [False, True], ["all", "padded"])
 )
-def test_growing_cache_gives_installed_logits_and_entries(name, inference, mask, fused_copy, text):
-    model = fused_copy(name)
+def test_growing_cache_gives_installed_logits_and_entries(name, inference, mask, fused, text):
+    model = fused(name)
     with torch.inference_mode() if inference else torch.no_grad():
         assert_grows_as_installed(model, text, MASKS[mask])
 
 
-def test_new_keys_are_appended_in_place_and_rotated_once(fused_copy, text, monkeypatch):
-    model, places, rotated = fused_copy("llama"), set(), []
+def test_new_keys_are_appended_in_place_and_rotated_once(fused, text, monkeypatch):
+    model, places, rotated = fused("llama"), set(), []
     attention = model.blocks[0].attn
-    original = fused._rotated
+    original = fused_module._rotated
 
     def rotate(attn, x, *args):
         if attn is attention and x.shape[2] == 2:  # keys, of which there are two heads
@@ -101,7 +98,7 @@ def test_new_keys_are_appended_in_place_and_rotated_once(fused_copy, text, monke
     def look(cache, at):
         places.add(cache[0].past_keys.data_ptr())
 
-    monkeypatch.setattr(fused, "_rotated", rotate)
+    monkeypatch.setattr(fused_module, "_rotated", rotate)
     with torch.no_grad():
         read(model, text, MASKS["all"], look)
 
@@ -110,9 +107,9 @@ def test_new_keys_are_appended_in_place_and_rotated_once(fused_copy, text, monke
 
 
 @torch.no_grad()
-def test_cache_grows_beyond_its_reserved_room(fused_copy, text, monkeypatch):
+def test_cache_grows_beyond_its_reserved_room(fused, text, monkeypatch):
     monkeypatch.setattr("tl_devicefix.fusing.kv_cache._LEAST_ROOM", 2)
-    assert_grows_as_installed(fused_copy("gpt2"), text, MASKS["padded"])
+    assert_grows_as_installed(fused("gpt2"), text, MASKS["padded"])
 
 
 def exchange_values(cache: Any) -> None:
@@ -146,8 +143,8 @@ BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
     ("how", "mask", "mode"),
     in_turn(BY_HAND, ["all", "padded"], [torch.no_grad, torch.inference_mode]),
 )
-def test_cache_changed_by_hand_grows_as_the_installed_one(how, mask, mode, fused_copy, text):
-    model, (token, change) = fused_copy("llama"), BY_HAND[how]
+def test_cache_changed_by_hand_grows_as_the_installed_one(how, mask, mode, fused, text):
+    model, (token, change) = fused("llama"), BY_HAND[how]
 
     def step(cache, at):
         if at == token:
@@ -159,7 +156,7 @@ def test_cache_changed_by_hand_grows_as_the_installed_one(how, mask, mode, fused
 
 @torch.no_grad()
 @pytest.mark.parametrize("of", [lambda value: value, lambda value: value.data], ids=["it", "data"])
-def test_hook_editing_rotated_keys_acts_as_installed(of, fused_copy, text):
+def test_hook_editing_rotated_keys_acts_as_installed(of, fused, text):
     def edit(value, hook):
         of(value)[:, 1] += 1
 
@@ -167,10 +164,10 @@ def test_hook_editing_rotated_keys_acts_as_installed(of, fused_copy, text):
         with model.hooks(fwd_hooks=[("blocks.1.attn.hook_rot_k", edit)]):
             return read(model, text, MASKS["all"])[0]
 
-    assert_as_installed(fused_copy("llama"), run)
+    assert_as_installed(fused("llama"), run)
 
 
-def test_generate_waits_for_the_mask_once(fused_copy, text, monkeypatch):
+def test_generate_waits_for_the_mask_once(fused, text, monkeypatch):
     read, times = torch.Tensor.__bool__, []
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: times.append(None) or read(x))
 
@@ -179,14 +176,14 @@ def test_generate_waits_for_the_mask_once(fused_copy, text, monkeypatch):
         model.generate(text, max_new_tokens, stop_at_eos=False, do_sample=False, verbose=False)
         return len(times)
 
-    model = fused_copy("llama")
+    model = fused("llama")
     model.generate(text, 1, verbose=False)
     assert 0 < n_times(2) == n_times(6)
 
 
 @torch.no_grad()
-def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(fused_copy, text):
-    model = fused_copy("llama")
+def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(fused, text):
+    model = fused("llama")
     cache = new_kv_cache(model, 2)
     model(text[:, :6], past_kv_cache=cache)
     options = {"names_filter": "blocks.0.attn.hook_rot_k", "past_kv_cache": cache}
@@ -206,8 +203,8 @@ def shallow(cache: Any) -> Any:
 
 @torch.no_grad()
 @pytest.mark.parametrize("duplicate", [shallow, copy.deepcopy])
-def test_copied_cache_continues_two_texts_from_one_beginning(duplicate, fused_copy, text):
-    model, other = fused_copy("llama"), text.flip(1)
+def test_copied_cache_continues_two_texts_from_one_beginning(duplicate, fused, text):
+    model, other = fused("llama"), text.flip(1)
     together = [torch.cat([text[:, :6], tokens[:, 6:9]], dim=1) for tokens in (text, other)]
     expected = [model(tokens)[:, 6:] for tokens in together]
 
@@ -224,8 +221,8 @@ def test_copied_cache_continues_two_texts_from_one_beginning(duplicate, fused_co
     assert_agrees([torch.cat(logits, dim=1) for logits in actual], expected)
 
 
-def test_autograd_graph_keeps_its_keys_while_the_cache_grows(fused_copy, text):
-    model = fused_copy("llama")
+def test_autograd_graph_keeps_its_keys_while_the_cache_grows(fused, text):
+    model = fused("llama")
     cache = new_kv_cache(model, 2)
     with torch.no_grad():
         model(text[:, :6], past_kv_cache=cache)
@@ -239,10 +236,10 @@ def test_autograd_graph_keeps_its_keys_while_the_cache_grows(fused_copy, text):
     assert_agrees(gradient, keys.sum(dim=(0, 1, 2)))
 
 
-def test_growing_cache_gives_installed_gradients(fused_copy, text):
+def test_growing_cache_gives_installed_gradients(fused, text):
     def run(model):
         logits = torch.cat(read(model, text, MASKS["all"])[0], dim=1)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return torch.autograd.grad(model.loss_fn(logits, text), weights, allow_unused=True)
 
-    assert_as_installed(fused_copy("llama"), run)
+    assert_as_installed(fused("llama"), run)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from attending import assert_either_way
 from packaging.version import Version
 from torch.nn.utils import prune
 
-import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = pytest.mark.skipif(
-    installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
-)
-
-
-@pytest.fixture
-def fused_copy(on_cpu):
-    """`fused_copy("llama")`: a model with fused blocks."""
-    return lambda name: tl_devicefix.fuse_blocks(copy.deepcopy(on_cpu(name)))
+pytestmark = [
+    pytest.mark.hooked,
+    pytest.mark.skipif(
+        installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
+    ),
+]
 
 
 def delete_norm_of_queries(model):
@@ -43,21 +37,21 @@ CHANGES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
-def test_next_forward_sees_a_deleted_or_replaced_parameter(change, fused_copy, tokens):
+def test_next_forward_sees_a_deleted_or_replaced_parameter(change, fused, tokens):
     name, act = CHANGES[change]
-    model = fused_copy(name)
+    model = fused(name)
     model(tokens)
     act(model)
     assert_either_way(model, lambda model: model(tokens))
 
 
 @torch.no_grad()
-def test_fused_blocks_run_an_empty_batch(fused_copy, tokens):
-    assert_either_way(fused_copy("llama"), lambda model: model(tokens[:0]))
+def test_fused_blocks_run_an_empty_batch(fused, tokens):
+    assert_either_way(fused("llama"), lambda model: model(tokens[:0]))
 
 
-def test_alibi_made_in_inference_mode_is_used_with_gradients(fused_copy, tokens):
-    model = fused_copy("bloom")
+def test_alibi_made_in_inference_mode_is_used_with_gradients(fused, tokens):
+    model = fused("bloom")
     with torch.inference_mode():
         model(tokens)
     assert_either_way(model, lambda model: model(tokens[:, :1]))

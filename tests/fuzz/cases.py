@@ -264,7 +264,7 @@ class Installed:
     def __enter__(self) -> Installed:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 

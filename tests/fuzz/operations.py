@@ -30,7 +30,7 @@ from torch.nn.utils import parametrize
 
 Grad = Literal["grad", "no_grad", "inference"]
 N = Literal[1, 2, 5, 9]
-Pads = Literal["", "", "right", "left"]
+Pads = Literal["", "right", "left"]
 Effect = Literal["read", "scale", "edit in place", "zero", "copy", "upcast", "raise"]
 
 
@@ -144,7 +144,7 @@ def forward(
     n: N,
     grad: Grad,
     pads: Pads,
-    stop_at_layer: Literal[None, None, None, 1, -1],
+    stop_at_layer: Literal[None, 1, -1],
 ) -> None:
     options: dict[str, Any] = {}
     if pads and n > 1:
@@ -160,8 +160,8 @@ def run_with_cache(
     trial: Trial,
     n: N,
     grad: Grad,
-    names: Literal["all", "all", "resid", "attn.hook", "mlp"],
-    incl_bwd: Literal[False, False, True],
+    names: Literal["all", "resid", "attn.hook", "mlp"],
+    incl_bwd: Literal[False, True],
 ) -> None:
     names_filter = None if names == "all" else lambda name: names in name
     with grad_mode("grad" if incl_bwd else grad):
@@ -232,7 +232,7 @@ def hook(
     trial: Trial,
     point: pools.Point,
     effect: Effect,
-    direction: Literal["fwd", "fwd", "bwd"],
+    direction: Literal["fwd", "bwd"],
     how: Literal["name", "filter", "permanent", "on the point", "prepended"],
 ) -> None:
     function = functools.partial(act, trial, effect)

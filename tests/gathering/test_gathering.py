@@ -17,6 +17,8 @@ import tl_devicefix
 from tl_devicefix import gather_on
 from tl_devicefix.monkeypatch.versions import installed
 
+pytestmark = pytest.mark.hooked
+
 CPU = torch.device("cpu")
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from comparison import assert_agrees
 from devices import device
-from model_classes import BRIDGE, CLASSES
 from transformer_lens import ActivationCache
 
 from tl_devicefix import gather_on
@@ -19,16 +18,16 @@ LAST = "blocks.4.hook_resid_post"
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])
-def test_weights_are_read_on_the_chosen_device(n_devices, machine, folded, folded_on_one):
-    model, reference = folded("llama", n_devices), folded_on_one("llama")
+def test_weights_are_read_on_the_chosen_device(n_devices, machine, load, on_one):
+    model, reference = load("llama", n_devices, folded=True), on_one("llama", folded=True)
     expected = [getattr(reference, name) for name in WEIGHTS]
     with gather_on("cpu"):
         assert_agrees([getattr(model, name) for name in WEIGHTS], expected, CPU)
     assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
 
 
-def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, folded):
-    model = folded("gpt2", 4)
+def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, load):
+    model = load("gpt2", 4, folded=True)
 
     def made_at_home(device, read):
         before = machine.memory_allocated(0)
@@ -57,7 +56,7 @@ def test_stacking_unlike_tensors_is_left_to_torch(machine):
             torch.stack([one, torch.ones(1)])
 
 
-def test_analyses_within_gather_on_compute_on_its_device(machine, folded, folded_on_one, tokens):
+def test_analyses_within_gather_on_compute_on_its_device(machine, load, on_one, tokens):
     def computed(model):
         _, cache = model.run_with_cache(tokens.to(model.cfg.device))
         with gather_on("cpu"):
@@ -71,7 +70,8 @@ def test_analyses_within_gather_on_compute_on_its_device(machine, folded, folded
                 dict(model.tl_parameters().items()) if hasattr(model, "tl_parameters") else {},
             ]
 
-    assert_agrees(computed(folded("gpt2", 4)), computed(folded_on_one("gpt2")), CPU)
+    expected = computed(on_one("gpt2", folded=True))
+    assert_agrees(computed(load("gpt2", 4, folded=True)), expected, CPU)
 
 
 def keep(model, tokens, *layers):
@@ -87,8 +87,8 @@ def keep(model, tokens, *layers):
 
 
 @pytest.fixture
-def model(machine, folded):
-    return folded("llama", 4)
+def model(machine, load):
+    return load("llama", 4, folded=True)
 
 
 @pytest.mark.fails_unpatched
@@ -155,12 +155,10 @@ def test_cache_accepts_any_object_with_weights_as_its_model():
     assert torch.equal(cache["blocks.0.attn.hook_result"], torch.full((1, 3, 2, 8), 4.0))
 
 
-@pytest.mark.parametrize(
-    "model_class", [model_class for model_class in CLASSES if model_class == BRIDGE]
-)
+@pytest.mark.bridge
 @pytest.mark.fails_unpatched
-def test_changing_a_deep_copys_dtype_leaves_the_original(over_devices):
+def test_changing_a_deep_copys_dtype_leaves_the_original(load):
     """Hugging Face's `to` of a model over devices is bound to the model that was copied."""
-    bridge = over_devices("llama")
+    bridge = load("llama")
     copy.deepcopy(bridge).to(torch.float64)
     assert {parameter.dtype for parameter in bridge.parameters()} == {torch.float32}

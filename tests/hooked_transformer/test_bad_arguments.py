@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from devices import device
 from hf_models import GROUPED, HF_CONFIGS, make_hf_model, save_checkpoint
+from model_classes import HookedTransformer
 from packaging.version import Version
-from transformer_lens import HookedTransformer
+from transformer_lens import loading_from_pretrained as tl_loading
 
 from tl_devicefix import plan
 from tl_devicefix.monkeypatch.versions import installed
+
+pytestmark = pytest.mark.hooked
 
 # What is asked, and what the refusal says of it.
 NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -62,12 +64,12 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_from_pretrained_refuses_bad_arguments(case, hf_models, from_pretrained, refused):
+def test_from_pretrained_refuses_bad_arguments(case, hf_models, load, refused):
     options, says = NONSENSE[case]
     if "checkpoint_label" in options and installed() < Version("3.5.dev0"):
         pytest.skip("this TransformerLens has no checkpoint_label")
     with refused(*says, error=(ValueError, TypeError), hf_model=hf_models("qwen2")):
-        from_pretrained("qwen2", **options)
+        load("qwen2", **options)
 
 
 def test_models_and_names_in_each_others_places_are_refused(hf_models):
@@ -92,9 +94,9 @@ def test_earlier_models_are_named_where_another_does_not_fit(checkpoints, simula
         assert first.cfg.device == device(0)
 
 
-def test_transformers_arguments_resembling_ours_are_accepted(from_pretrained):
+def test_transformers_arguments_resembling_ours_are_accepted(load):
     options = {"device_mesh": None, "tp_size": None, "use_cache": True, "load_in_8bit": False}
-    assert from_pretrained("qwen2", device="cpu", torch_dtype=torch.float64, **options)
+    assert load("qwen2", device="cpu", torch_dtype=torch.float64, **options)
 
 
 def test_two_devices_are_refused_on_a_cpu_only_machine():
@@ -131,20 +133,20 @@ UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-def test_unusable_hf_model_is_refused(case, hf_models, from_pretrained, refused):
+def test_unusable_hf_model_is_refused(case, hf_models, load, refused):
     spoil, says = UNUSABLE[case]
     hf_model = copy.deepcopy(hf_models("qwen2"))
     spoil(hf_model)
     with refused(*says, error=(ValueError, AttributeError), hf_model=hf_model):
-        from_pretrained("qwen2", hf_model, n_devices=4)
+        load("qwen2", hf_model=hf_model, n_devices=4)
 
 
-def test_hf_model_of_another_architecture_is_refused_naming_both(hf_models, from_pretrained):
+def test_hf_model_of_another_architecture_is_refused_naming_both(hf_models, load):
     """TransformerLens has a Gemma 2's settings by its name; of others, hf_model's own count."""
     sentence = "hf_model is a GPT2LMHeadModel, but the name belongs to a Gemma2ForCausalLM "
     remedy = "; pass the model of that name, as AutoModelForCausalLM loads it"
     with pytest.raises(ValueError, match=f"{sentence}.*{remedy}"):
-        from_pretrained("gemma-2", hf_models("gpt2"), device="cpu")
+        load("gemma-2", hf_model=hf_models("gpt2"), device="cpu")
 
 
 def changed(name: str, **settings: Any) -> transformers.PretrainedConfig:
@@ -179,20 +181,18 @@ def test_an_architecture_that_is_too_new_is_named(checkpoints):
     assert len(str(it.value)) < 300
 
 
-def test_hf_model_with_a_head_of_several_layers_is_refused(hf_models, from_pretrained):
+def test_hf_model_with_a_head_of_several_layers_is_refused(hf_models, load):
     model = copy.deepcopy(hf_models("llama"))
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), model.lm_head)
     with pytest.raises(ValueError, match="head of this LlamaForCausalLM is of class Sequential"):
-        from_pretrained("llama", model, device="cpu")
+        load("llama", hf_model=model, device="cpu")
 
 
-def test_out_of_memory_is_not_reported_as_wrong_architecture(
-    hf_models, from_pretrained, references, monkeypatch
-):
+def test_out_of_memory_is_not_reported_as_wrong_architecture(hf_models, load, on_one, monkeypatch):
     def no_room(*_, **__):
         raise torch.OutOfMemoryError("there is no room")
 
-    references("qwen2")
+    on_one("qwen2")
     monkeypatch.setattr(tl_loading, "get_pretrained_state_dict", no_room)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        from_pretrained("qwen2", hf_models("llama"), device="cpu")
+        load("qwen2", hf_model=hf_models("llama"), device="cpu")

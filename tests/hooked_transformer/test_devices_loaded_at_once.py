@@ -8,17 +8,22 @@ from unittest import mock
 
 import pytest
 import torch
+from model_classes import CLASSES, HOOKED
 
 from tl_devicefix.checkpoints.sources import HuggingFaceSource
-from tl_devicefix.hooked_transformer import processing
+
+if HOOKED in CLASSES:
+    from tl_devicefix.hooked_transformer import processing
+
+pytestmark = pytest.mark.hooked
 
 SOON = 30.0  # seconds, within which threads that run at once have met
 
 
 @pytest.fixture
-def load(from_pretrained, machine):
+def load(load):
     """`load()`: a GPT-2, over four devices."""
-    return lambda **options: from_pretrained("gpt2", **{"n_devices": 4, **options})
+    return lambda **options: load("gpt2", **{"n_devices": 4, **options})
 
 
 @pytest.fixture

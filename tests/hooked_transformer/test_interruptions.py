@@ -13,16 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
-import transformer_lens.loading_from_pretrained as tl_loading
-from comparison import assert_same_weights
+from comparison import Snapshot, assert_same_weights
 from devices import device
+from model_classes import HookedTransformer
 from parameters import in_turn
 from torch import nn
-from transformer_lens import HookedTransformer
+from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
 
-pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
 TL_MODEL = sys.modules[HookedTransformer.__module__]
 PLACES = (HookedTransformer, nn.Module, nn.Linear, tl_loading, TL_MODEL)
@@ -35,10 +35,10 @@ def n_devices():
 
 
 @pytest.fixture(params=["checkpoint", "hf_model"])
-def load(request, checkpoints, from_pretrained):
+def load(request, checkpoints, load):
     """`load()`: a tiny GPT-2 over three devices."""
     if request.param == "hf_model":
-        return lambda: from_pretrained("gpt2", n_devices=3)
+        return lambda: load("gpt2", n_devices=3)
     return lambda: HookedTransformer.from_pretrained(checkpoints("gpt2"), n_devices=3)
 
 
@@ -101,11 +101,11 @@ def stopped_at(stage, stop):
     indirect=["load"],
 )
 def test_an_error_at_any_stage_leaves_nothing_behind(
-    stage, kind, load, state, snapshot, hf_models, checkpoints, references
+    stage, kind, load, state, hf_models, checkpoints, on_one
 ):
     checkpoints("gpt2")  # saving changes the model's config
-    reference = references("gpt2")
-    unchanged, before = snapshot(hf_models("gpt2")), state()
+    reference = on_one("gpt2")
+    unchanged, before = Snapshot(hf_models("gpt2")), state()
 
     stop = mock.Mock(side_effect=kind("stop here"))
     with stopped_at(stage, stop), pytest.raises(kind) as caught:

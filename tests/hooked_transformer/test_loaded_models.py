@@ -13,27 +13,28 @@ from typing import Any
 import pytest
 import torch
 from architectures import PROCESSING, attention_only_config, build_toy
-from comparison import assert_agrees, log_probs
+from comparison import Snapshot, assert_agrees, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, N_LAYERS, make_hf_model
+from model_classes import HookedTransformer
 from parameters import in_turn
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import HookedTransformerConfig
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.hooked
+
 WHERE = [
-    {},
+    {"n_devices": 1},
     {"n_devices": 2, "device": device(2)},
     {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
 ]
 
 
 @pytest.mark.parametrize(("name", "options"), in_turn(["gpt2", "gemma-2", "bloom"], WHERE))
-def test_every_parameter_and_buffer_is_where_the_placement_says(
-    name, options, from_pretrained, machine
-):
-    model = from_pretrained(name, **options)
+def test_every_parameter_and_buffer_is_where_the_placement_says(name, options, load, machine):
+    model = load(name, **options)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor.device == model.placement.device_of(name), name
         assert not tensor.is_meta, name
@@ -41,8 +42,8 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(
     assert model.cfg.n_devices == len(model.placement.devices)
 
 
-def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machine):
-    from_pretrained("qwen2", n_devices=4)
+def test_every_tensor_crosses_to_its_device_and_no_other(load, machine):
+    load("qwen2", n_devices=4)
     assert {transfer.source.type for transfer in machine.transfers} == {"cpu"}
 
 
@@ -51,13 +52,13 @@ def test_every_tensor_crosses_to_its_device_and_no_other(from_pretrained, machin
     in_turn(["gpt2", "qwen2", "gemma-2"], ["cpu", device(1)], ["none", "default"]),
 )
 def test_parameters_share_no_memory_with_others_or_the_hf_model(
-    name, device, processing, from_pretrained, hf_models, snapshot,
+    name, device, processing, load, hf_models,
     machine,
 ) :  # fmt: skip
     """Not even tied embeddings."""
-    before = snapshot(hf_models(name))
+    before = Snapshot(hf_models(name))
 
-    model = from_pretrained(name, device=device, **PROCESSING[processing])
+    model = load(name, device=device, **PROCESSING[processing])
 
     for (one, tensor), (other, another) in itertools.combinations(model.named_parameters(), 2):
         if tensor.numel() and another.numel():
@@ -74,17 +75,17 @@ def test_parameters_share_no_memory_with_others_or_the_hf_model(
     ("name", "devices"), [("qwen2", (3, 2, 1, 0)), ("gpt2", (0,)), ("mixtral", (1,))]
 )
 def test_an_hf_model_that_is_on_devices_itself_stays_there(
-    name, devices, hf_models, from_pretrained, snapshot,
+    name, devices, hf_models, load,
     machine,
 ) :  # fmt: skip
     """See TransformerLens's issue 371."""
-    reference = from_pretrained(name, device="cpu")
+    reference = load(name, device="cpu")
     hf_model = copy.deepcopy(hf_models(name)).to(device(devices[0]))
     for i, layer in enumerate(getattr(hf_model, "model", hf_model).children()):
         layer.to(device(devices[i % len(devices)]))
-    before = snapshot(hf_model)
+    before = Snapshot(hf_model)
 
-    model = from_pretrained(name, hf_model, n_devices=4)
+    model = load(name, hf_model=hf_model, n_devices=4)
 
     before.assert_unchanged()
     for name, tensor in model.named_parameters():
@@ -92,8 +93,8 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
 
 
-def test_documented_way_to_save_writes_every_weight(from_pretrained, machine, tmp_path):
-    model = from_pretrained("gpt-neo", n_devices=4)  # which has global and local attention in turn
+def test_documented_way_to_save_writes_every_weight(load, machine, tmp_path):
+    model = load("gpt-neo", n_devices=4)  # which has global and local attention in turn
     docstring = HookedTransformer.from_pretrained.__doc__.splitlines()
     advice = textwrap.dedent("\n".join(line for line in docstring if "copied" in line))
     path = tmp_path / "model.safetensors"

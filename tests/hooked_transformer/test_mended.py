@@ -10,14 +10,16 @@ import torch
 import transformers
 from comparison import assert_agrees, log_probs
 from hf_models import D_VOCAB, GROUPED, N_LAYERS, make_hf_model
+from model_classes import HookedTransformer
 from packaging.version import Version
-from transformer_lens import HookedTransformer
 from transformer_lens.components import AbstractAttention
 from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 import tl_devicefix
 from tl_devicefix.checkpoints.hub import as_saved
+
+pytestmark = pytest.mark.hooked
 
 TOKENS = torch.randint(3, D_VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
 

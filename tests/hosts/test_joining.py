@@ -14,6 +14,8 @@ from tl_devicefix.multihost import init_hosts as joining
 from tl_devicefix.multihost.init_hosts import _packed, _unpacked, own_versions
 from tl_devicefix.placement.devices import joined_hosts
 
+pytestmark = pytest.mark.once
+
 
 class _Described:
     name = "node-b"

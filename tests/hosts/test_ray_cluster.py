@@ -17,6 +17,8 @@ import tl_devicefix
 from tl_devicefix.multihost.init_hosts import leave_hosts
 from tl_devicefix.placement.devices import HostLost, joined_hosts
 
+pytestmark = pytest.mark.once
+
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
 DRIVER = """

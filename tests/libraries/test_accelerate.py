@@ -1,7 +1,5 @@
 """accelerate's `Accelerator` with models over several devices."""
 
-import copy
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -31,10 +29,8 @@ def losses_of_training(accelerator, model, tokens):
     return losses
 
 
-def test_prepare_leaves_a_spread_model_in_place_and_trains_it(
-    over_devices, on_one, accelerator, tokens
-):
-    model, reference = over_devices("llama"), copy.deepcopy(on_one("llama"))
+def test_prepare_leaves_a_spread_model_in_place_and_trains_it(load, on_one, accelerator, tokens):
+    model, reference = load("llama"), on_one("llama")
     before = [parameter.device for parameter in model.parameters()]
     actual = losses_of_training(accelerator, model, tokens)
     assert_agrees(actual, losses_of_training(accelerator, reference, tokens), tolerance=1e-4)

@@ -17,7 +17,7 @@ transcoding = pytest.importorskip(
     "circuit_tracer.transcoder.single_layer_transcoder", reason=MISSING
 )
 
-pytestmark = pytest.mark.fails_unpatched
+pytestmark = [pytest.mark.hooked, pytest.mark.fails_unpatched]
 
 PROMPT = torch.randint(3, D_VOCAB, (7,), generator=torch.Generator().manual_seed(3))
 FEATURES = [(1, 3, 5, 2.0), (3, 4, 7, 1.5)]

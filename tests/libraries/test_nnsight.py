@@ -18,7 +18,7 @@ MODULES = ["", "blocks.3", "blocks.3.attn", "blocks.3.mlp", "blocks.3.ln1", "ln_
 
 
 @pytest.mark.parametrize("path", MODULES)
-@pytest.mark.parametrize("where", ["on_one", "over_devices"])
+@pytest.mark.parametrize("where", ["on_one", "load"])
 def test_source_lists_the_operations_of_the_unpatched_forward(
     model_class, where, path, machine, request
 ):
@@ -32,7 +32,7 @@ def test_source_lists_the_operations_of_the_unpatched_forward(
     assert operations() == expected
 
 
-@pytest.mark.parametrize("where", ["on_one", "over_devices"])
+@pytest.mark.parametrize("where", ["on_one", "load"])
 def test_operation_in_source_can_be_read_and_changed(model_class, where, machine, request, tokens):
     if model_class != HOOKED:
         pytest.skip("a TransformerBridge's attention runs operations of transformers")

@@ -5,13 +5,15 @@ import torch
 from comparison import assert_agrees
 from devices import device
 from hf_models import D_MODEL
+from model_classes import HookedTransformer
 from sae_lens import HookedSAETransformer, StandardSAE, StandardSAEConfig
 from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata
-from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.dispatch.views import restore, view_of
+
+pytestmark = pytest.mark.hooked
 
 HOOK = "blocks.2.hook_resid_post"
 WHERE = {"": 0, "blocks.1": 1, "blocks.2": 2, "blocks.3": 3}
@@ -29,7 +31,7 @@ def make_sae(device):
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints, machine):
+def loaded(checkpoints, machine_of_module):
     load = HookedSAETransformer.from_pretrained_no_processing
     return load(checkpoints("qwen2"), device_map=WHERE), load(checkpoints("qwen2"), device="cpu")
 

@@ -6,6 +6,7 @@ import torch
 from comparison import assert_agrees
 from datasets import Array2D, Dataset, Features, Sequence, Value
 from devices import device
+from model_classes import HOOKED, HookedTransformer
 from sae_lens import (
     ActivationsStore,
     LanguageModelSAERunnerConfig,
@@ -16,6 +17,8 @@ from sae_lens import (
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
 from written_by_hand import D_MODEL, N_EXAMPLES, RESID, WIDTH, write_by_hand
+
+pytestmark = pytest.mark.hooked
 
 N_TOKENS = N_EXAMPLES * WIDTH
 
@@ -91,7 +94,7 @@ def train(data, tmp_path_factory):
     options |= {"store_batch_size_prompts": 2, "train_batch_size_tokens": 16, "training_tokens": 64}
     options |= {"logger": LoggingConfig(log_to_wandb=False)}
 
-    def train(model, device):
+    def train(model: HookedTransformer, device):
         torch.manual_seed(0)
         sae = StandardTrainingSAEConfig(d_in=hf_models.D_MODEL, d_sae=24, device=device)
         path = str(tmp_path_factory.mktemp("sae"))
@@ -105,7 +108,7 @@ def train(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(train, references):
-    return train(references("llama"), "cpu")
+    return train(references(HOOKED, "llama"), "cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", device(0), device(3)])

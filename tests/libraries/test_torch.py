@@ -213,9 +213,9 @@ def test_page_lists_exactly_the_rows_that_are_tested():
 
 
 @pytest.fixture
-def both(from_checkpoint, on_one, machine):
+def both(load, on_one, machine):
     """A Llama over four devices, and the same on one CPU, for a row to change as it likes."""
-    models = from_checkpoint("llama", n_devices=4), copy.deepcopy(on_one("llama"))
+    models = load("llama", n_devices=4), on_one("llama")
     return tuple(model.requires_grad_() for model in models)
 
 
@@ -243,7 +243,7 @@ def test_each_row_behaves_as_the_page_says(name, model_class, both, tokens):
 
 @pytest.mark.full("it compiles for half a minute")
 def test_a_model_on_one_device_may_be_compiled(on_one, tokens):
-    model = copy.deepcopy(on_one("llama")).requires_grad_()
+    model = on_one("llama").requires_grad_()
     expected = model(tokens, return_type="loss")
     torch._dynamo.reset()
     result = torch.compile(model, backend="eager")(tokens, return_type="loss")

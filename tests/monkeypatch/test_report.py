@@ -12,14 +12,7 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 if has_hooked_transformer():
     from architectures import build_toy, solu_config
 
-hooked = pytest.mark.skipif(
-    not has_hooked_transformer() or installed() < Version("3.8"),
-    reason="HookedTransformer's blocks are fused in TransformerLens 3.8 and 3.9 only",
-)
-in_4 = pytest.mark.skipif(
-    installed() < Version("4.0"),
-    reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
-)
+fuses = pytest.mark.skipif(installed() < Version("3.8"), reason="fuse_blocks needs 3.8")
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
@@ -47,7 +40,8 @@ def test_report_returns_the_patches_that_it_prints(capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith(f"{installed()}: disabled")
 
 
-@hooked
+@fuses
+@pytest.mark.hooked
 def test_models_report_says_why_a_block_is_not_fused(capsys):
     model = build_toy(solu_config(n_layers=3))
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
@@ -74,9 +68,10 @@ def test_models_report_says_why_a_block_is_not_fused(capsys):
     assert "use_split_qkv_input" in tl_devicefix.report(model)["blocks.0"]
 
 
-@in_4
-def test_bridges_report_says_why_a_block_is_not_fused(capsys, request):
-    model = tl_devicefix.fuse_blocks(request.getfixturevalue("boot")("llama", device="cpu"))
+@pytest.mark.bridge
+@pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge's blocks are fused in 4 only")
+def test_bridges_report_says_why_a_block_is_not_fused(capsys, load):
+    model = tl_devicefix.fuse_blocks(load("llama", device="cpu"))
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
     report = tl_devicefix.report(model)
     assert list(report) == names
@@ -86,9 +81,7 @@ def test_bridges_report_says_why_a_block_is_not_fused(capsys, request):
     assert tl_devicefix.report(model)["blocks.1"] == "not fused: it has hooks"
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
+@pytest.mark.hooked
 @pytest.mark.skipif(
     installed() >= Version("3.8"),
     reason="TransformerLens 3.8 and later has blocks that can be fused",

@@ -3,18 +3,7 @@
 import pytest
 
 
-@pytest.fixture(scope="module")
-def machine(simulated):
-    with simulated(4) as machine:
-        yield machine
-
-
 @pytest.fixture
-def offload():
+def spread():
     """Which of `OFFLOADED` the model is; parametrise it for others."""
     return "some of one device"
-
-
-@pytest.fixture
-def spread(offload):
-    return offload

@@ -5,13 +5,15 @@ import gc
 import pytest
 import torch
 from kinds import home_of
-from offloads import HOST, offloaded_blocks, weights_of
+from offloads import HOST, assert_two_blocks_at_a_time, offloaded_blocks, weights_of
 
 from tl_devicefix.placement.fitting import working_room
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.mark.parametrize(
-    ("kind", "offload"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
+    ("kind", "spread"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
 )
 def test_forward_copies_each_offloaded_blocks_weights_once(model, at_home, transfers_of):
     for end in (3, model.cfg.n_layers):
@@ -22,7 +24,7 @@ def test_forward_copies_each_offloaded_blocks_weights_once(model, at_home, trans
         assert len(copied) == sum(len(list(block.parameters())) for block in away)
 
 
-@pytest.mark.parametrize("offload", ["all of one device"])
+@pytest.mark.parametrize("spread", ["all of one device"])
 def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, machine):
     n_layers, n_weights = model.cfg.n_layers, len(list(model.blocks[0].parameters()))
     machine.reset_transfers()
@@ -37,27 +39,13 @@ def test_the_next_block_is_on_its_way_before_a_block_computes(model, at_home, ma
     assert sent[::2] == sent[1::2] == [min(k + 2, n_layers) for k in range(n_layers)]
 
 
-@pytest.mark.parametrize("offload", ["all of one device", "some of three devices"])
+@pytest.mark.parametrize("spread", ["all of one device", "some of three devices"])
 def test_two_offloaded_blocks_at_a_time_are_on_a_device(model, tokens, machine):
     one_token = tokens[:1, :1].to(home_of(model))  # whose activations are less than any block
-    placement = model.placement
-    gc.collect()
-    before = {device: machine.memory_allocated(device) for device in placement.devices}
-    for device in before:
-        machine.reset_peak_memory_stats(device)
-
-    with torch.no_grad():
-        model(one_token)
-
-    for device, n_bytes in before.items():
-        runs_here = (placement.device_of(f"blocks.{i}") for i in offloaded_blocks(model))
-        block = weights_of(model.blocks[0])
-        visiting = min(2, list(runs_here).count(device)) * block
-        assert visiting <= machine.max_memory_allocated(device) - n_bytes < visiting + block / 2
-        assert machine.memory_allocated(device) == n_bytes
+    assert_two_blocks_at_a_time(model, machine, lambda: model(one_token), activations=0.5)
 
 
-@pytest.mark.parametrize("offload", ["all of one device"])
+@pytest.mark.parametrize("spread", ["all of one device"])
 def test_a_backward_brings_back_less_than_two_blocks_at_a_time(model, tokens, machine):
     logits = model(tokens[:1, :1].to(home_of(model)))
     gradients = sum(p.nbytes for p in model.parameters() if p.device != HOST)

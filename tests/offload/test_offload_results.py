@@ -15,8 +15,10 @@ from offloads import HOST, assert_at_rest
 import tl_devicefix
 from tl_devicefix.offload.copying import BlockCopy, Place, PrefetchedWeight, keeping_on_host
 
+pytestmark = pytest.mark.hooked
 
-@pytest.mark.parametrize("offload", ["some of three devices"])
+
+@pytest.mark.parametrize("spread", ["some of three devices"])
 def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
     _, cache = model.run_with_cache(tokens)
     _, expected = reference.run_with_cache(tokens)
@@ -24,9 +26,7 @@ def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
     for read in (
         lambda model, cache: [model.W_Q, model.W_out, model.b_O],
         lambda model, cache: model.accumulated_bias(4),
-        lambda model, cache: model.all_composition_scores("K"),
         lambda model, cache: cache.stack_head_results(),
-        lambda model, cache: cache.logit_attrs(cache.decompose_resid(), tokens=3),
         lambda model, cache: cache.get_full_resid_decomposition(expand_neurons=False),
     ):
         assert_agrees(read(model, cache), read(reference, expected), home_of(model))
@@ -38,7 +38,7 @@ def test_analyses_read_weights_and_caches_at_home(model, reference, tokens):
         assert_agrees(model.W_in, reference.W_in, HOST)
 
 
-@pytest.mark.parametrize("offload", ["some of three devices"])
+@pytest.mark.parametrize("spread", ["some of three devices"])
 def test_hooks_may_use_weights_of_any_offloaded_block(model, reference, tokens):
     are_together = set()
 
@@ -54,7 +54,7 @@ def test_hooks_may_use_weights_of_any_offloaded_block(model, reference, tokens):
 
 
 @pytest.mark.parametrize(
-    ("offload", "error"),
+    ("spread", "error"),
     [("all of one device", ValueError), ("some of three devices", KeyboardInterrupt)],
 )
 def test_hook_that_raises_leaves_no_copies_of_offloaded_blocks(
@@ -114,11 +114,8 @@ def test_a_change_in_inference_mode_is_written_back():
     assert_agrees(layer.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("offload", ["all of one device"])
-def test_the_next_forward_undoes_what_an_interrupt_leaves(
-    load, offload, reference, tokens, monkeypatch
-):
-    model, swap_in, swapped = load("llama", offload), PrefetchedWeight.swap_in, []
+def test_the_next_forward_undoes_what_an_interrupt_leaves(load, reference, tokens, monkeypatch):
+    model, swap_in, swapped = load("llama", "all of one device"), PrefetchedWeight.swap_in, []
 
     def interrupted(weight):
         swap_in(weight)
@@ -134,7 +131,7 @@ def test_the_next_forward_undoes_what_an_interrupt_leaves(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained, tokens, machine):
+def test_a_graph_does_not_keep_swapped_in_weights(kind, shared, load, tokens, machine):
     """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
 
     def kept(model):
@@ -144,8 +141,8 @@ def test_a_graph_does_not_keep_swapped_in_weights(kind, models, from_pretrained,
         gc.collect()
         return machine.memory_allocated(0) - before, loss
 
-    expected, _ = kept(from_pretrained(kind, device_map=0))
-    assert kept(models(kind, "all of one device"))[0] == expected
+    expected, _ = kept(load(kind, device_map=0))
+    assert kept(shared(kind, "all of one device"))[0] == expected
 
 
 @pytest.mark.parametrize("changed", ["activation", "weight"])

@@ -17,10 +17,13 @@ from architectures import (
 from comparison import assert_same_model, assert_same_weights, log_probs
 from devices import device
 from hf_models import N_CTX, N_LAYERS
+from model_classes import HookedTransformer
 from parameters import in_turn
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import HookedTransformerConfig
 
 from tl_devicefix.hooked_transformer.processing import installed_conventions
+
+pytestmark = pytest.mark.hooked
 
 UNREFACTORED = [name for name in PROCESSING if name != "refactored"]
 IN_FULL = ("gpt2", "qwen2")
@@ -30,19 +33,19 @@ FORMS = ["hf_model", "checkpoint"]
 
 
 @pytest.fixture(params=FORMS)
-def load(request, hf_models, checkpoints, from_pretrained):
+def load(request, hf_models, checkpoints, load):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
     if request.param == "checkpoint" and request.config.getoption("--unpatched"):
         pytest.skip("unpatched TransformerLens cannot load a directory")
 
-    def load(name, dtype=torch.float32, **options):
+    def load_form(name, dtype=torch.float32, **options):
         if request.param == "checkpoint":
             directory = str(checkpoints(name, dtype))
             return HookedTransformer.from_pretrained(directory, dtype=dtype, **options)
-        return from_pretrained(name, hf_models(name, dtype), dtype=dtype, **options)
+        return load(name, hf_model=hf_models(name, dtype), dtype=dtype, **options)
 
-    load.form = request.param
-    return load
+    load_form.form = request.param
+    return load_form
 
 
 OPTIONS = {
@@ -64,7 +67,7 @@ REFACTORED = ["gpt2", "bloom", "opt"]  # not with rotary embeddings
     indirect=["load"],
 )
 def test_spread_model_equals_the_one_transformer_lens_loads(
-    name, processing, n_devices, load, references, machine,
+    name, processing, n_devices, load, on_one, machine,
     tokens,
 ) :  # fmt: skip
     options = PROCESSING[processing]
@@ -72,7 +75,7 @@ def test_spread_model_equals_the_one_transformer_lens_loads(
     as_right = {"fold_value_biases": False} if name == "gpt-oss" else {}
     if name == "gpt-oss" and not hasattr(HookedTransformerConfig, "use_attention_sinks"):
         pytest.skip("this TransformerLens's gpt-oss is wrong: it has neither sinks nor YaRN")
-    reference = references(name, **options, **as_right)
+    reference = on_one(name, **options, **as_right)
 
     model = load(name, n_devices=n_devices, **options)
 
@@ -84,10 +87,8 @@ def test_refactoring_rotary_attention_matrices_is_refused(load, machine):
         load("pythia", n_devices=4, **PROCESSING["refactored"])
 
 
-def test_from_pretrained_no_processing_loads_the_same_model(
-    checkpoints, references, machine, tokens
-):
-    reference = references("qwen2", **NO_PROCESSING)
+def test_from_pretrained_no_processing_loads_the_same_model(checkpoints, on_one, machine, tokens):
+    reference = on_one("qwen2", **NO_PROCESSING)
 
     model = HookedTransformer.from_pretrained_no_processing(str(checkpoints("qwen2")), n_devices=4)
 
@@ -95,8 +96,8 @@ def test_from_pretrained_no_processing_loads_the_same_model(
 
 
 @pytest.mark.parametrize(("name", "load"), in_turn(ARCHITECTURES, FORMS), indirect=["load"])
-def test_the_config_is_the_same_but_for_the_devices(name, load, references, machine):
-    expected = references(name).cfg.to_dict()
+def test_the_config_is_the_same_but_for_the_devices(name, load, on_one, machine):
+    expected = on_one(name).cfg.to_dict()
 
     cfg = load(name, n_devices=4).cfg.to_dict()
 
@@ -110,8 +111,8 @@ def test_the_config_is_the_same_but_for_the_devices(name, load, references, mach
 
 
 @pytest.mark.parametrize(("name", "load"), in_turn(["gpt2", "gemma-2"], FORMS), indirect=["load"])
-def test_float64_stays_float64_and_is_folded_in_it(name, load, references, machine, tokens):
-    reference = references(name, dtype=torch.float64)
+def test_float64_stays_float64_and_is_folded_in_it(name, load, on_one, machine, tokens):
+    reference = on_one(name, dtype=torch.float64)
 
     model = load(name, dtype=torch.float64, n_devices=4)
 
@@ -123,10 +124,12 @@ def test_float64_stays_float64_and_is_folded_in_it(name, load, references, machi
 
 
 @pytest.mark.parametrize(
-    ("name", "n_layers", "load"), in_turn([("gpt2", 1), ("gemma-2", 3)], FORMS), indirect=["load"]
+    ("name", "n_layers", "load"),
+    in_turn([("gpt2", 1), ("gemma-2", 3)], FORMS),
+    indirect=["load"],
 )
-def test_first_n_layers_loads_the_same_model(name, n_layers, load, references, machine, tokens):
-    reference = references(name, first_n_layers=n_layers)
+def test_first_n_layers_loads_the_same_model(name, n_layers, load, on_one, machine, tokens):
+    reference = on_one(name, first_n_layers=n_layers)
 
     model = load(name, first_n_layers=n_layers, n_devices=4)
 
@@ -135,10 +138,10 @@ def test_first_n_layers_loads_the_same_model(name, n_layers, load, references, m
 
 
 @pytest.mark.parametrize(("name", "load"), in_turn(["llama", "gemma-2"], FORMS), indirect=["load"])
-def test_n_ctx_loads_the_same_model(name, load, references, machine, tokens):
+def test_n_ctx_loads_the_same_model(name, load, on_one, machine, tokens):
     if "n_ctx" not in inspect.signature(HookedTransformer.from_pretrained).parameters:
         pytest.skip("this TransformerLens's from_pretrained has no argument n_ctx")
-    reference = references(name, n_ctx=2 * N_CTX)
+    reference = on_one(name, n_ctx=2 * N_CTX)
 
     model = load(name, n_ctx=2 * N_CTX, n_devices=4)
 
@@ -148,9 +151,9 @@ def test_n_ctx_loads_the_same_model(name, load, references, machine, tokens):
 
 @pytest.mark.parametrize("asked", [{"checkpoint_index": 7}, {"checkpoint_value": 16}])
 def test_a_training_checkpoint_is_fetched_by_its_revision(
-    asked, hf_models, tokenizer, references, machine
+    asked, hf_models, tokenizer, on_one, machine
 ):
-    reference = references("pythia")
+    reference = on_one("pythia")
     fetched: list[tuple[str, str]] = []
 
     def fetch(name, revision, output_loading_info, **_):
@@ -172,8 +175,8 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
     assert_same_weights(model, reference)
 
 
-def test_without_move_to_device_the_model_stays_on_the_cpu(load, references, machine, tokens):
-    reference = references("gpt2")
+def test_without_move_to_device_the_model_stays_on_the_cpu(load, on_one, machine, tokens):
+    reference = on_one("gpt2")
 
     model = load("gpt2", move_to_device=False, device=device(1))
 
@@ -183,10 +186,10 @@ def test_without_move_to_device_the_model_stays_on_the_cpu(load, references, mac
 
 
 def test_mixture_of_experts_norms_fold_as_transformer_lens_does(
-    hf_models, checkpoints, references, machine, tokens
+    hf_models, checkpoints, on_one, machine, tokens
 ):
     """TransformerLens 2, and some 3, drop the norms of such a model: with fold_ln it is wrong."""
-    references("mixtral")
+    on_one("mixtral")
     expected = hf_models("mixtral")(tokens).logits.log_softmax(dim=-1)
 
     def error(**options):

@@ -18,12 +18,14 @@ from comparison import (
     on_cpu,
 )
 from devices import device
+from model_classes import HookedTransformer
 from parameters import in_turn
-from transformer_lens import HookedTransformer
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import processing
 from tl_devicefix.hooked_transformer.processing import installed_conventions
+
+pytestmark = pytest.mark.hooked
 
 RMS = {"fold_biases": False, "center_weights": False}
 
@@ -40,14 +42,14 @@ ONE_MATRIX_AT_A_TIME = ("center_writing_weights", "center_unembed")
 
 
 @pytest.fixture
-def without_weights(unprocessed):
+def without_weights(on_one):
     """`without_weights("gpt2", n_devices=4)`: a new model, spread over devices, to be loaded.
 
     Without `n_devices` it is on the CPU. Its norms are identities and its weights anything.
     """
 
     def make(name, n_devices=None):
-        cfg = copy.deepcopy(unprocessed(name).cfg)
+        cfg = copy.deepcopy(on_one(name, folded=False).cfg)
         cfg.tokenizer_name = None  # which could not be fetched
         if n_devices is None:
             return HookedTransformer(cfg, move_to_device=False)
@@ -100,20 +102,20 @@ def test_method_gives_scattered_weights_what_one_device_gives(
     method,
     options,
     name,
-    unprocessed,
+    on_one,
     without_weights,
     machine,
 ):
     if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
         pytest.skip("this TransformerLens cannot fold the norms of a mixture of experts")
-    argument = scattered(unprocessed(name).state_dict(), machine.devices)
+    argument = scattered(on_one(name, folded=False).state_dict(), machine.devices)
     if name == "bloom":
         argument[
             "pos_embed.W_pos"
         ].zero_()  # nobody reads it, and TransformerLens leaves it as it is
     exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(argument).items()}
     with tl_devicefix.disabled():
-        expected = getattr(unprocessed(name), method)(exact, **options)
+        expected = getattr(on_one(name, folded=False), method)(exact, **options)
 
     model, before = without_weights(name, n_devices=4), Snapshot(argument)
 
@@ -138,13 +140,13 @@ def test_weights_on_any_device_are_loaded_and_processed(
     name,
     processing,
     n_devices,
-    unprocessed,
+    on_one,
     without_weights,
     machine,
     tokens,
 ):
     options = PROCESSING[processing]
-    weights = unprocessed(name).state_dict()
+    weights = on_one(name, folded=False).state_dict()
     with tl_devicefix.disabled():
         reference = without_weights(name)
         reference.load_and_process_state_dict(dict(weights), **options)
@@ -167,13 +169,13 @@ def test_weights_on_any_device_are_loaded_and_processed(
 def test_process_weights_in_place_equals_transformer_lens(
     name,
     processing,
-    unprocessed,
+    on_one,
     without_weights,
     machine,
     tokens,
 ):
     options = PROCESSING[processing]
-    weights = unprocessed(name).state_dict()
+    weights = on_one(name, folded=False).state_dict()
     with tl_devicefix.disabled():
         reference = without_weights(name)
         reference.load_state_dict(weights)
@@ -196,14 +198,14 @@ def test_process_weights_in_place_equals_transformer_lens(
 def test_processing_a_partly_processed_model_does_the_rest_once(
     name,
     first,
-    unprocessed,
+    on_one,
     without_weights,
     machine,
     tokens,
 ):
     at_once, in_two_steps = (without_weights(name, n_devices=4), without_weights(name, n_devices=4))
     for model in (at_once, in_two_steps):
-        model.load_state_dict(unprocessed(name).state_dict())
+        model.load_state_dict(on_one(name, folded=False).state_dict())
     at_once.process_weights_()
 
     in_two_steps.process_weights_(**PROCESSING[first])
@@ -211,20 +213,22 @@ def test_processing_a_partly_processed_model_does_the_rest_once(
 
     assert_same_weights(in_two_steps, at_once)
     torch.testing.assert_close(
-        log_probs(in_two_steps, tokens), log_probs(unprocessed(name), tokens), rtol=1e-5, atol=1e-5
+        *(log_probs(model, tokens) for model in (in_two_steps, on_one(name, folded=False))),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
 def test_weights_whose_processing_was_interrupted_are_not_used(
     interruption,
-    unprocessed,
+    on_one,
     without_weights,
     machine,
     tokens,
     monkeypatch,
 ):
-    weights = unprocessed("gpt2").state_dict()
+    weights = on_one("gpt2", folded=False).state_dict()
     model = without_weights("gpt2", n_devices=4)
     model.load_state_dict(weights)
     load_component = processing.load_component
@@ -250,19 +254,19 @@ def test_weights_whose_processing_was_interrupted_are_not_used(
 
 
 def test_device_out_of_memory_while_loading_weights_is_named(
-    unprocessed, without_weights, machine, monkeypatch
+    on_one, without_weights, machine, monkeypatch
 ):
     model = without_weights("gpt2", n_devices=4)
     monkeypatch.setattr(machine, "_capacities", [*machine._capacities[:3], 1000])
 
     with pytest.raises(torch.OutOfMemoryError, match=r":3.* ran out of memory while blocks\.\d"):
-        model.load_and_process_state_dict(unprocessed("gpt2").state_dict())
+        model.load_and_process_state_dict(on_one("gpt2", folded=False).state_dict())
 
 
 def test_misshapen_weights_are_refused_and_leave_the_model(
-    unprocessed, without_weights, machine, tokens
+    on_one, without_weights, machine, tokens
 ):
-    weights = unprocessed("gpt2").state_dict()
+    weights = on_one("gpt2", folded=False).state_dict()
     model = without_weights("gpt2", n_devices=2)
     model.load_and_process_state_dict(weights)
     expected = model(tokens)
@@ -285,9 +289,9 @@ def test_a_model_whose_processing_is_refused_is_as_it_was(checkpoints, machine, 
     assert torch.equal(model(tokens), expected)
 
 
-def test_weights_that_a_subclass_adds_are_loaded(unprocessed, machine):
-    weights = {**unprocessed("solu").state_dict(), "extra.weight": torch.full((2, 2), 7.0)}
-    model = unprocessed("solu")
+def test_weights_that_a_subclass_adds_are_loaded(on_one, machine):
+    weights = {**on_one("solu", folded=False).state_dict(), "extra.weight": torch.full((2, 2), 7.0)}
+    model = on_one("solu", folded=False)
     model.extra = torch.nn.Linear(2, 2, bias=False)
 
     model.load_and_process_state_dict(weights, fold_ln=False)

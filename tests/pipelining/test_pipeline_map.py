@@ -18,7 +18,6 @@ from runs_of_users import LAST, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
-from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.placement.workers import CallersState
 
 
@@ -29,8 +28,8 @@ def batches(tokens):
 
 
 @pytest.fixture
-def model(over_devices, once):
-    return once(over_devices, "llama")
+def model(shared):
+    return shared("llama")
 
 
 def assert_nothing_is_left(model):
@@ -113,26 +112,21 @@ def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
     assert_nothing_is_left(model)
 
 
-@pytest.mark.parametrize("ends", ["by an error", "early"])
-def test_runs_beyond_an_error_change_no_shared_rng_or_grad(model, batches, ends):
+def test_runs_beyond_an_error_change_no_shared_rng_or_grad(model, batches):
     begun = threading.Event()
     model.zero_grad()
 
     def run(view, number):
         if number == 0:
             assert begun.wait(30)
-            if ends == "by an error":
-                raise LookupError
-            return
+            raise LookupError
         begun.set()
         torch.rand(1)
         view(batches[0]).mean().backward()
 
     state = torch.get_rng_state()
-    results = pipeline_map(model, run, range(5))
-    with pytest.raises(LookupError) if ends == "by an error" else contextlib.nullcontext():
-        next(results)
-    results.close()
+    with pytest.raises(LookupError):
+        next(pipeline_map(model, run, range(5)))
 
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -140,13 +134,11 @@ def test_runs_beyond_an_error_change_no_shared_rng_or_grad(model, batches, ends)
 
 STATES = {
     "no_grad": torch.no_grad,
-    "enable_grad": torch.enable_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "default device": lambda: torch.device(device(2)),
     "gather_on": lambda: tl_devicefix.gather_on("cpu"),
     "mix_devices": tl_devicefix.mix_devices,
     "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-    "disabled": tl_devicefix.disabled,
 }
 
 
@@ -161,8 +153,7 @@ def what_is_in_force(model, batch):
         torch.is_autocast_enabled("cpu"),
         device_of(lambda: torch.ones(1)),
         device_of(lambda: torch.ones(1, device=device(0)) + torch.ones(1, device=device(3))),
-        device_of(lambda: model.W_in),  # without the patches, of blocks on several devices
-        is_enabled(),
+        str(model.W_in.device),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_num_threads(),
     )
@@ -264,8 +255,8 @@ def test_closing_the_iterator_ends_its_runs_and_frees_memory(model, batches):
     ("changed_by", "how"),
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
-def test_weight_changed_while_runs_are_in_flight_is_refused(over_devices, batches, changed_by, how):
-    model = over_devices("llama")
+def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches, changed_by, how):
+    model = load("llama")
 
     def change(model):
         module = next(module for module in model.blocks[2].modules() if module._parameters)
@@ -292,10 +283,8 @@ def double(activation, hook):
 
 USES = {
     "forward": logits,
-    "run_with_hooks": lambda model, batch: model.run_with_hooks(batch, fwd_hooks=[(LAST, double)]),
     "run_with_cache": lambda model, batch: model.run_with_cache(batch),
     "hooks": lambda model, batch: model.hooks(fwd_hooks=[(LAST, double)]).__enter__(),
-    "add_hook": lambda model, batch: model.add_hook(LAST, double),
     "a hook point's add_hook": lambda model, batch: model.hook_dict[LAST].add_hook(double),
     "generate": samples_tokens,
     "pipeline_map": lambda model, batch: list(pipeline_map(model, logits, [batch])),
@@ -318,8 +307,8 @@ def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches, max
         list(pipeline_map(model, use, batches[:2], max_in_flight))  # of a view
 
 
-def test_caller_may_run_and_hook_the_model_between_results(over_devices, batches):
-    model = over_devices("llama")
+def test_caller_may_run_and_hook_the_model_between_results(load, batches):
+    model = load("llama")
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
     actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
@@ -335,10 +324,8 @@ def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
             pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])
-    with pytest.raises(TypeError, match=r"a list: call pipeline_map\(model, run, items\)"):
+    with pytest.raises(TypeError, match="items must be a list or another iterable, but is <fun"):
         pipeline_map(model, [], logits)
-    with pytest.raises(TypeError, match="items must be a list or another iterable, but is 5"):
-        pipeline_map(model, logits, 5)
 
 
 def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """`sweep`: what run_with_hooks returns, bit for bit, from the first block that a run changes."""
 
 import contextlib
-import copy
 from types import SimpleNamespace
 from unittest import mock
 
@@ -66,8 +65,8 @@ def assert_same(actual, expected):
 
 
 @pytest.fixture
-def model(on_one, once):
-    return copy.deepcopy(once(on_one, "llama"))
+def model(on_one):
+    return on_one("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +76,8 @@ def no_grad():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
-    model = copy.deepcopy(once(on_one, kind))
+def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
+    model = on_one(kind)
     with tl_devicefix.disabled():
         expected = in_turn(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
@@ -97,8 +96,8 @@ def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, once, tokens):
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
-def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, over_devices, tokens):
-    model = over_devices("gpt2")
+def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, load, tokens):
+    model = load("gpt2")
     at_home = tokens.to(model.cfg.device)
     runs = [[], at(3), at(1)]
     for arguments in ({}, {"attention_mask": padded(at_home)}):
@@ -107,8 +106,8 @@ def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, over_device
         assert_agrees(actual, expected, machine.devices[0], tolerance=0)
 
 
-def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, over_devices, tokens):
-    model = over_devices("llama")
+def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, load, tokens):
+    model = load("llama")
     sweep = tl_devicefix.sweep(model, tokens.to(model.cfg.device), [at(4), at(4)])
     next(sweep)
     machine.reset_transfers()
@@ -177,10 +176,10 @@ def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
 
 
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, once, tokens):
+def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, tokens):
     if model_class != BRIDGE:
         pytest.skip("only a TransformerBridge has dropout or an unknown architecture")
-    model = copy.deepcopy(once(on_one, "gpt2"))
+    model = on_one("gpt2")
     if why == "in training mode":
         model.train()
     else:
@@ -190,51 +189,16 @@ def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, o
     assert count.blocks == N_LAYERS
 
 
-def test_an_error_in_a_hook_leaves_nothing_behind(model, tokens):
-    def fail(activation, hook):
-        raise ValueError("in the hook")
-
-    before = model(tokens)
-    results = tl_devicefix.sweep(model, tokens, [at(3), [("blocks.4.hook_mlp_out", fail)], at(2)])
+def test_weight_changed_between_runs_of_a_sweep_is_refused(model, tokens):
+    results = tl_devicefix.sweep(model, tokens, [at(3), at(4)])
     next(results)
-    with pytest.raises(ValueError, match="in the hook"):
-        next(results)
-    assert traces(model) == []
-    assert_same(model(tokens), before)
-
-
-@pytest.mark.parametrize("changed_by", ["a run", "the caller"])
-def test_weight_changed_between_runs_of_a_sweep_is_refused(changed_by, model, tokens):
-    weight = next(model.blocks[0].parameters())
-
-    def change(*args, **kwargs):
-        weight.mul_(2)
-
-    runs = [[("blocks.3.hook_mlp_out", change)], at(4)] if changed_by == "a run" else [at(3), at(4)]
-    results = tl_devicefix.sweep(model, tokens, runs)
-    next(results)
-    if changed_by == "the caller":
-        change()
-    refused = r"blocks\.0\..* was changed between two runs of a sweep"
-    with pytest.raises(RuntimeError, match=refused):
+    next(model.blocks[0].parameters()).mul_(2)
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.0\..* was changed between two runs of a sweep"
+    ):
         next(results)
 
-    runs = [at(0), at(4)]  # of which the second alone has a stream
-    results = tl_devicefix.sweep(model, tokens, runs)
-    next(results)
-    change()
-    assert_same(next(results), in_turn(model, tokens, runs)[1])
 
-
-ARGUMENTS = {
-    r"^sweep\(\) takes no fwd_hooks": {"fwd_hooks": []},
-    r"^sweep\(\) takes no reset_hooks_end": {"reset_hooks_end": []},
-    r"^sweep\(\) has no argument 'progres'.* mean 'progress'": {"progres": True},
-}
-OF_HOOKED = {  # a Bridge passes them on to transformers
-    r"no argument 'stop_at'; did you mean 'stop_at_layer'": {"stop_at": 3},
-    r"^sweep\(\) has no argument 'remove_batch_dim'": {"remove_batch_dim": True},
-}
 MLP_OUT = "blocks.3.hook_mlp_out"
 WITHOUT_HOOKS = {
     r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
@@ -248,9 +212,11 @@ def test_sweep_refuses_bad_arguments(model_class, model, tokens):
         tl_devicefix.sweep(tokens, model, [])
     with pytest.raises(TypeError, match="runs must be a list or another iterable, but is 5"):
         tl_devicefix.sweep(model, tokens, 5)
-    for words, arguments in {**ARGUMENTS, **({} if model_class == BRIDGE else OF_HOOKED)}.items():
-        with pytest.raises(TypeError, match=words):
-            tl_devicefix.sweep(model, tokens, [], **arguments)
+    with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'progres'.* mean 'progress'"):
+        tl_devicefix.sweep(model, tokens, [], progres=True)
+    if model_class != BRIDGE:  # which passes them on to transformers
+        with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'remove_batch_dim'"):
+            tl_devicefix.sweep(model, tokens, [], remove_batch_dim=True)
     for words, run in WITHOUT_HOOKS.items():
         with pytest.raises(ValueError, match=words):
             next(tl_devicefix.sweep(model, tokens, [run]))
@@ -329,14 +295,6 @@ def test_patching_runs_in_another_order_are_refused(model, few):
     other_order = mock.patch("tl_devicefix.pipelining.sweep._indices", return_value=[[1, 0]])
     with other_order, pytest.raises(RuntimeError, match=r"\[0, 0\].* the sweep .*\[1, 0\]"):
         patching.get_act_patch_resid_pre(model, few, clean, metric)
-
-
-def test_a_metric_may_run_and_hook_the_model(model, few):
-    def to_unpatched(logits):
-        return metric(logits - model.run_with_hooks(few, fwd_hooks=at(2)))
-
-    arguments = "get_act_patch_resid_pre", model, few, to_unpatched
-    assert torch.equal(patch(*arguments), unpatched(*arguments))
 
 
 def test_a_model_of_neither_class_is_left_to_transformer_lens(model, few):

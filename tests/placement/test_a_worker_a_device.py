@@ -10,6 +10,8 @@ import torch
 
 from tl_devicefix.placement.workers import each_on_its_device
 
+pytestmark = pytest.mark.hooked
+
 
 @pytest.fixture
 def devices(machine):

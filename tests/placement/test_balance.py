@@ -13,6 +13,8 @@ from tl_devicefix import Placement, plan
 from tl_devicefix.placement.balance import shares
 from tl_devicefix.placement.placement import ComponentSize
 
+pytestmark = pytest.mark.hooked
+
 
 def sim(*indices: int) -> list[torch.device]:
     return [torch.device("sim", index) for index in indices]

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformer_lens import HookedTransformer
+from model_classes import HookedTransformer
 
 from tl_devicefix import dry_run, estimate, plan, simulate
+
+pytestmark = pytest.mark.hooked
 
 
 def devices(*indices: int) -> tuple[torch.device, ...]:

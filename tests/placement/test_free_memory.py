@@ -11,6 +11,8 @@ from tl_devicefix import plan
 from tl_devicefix.placement.devices import free_memory
 from tl_devicefix.placement.memory import is_out_of_memory
 
+pytestmark = pytest.mark.hooked
+
 GIB = 2**30
 
 

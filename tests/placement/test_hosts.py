@@ -12,6 +12,8 @@ from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import Host, Site, elsewhere, join, site_named
 
+pytestmark = pytest.mark.hooked
+
 JOINED = (
     Site(torch.device("xpu", 0), 0, "head", 0, "xpu:0"),
     Site(torch.device("xpu", 1), 0, "head", 1, "xpu:1"),

@@ -14,7 +14,6 @@ import torch
 from model_classes import BRIDGE
 
 from tl_devicefix import gather_on, simulate
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device
 
@@ -29,12 +28,6 @@ def machine():
         patch.setattr(devices, "_unsimulated_device", lambda: torch.device("cpu"))
         assert default_device() == torch.device("cpu")
         yield machine
-
-
-@pytest.fixture
-def load(from_checkpoint, machine):
-    """`load(device="sim:0", ...)`: a new GPT-2 of either class."""
-    return lambda **options: from_checkpoint("gpt2", **options)
 
 
 def where(model: Any) -> list[str]:
@@ -53,24 +46,24 @@ def where(model: Any) -> list[str]:
     ],
 )
 def test_number_means_a_device_of_the_home_devices_type(load, options, expected):
-    model = load(**options)
+    model = load("gpt2", **options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
 
 
 def test_max_memory_by_number_limits_the_home_devices_type(load, caplog):
-    weights = load(device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
+    weights = load("gpt2", device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
     limits = {0: weights - 1, "cpu": "1GiB"}
     with caplog.at_level(logging.WARNING, logger="tl_devicefix"):
-        model = load(device="sim:0", max_memory=limits)
+        model = load("gpt2", device="sim:0", max_memory=limits)
     assert any(component.offloaded for component in model.placement.components)
     assert "nothing is placed" not in caplog.text
     with pytest.raises(ValueError, match=r"sim:0.* would hold"):
-        load(device="sim:0", n_devices=1, max_memory={0: weights - 1})
+        load("gpt2", device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 
 def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
-    model = load(device="sim:0", n_devices=2)
+    model = load("gpt2", device="sim:0", n_devices=2)
     _, cache = model.run_with_cache(tokens.to("sim:0"))
     seen = []
     with gather_on(3):
@@ -88,7 +81,7 @@ def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
 
 
 def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
-    model = load(device="sim:0", n_devices=2)
+    model = load("gpt2", device="sim:0", n_devices=2)
     if model_class == BRIDGE:
         with pytest.warns(UserWarning, match="ignored: model is dispatched"):
             model.to(2)
@@ -97,15 +90,13 @@ def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
         assert where(model.to(2)) == ["sim:2"]
 
 
-def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load):
-    model = load(device="cpu")
+def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load, machine):
+    model = load("gpt2", device="cpu")
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
-def test_a_model_that_is_not_moved_says_where_it_would_be(from_pretrained, machine):
+@pytest.mark.hooked
+def test_a_model_that_is_not_moved_says_where_it_would_be(load, machine):
     for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
-        model = from_pretrained("gpt2", device=device, move_to_device=False)
+        model = load("gpt2", device=device, move_to_device=False)
         assert model.cfg.device == expected

@@ -11,6 +11,8 @@ import torch
 from tl_devicefix import Placement, plan
 from tl_devicefix.placement.placement import PlacedComponent
 
+pytestmark = pytest.mark.hooked
+
 HOST = torch.device("cpu")
 
 

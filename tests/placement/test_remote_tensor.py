@@ -1,8 +1,11 @@
 """Tensors of another host: what is done with them before they are fetched."""
 
+import pytest
 import torch
 
 from tl_devicefix.placement.remote_tensor import RemoteTensor
+
+pytestmark = pytest.mark.hooked
 
 CPU = torch.device("cpu")
 

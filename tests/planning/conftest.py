@@ -6,27 +6,25 @@ import copy
 
 import pytest
 from hf_models import D_VOCAB, make_hf_model, save_checkpoint
+from model_classes import CLASSES, HOOKED
 from transformers import LlamaConfig
-
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 
 @pytest.fixture
-def loaded(hf_models, request):
-    """`loaded("llama", 3)`: a model over so many devices, and its config.
+def model_class():
+    """HookedTransformer, or with TransformerLens 4 a Bridge, as a name is before loading."""
+    return CLASSES[0]
 
-    A HookedTransformer, or with TransformerLens 4 a Bridge, as a name is before loading.
-    """
-    if not has_hooked_transformer():
-        boot = request.getfixturevalue("boot")
-        return lambda name, n: (boot(name, n_devices=n), hf_models(name).config)
-    from_pretrained = request.getfixturevalue("from_pretrained")
 
-    def load(name, n_devices):
-        model = from_pretrained(name, n_devices=n_devices)
-        return model, copy.deepcopy(model.cfg)
+@pytest.fixture
+def loaded(load, hf_models):
+    """`loaded("llama", 3)`: a model over so many devices, and its config before loading."""
 
-    return load
+    def get(name, n_devices):
+        model = load(name, n_devices=n_devices)
+        return model, copy.deepcopy(model.cfg) if HOOKED in CLASSES else hf_models(name).config
+
+    return get
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -15,6 +16,9 @@ TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
 TINY = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
 NAME: Any = "gpt2" if has_hooked_transformer() else TINY
 """A model that needs no network: a HookedTransformer by its name, or a Bridge by its config."""
+a_bridge_by_name = pytest.mark.skipif(
+    has_hooked_transformer(), reason="names are loaded as a TransformerBridge in TransformerLens 4"
+)
 
 
 def forward(model: Any) -> Any:

@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, NAME, TOKENS, fold, forward, n_transfers, peaks_of
+from dry_run_jobs import CASES, NAME, TOKENS, a_bridge_by_name, fold, forward, n_transfers, peaks_of
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-hooked_s = pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
-a_bridge_s = pytest.mark.skipif(
-    has_hooked_transformer(),
-    reason="a known name loads as a TransformerBridge in TransformerLens 4 only",
-)
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
@@ -156,11 +149,11 @@ def order(tensor: torch.Tensor) -> list[int]:
     return sorted(dims, key=tensor.stride, reverse=True)
 
 
-@hooked_s
+@pytest.mark.hooked
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "mixtral", "gpt-oss"])
-def test_parameters_are_laid_out_as_loading_lays_them_out(name, from_pretrained):
+def test_parameters_are_laid_out_as_loading_lays_them_out(name, load):
     """For what a forward allocates depends on it."""
-    loaded = from_pretrained(name, device="cpu")
+    loaded = load(name, device="cpu")
     dry = dry_run(
         loaded.cfg, lambda model: {name: order(p) for name, p in model.named_parameters()}
     )
@@ -185,9 +178,9 @@ def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
     assert peaks[0] < 4 * 512**2 * 4 < peaks[1]
 
 
-@hooked_s
+@pytest.mark.hooked
 def test_dry_run_takes_a_subclass_and_a_device_map():
-    from transformer_lens import HookedTransformer
+    from model_classes import HookedTransformer
 
     Mine = type("Mine", (HookedTransformer,), {})
     device_map = {"": 0, "blocks.3": 1}
@@ -196,7 +189,7 @@ def test_dry_run_takes_a_subclass_and_a_device_map():
     assert str(dry.placement.device_of("blocks.3")) == "sim:1"
 
 
-@a_bridge_s
+@a_bridge_by_name
 def test_compatibility_mode_takes_little_more_than_the_weights():
     options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
     dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
@@ -206,23 +199,23 @@ def test_compatibility_mode_takes_little_more_than_the_weights():
         assert item.peak - item.weights < 4 * largest  # in float32, twice
 
 
-@a_bridge_s
+@a_bridge_by_name
 def test_dry_run_obeys_n_ctx_and_hf_config_overrides():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
     assert dry.result == (64, 2)
 
 
-@a_bridge_s
+@a_bridge_by_name
 def test_overrides_add_no_field_that_n_ctx_would_set():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"n_positions": 32}}  # Pythia has none
     dry = dry_run("EleutherAI/pythia-70m", lambda it: it.cfg.n_ctx, **options)
     assert dry.result == 32
 
 
-@a_bridge_s
+@a_bridge_by_name
 def test_a_local_checkpoint_brings_its_tokenizer(checkpoints):
-    from transformer_lens.model_bridge import TransformerBridge
+    from model_classes import TransformerBridge
 
     path = str(checkpoints("llama"))
     dry = dry_run(path, lambda bridge: bridge("a b").shape[0], cls=TransformerBridge)

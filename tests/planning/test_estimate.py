@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import peaks_of
+from dry_run_jobs import a_bridge_by_name, peaks_of
 from hf_models import N_CTX
 
 from tl_devicefix import estimate, plan, simulate
@@ -23,10 +23,6 @@ else:
     from transformer_lens.model_bridge import TransformerBridge
 
     load = TransformerBridge.boot_transformers
-a_bridge_s = pytest.mark.skipif(
-    has_hooked_transformer(),
-    reason="a known name loads as a TransformerBridge in TransformerLens 4 only",
-)
 
 BILLIONS = {
     "gpt2": 0.124, "EleutherAI/gpt-neo-2.7B": 2.651, "EleutherAI/gpt-j-6B": 6.051,
@@ -123,7 +119,7 @@ def test_estimate_counts_a_kv_cache_of_all_tokens(name, layers, width):
     assert in_blocks < grows(name, 500, 900) < 2 * in_blocks  # with room, and keys also rotated
 
 
-@a_bridge_s
+@a_bridge_by_name
 def test_attention_in_a_window_caches_the_window():
     in_blocks = 16 * 2 * 2000 * 4 * 256 * 2 * 13  # every other block sees all tokens
     grown = grows("google/gemma-2-2b", 5000, 7000, dtype="bfloat16")

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, TOYS
-from transformer_lens import HookedTransformer
+from model_classes import HookedTransformer
 
 from tl_devicefix import Estimate, estimate, plan
 from tl_devicefix.__main__ import main
+
+pytestmark = pytest.mark.hooked
 
 
 @pytest.mark.parametrize(
@@ -46,12 +48,12 @@ def bytes_of_components(model: HookedTransformer) -> tuple[dict[str, int], dict[
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *TOYS])
-def test_planned_sizes_equal_the_real_models(name, references):
+def test_planned_sizes_equal_the_real_models(name, on_one):
     if name in TOYS:
         cfg = TOYS[name](dtype=torch.bfloat16)
         model = HookedTransformer(cfg)
     else:
-        model, cfg = references(name), references(name).cfg
+        model, cfg = on_one(name), on_one(name).cfg
     weights, buffers = bytes_of_components(model)
     for component in plan(cfg).components:
         assert component.weights == weights[component.name], component.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -87,27 +86,14 @@ def test_n_ctx_beyond_learned_positions_is_refused(checkpoints):
             estimate(str(checkpoints("gpt2")), n_ctx=n_ctx)
 
 
-def test_estimate_refuses_a_gptq_checkpoint(checkpoints, tmp_path):
-    config = json.loads((checkpoints("llama") / "config.json").read_text())
-    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ValueError, match="has GPTQ weights, which no load reads: give the orig"):
-        estimate(str(tmp_path))
-
-
-@pytest.mark.skipif(
-    not has_hooked_transformer(),
-    reason="TransformerLens 4 has no HookedTransformer to take these arguments",
-)
+@pytest.mark.hooked
 @pytest.mark.parametrize("call", [estimated, dry])
 def test_planning_accepts_config_and_hub_arguments_of_loading(call):
     asked: dict[str, Any] = {"revision": "main", "local_files_only": True, "token": None}
     call(first_n_layers=1, fold_ln=False, **asked)
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer of these sizes"
-)
+@pytest.mark.hooked
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,14 +11,10 @@ Within `asynchronous(n)`, `torch.get_device_module("sim")` has CUDA's streams an
 of memory that nothing orders raise a `RaceError`, in every run, because we check the order that
 the code guarantees and not the one that happened.
 
-- `ordering.py`: clocks that say what is known to be done, and the checks of each use of memory.
-- `executor.py`: computes operations on the CPU, and tells `ordering.py` what they read and write.
-- `machine.py`: the streams and events, and `asynchronous`.
-
 Not found: changes of pinned memory behind torch's back (numpy, files), or by other threads than the
 one that entered; races between Python's threads, which count as one host. A backward runs on the
-caller's current stream, and not on the forward's as on CUDA. Streams that write different halves of
-one storage are refused, though a GPU may allow that.
+caller's current stream, and not on the forward's as on CUDA. Stricter than CUDA: streams may not
+write different halves of one storage, and only reads of values wait, not shapes that need values.
 """
 
 from racing.machine import asynchronous

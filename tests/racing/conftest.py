@@ -1,6 +1,7 @@
-"""Models over devices that run behind the host, open for a whole module."""
+"""Devices that run behind the host, open for a whole module."""
 
 import pytest
+import torch
 
 from racing import asynchronous
 
@@ -9,3 +10,9 @@ from racing import asynchronous
 def machine():
     with asynchronous(4) as machine:
         yield machine
+
+
+@pytest.fixture
+def sim(machine):
+    """The module of the device, as torch gives it: `sim.Stream("sim:0")`."""
+    return torch.get_device_module("sim")

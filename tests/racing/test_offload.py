@@ -9,8 +9,12 @@ import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
 from offloads import assert_at_rest
+from packaging.version import Version
 
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.offload.copying import BlockCopy, Place
+
+pytestmark = pytest.mark.hooked
 
 DEVICE = "sim:0"
 
@@ -20,63 +24,48 @@ def spread():
     return "all of one device"
 
 
-def zero_weights(model):
-    with torch.no_grad():
-        for parameter in model.blocks.parameters():
-            parameter.mul_(0)
+def gradient(model, residual):
+    residual.requires_grad_()
+    model(residual, start_at_layer=1).square().sum().backward()
+    return residual.grad
 
 
-@pytest.mark.parametrize("run", ["a forward", "a block"])
-def test_a_weight_may_be_changed_once_a_run_has_returned(run, load, reference, tokens):
-    model, residual = load("llama", "all of one device"), reference(tokens, stop_at_layer=1)
-    options = {"start_at_layer": 1} if run == "a forward" else {}
-
-    def last(model):
-        return model if run == "a forward" else model.blocks[-1]
-
-    with torch.no_grad():
-        arrived = last(model)(residual.to(DEVICE), **options)
-    zero_weights(model)
-    assert_agrees(arrived, last(reference)(residual, **options), home_of(model))
+RUNS = {
+    "forward": lambda model, residual: model(residual, start_at_layer=1),
+    "block": lambda model, residual: model.blocks[-1](residual),
+    "backward": gradient,
+}
 
 
-def test_a_weight_may_be_changed_once_a_backward_has_returned(load, reference, tokens):
-    model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
-    gradients = []
-    for variant in (model, reference):
-        variant.requires_grad_(False)
-        residual = variant(tokens, stop_at_layer=0).detach().requires_grad_()
-        variant(residual, start_at_layer=0).square().sum().backward()
-        zero_weights(variant)
-        gradients.append(residual.grad)
-    assert_agrees(*gradients)
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_weights_may_be_changed_once_a_run_has_returned(run, load, reference, tokens):
+    # Without gradients of weights, because the host would wait for them.
+    model = load("llama", "all of one device").requires_grad_(False)
+    residual = reference(tokens, stop_at_layer=1).detach()
+    arrived = run(model, residual.to(DEVICE))
+    for parameter in model.blocks.parameters():
+        parameter.mul_(0)
+    assert_agrees(arrived, run(reference, residual), home_of(model))
 
 
-def test_unneeded_copies_arrive_before_their_memory_is_reused(model, reference, tokens):
+def test_unused_copies_arrive_before_their_memory_is_reused(load, reference, tokens):
     def result(model):
-        def add_another(activation, hook):
+        def run_another(activation, hook):
             if torch.is_grad_enabled():  # not in the run that it starts itself
                 with torch.no_grad():
                     return activation + model(tokens, stop_at_layer=1)
-            return activation
 
-        return model.run_with_hooks(tokens, fwd_hooks=[("blocks.0.hook_resid_mid", add_another)])
-
-    assert_agrees(result(model), result(reference), home_of(model))
-    assert_at_rest(model)
-
-
-def test_outdated_copies_arrive_before_their_memory_is_reused(load, reference, tokens):
-    def result(model):
         @torch.no_grad()
         def halve_next(activation, hook):
             model.blocks[3].mlp.W_out.mul_(0.5)
 
-        return model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", halve_next)])
+        hooks = [("blocks.0.hook_resid_mid", run_another), ("blocks.2.hook_resid_pre", halve_next)]
+        return model.run_with_hooks(tokens, fwd_hooks=hooks)
 
     model, reference = load("llama", "all of one device"), copy.deepcopy(reference)
     assert_agrees(result(model), result(reference))
     assert_same_weights(model, reference)
+    assert_at_rest(model)
 
 
 def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
@@ -94,19 +83,18 @@ def test_each_copy_waits_for_kernels_queued_since_the_last(machine):
     assert_agrees([copy.weight + 1 for copy in copies.weights], [weight + 1 for weight in weights])
 
 
-def test_weights_are_copied_on_a_stream_of_their_own(model, machine, tokens):
+def test_weights_are_copied_on_a_stream_of_their_own(model, machine, sim, tokens):
     at_home = tokens.to(DEVICE)
-    machine.executor.launcher.copies.clear()
+    machine.executor.copies.clear()
     with torch.no_grad():
         model(at_home)
-    streams = [number for _, number in machine.executor.launcher.copies]
+    streams = machine.executor.copies
     assert len(streams) == len(list(model.blocks.parameters()))
     assert len(set(streams)) == 1
-    assert 0 not in streams
+    assert sim.current_stream(DEVICE) not in streams
 
 
-def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tokens):
-    sim = torch.get_device_module("sim")
+def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tokens, sim):
     sim.synchronize(DEVICE)
     within = threading.Barrier(4, timeout=60)
 
@@ -119,14 +107,13 @@ def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tok
 
     with model.hooks(fwd_hooks=[("blocks.0.hook_resid_mid", meet)]), ThreadPoolExecutor(4) as pool:
         results = list(pool.map(run, range(4)))
-    sim.synchronize(DEVICE)
 
     assert_agrees(results, [reference(tokens.roll(index, 1)) for index in range(4)])
     assert_at_rest(model)
 
 
-def test_block_run_by_a_hook_on_its_own_stream_shares_no_mask(model, reference, tokens):
-    sim = torch.get_device_module("sim")
+def test_fused_block_on_a_stream_of_its_own_shares_no_mask(load, reference, tokens, sim):
+    model = load("llama", "all of one device", fuse_blocks=installed() >= Version("3.8"))
 
     def run_the_next(activation, hook):
         side = sim.Stream(DEVICE)
@@ -138,6 +125,5 @@ def test_block_run_by_a_hook_on_its_own_stream_shares_no_mask(model, reference, 
     hooks = [("blocks.0.hook_resid_pre", run_the_next)]
     with torch.no_grad():
         logits = model.run_with_hooks(tokens.to(DEVICE), fwd_hooks=hooks)
-    sim.synchronize(DEVICE)
 
     assert_agrees(logits, reference(tokens))

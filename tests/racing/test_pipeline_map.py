@@ -13,51 +13,35 @@ from runs_of_users import (
 from tl_devicefix import pipeline_map
 
 ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
+FORWARDS = a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_elsewhere
 
 
 @pytest.mark.parametrize(
     ("where", "runs"),
-    [
-        (2, (a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_elsewhere)),
-        (ON_TWO, (gradients_of_weights,)),
-    ],
-    ids=["over devices", "offloaded"],
+    [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, (gradients_of_weights,))],
 )
-def test_pipelined_runs_on_async_devices_equal_a_loops_bits(
-    where, runs, machine, folded, from_checkpoint, tokens
-):
-    if where == 2:
-        model = folded("gpt2", where).to(torch.bfloat16)
-    else:
-        model = from_checkpoint("llama", device_map=where)
-    batches = [tokens.roll(shift, 1) for shift in range(2)]
-
+def test_pipelined_runs_on_async_devices_equal_a_loops_bits(where, runs, machine, load, tokens):
     def all_of_them(model, batch):
         return [run(model, batch) for run in runs]
 
+    model, batches = load("llama", **where), [tokens, tokens.roll(1, 1)]
     expected = [all_of_them(model, batch) for batch in batches]
     assert_bit_equal(list(pipeline_map(model, all_of_them, batches, 2)), expected)
 
 
-def test_the_residual_stream_goes_on_streams_of_its_run(machine, folded, tokens):
+def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, load, tokens):
     """On the devices' default streams, a device would wait for a run that comes later."""
     with torch.no_grad():
-        model = folded("gpt2", 2)
+        model = load("gpt2", 2, folded=True)
         batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
-        machine.executor.launcher.copies.clear()
-        machine.reset_transfers()
+        machine.executor.copies.clear()
         list(pipeline_map(model, lambda view, batch: view(batch), batches))
-    streams = [number for _, number in machine.executor.launcher.copies]
-    of_host = [copy for copy in machine.transfers if "cpu" in (copy.source.type, copy.target.type)]
-    assert len(streams) >= 2 * len(batches) + len(of_host)
-    assert streams.count(0) <= len(of_host)
+    default = {*map(sim.current_stream, machine.devices)}
+    assert sum(stream not in default for stream in machine.executor.copies) >= 2 * len(batches)
 
 
-def test_run_has_the_callers_current_device(machine, folded):
-    model, module = folded("gpt2", 2), torch.get_device_module("sim")
-    module.set_device(2)
-    try:
-        result = list(pipeline_map(model, lambda view, item: module.current_device(), range(3)))
-    finally:
-        module.set_device(0)
+def test_run_has_the_callers_current_device(sim, load):
+    model = load("gpt2", 2, folded=True)
+    with sim.stream(sim.Stream("sim:2")):
+        result = list(pipeline_map(model, lambda view, item: sim.current_device(), range(3)))
     assert result == [2, 2, 2]

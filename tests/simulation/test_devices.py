@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tl_devicefix.simulation import simulate
 
+pytestmark = pytest.mark.once
+
 
 def test_simulated_tensors_give_python_their_values(machine):
     x = torch.tensor([[1.5, 2.0]], device="sim:1")

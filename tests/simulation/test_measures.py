@@ -5,6 +5,8 @@ import torch
 
 from tl_devicefix.simulation import Moved, Transfer, simulate
 
+pytestmark = pytest.mark.once
+
 CPU, SIM_0, SIM_1 = "cpu", "sim:0", "sim:1"
 
 

@@ -16,6 +16,8 @@ import tl_devicefix
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.simulation.backend import DeviceModule
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(tl_devicefix.__file__).parents[1]
 
 

@@ -6,6 +6,8 @@ import torch
 
 from tl_devicefix.simulation import executor, simulate
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def machine():

@@ -20,13 +20,15 @@ from hf_models import (
     randomize,
     save_checkpoint,
 )
+from model_classes import TransformerBridge
 from parameters import in_turn
 from safetensors.torch import load_file, save_file
-from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
 import tl_devicefix
 from tl_devicefix.transformer_bridge.alignment import view_of
+
+pytestmark = pytest.mark.bridge
 
 
 def devices_of(bridge: Any) -> dict[str, torch.device]:
@@ -41,8 +43,8 @@ def devices_of(bridge: Any) -> dict[str, torch.device]:
     return result
 
 
-def test_embeddings_boot_at_home_and_blocks_in_ranges(machine, boot):
-    bridge = boot("gpt2", n_devices=4)
+def test_embeddings_boot_at_home_and_blocks_in_ranges(machine, load):
+    bridge = load("gpt2", n_devices=4)
     where = devices_of(bridge)
 
     assert where == {n: d for n, d in bridge.placement.device_map.items() if n in where}
@@ -65,33 +67,29 @@ def test_embeddings_boot_at_home_and_blocks_in_ranges(machine, boot):
     ],
     ids=str,
 )
-def test_devices_are_named_as_for_hooked_transformer(
-    options, used, machine, boot, bridge_references, tokens
-):
-    bridge = boot("llama", **options)
+def test_devices_are_named_as_for_hooked_transformer(options, used, machine, load, on_one, tokens):
+    bridge = load("llama", **options)
     assert {device.index for device in devices_of(bridge).values()} == used
     assert {device.index for device in bridge.placement.devices} == used
     home = bridge.placement.home
     assert home == torch.device(options.get("device", device(min(used))))
-    assert_agrees(bridge(tokens.to(home)), bridge_references("llama")(tokens), home)
+    assert_agrees(bridge(tokens.to(home)), on_one("llama")(tokens), home)
 
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("by_index", [False, True])
-def test_a_map_of_hugging_face_modules_is_honoured(
-    by_index, machine, boot, bridge_references, tokens
-):
+def test_a_map_of_hugging_face_modules_is_honoured(by_index, machine, load, on_one, tokens):
     """The unpatched release honours it too, and then fails to read its cache."""
     spread = balanced_map("llama", machine.devices)
     indices = {path: torch.device(device).index for path, device in spread.items()}
-    bridge = boot("llama", device_map=indices if by_index else spread)
+    bridge = load("llama", device_map=indices if by_index else spread)
 
     modules = dict(bridge.original_model.named_modules())
     for path, where in spread.items():
         assert {str(p.device) for p in modules[path].parameters()} <= {where}
     home = machine.devices[0]
     logits, cache = bridge.run_with_cache(tokens.to(home))
-    expected, expected_cache = bridge_references("llama").run_with_cache(tokens)
+    expected, expected_cache = on_one("llama").run_with_cache(tokens)
     assert_agrees(logits, expected, home)
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
 
@@ -155,7 +153,7 @@ def test_tied_heads_and_unread_tensors_are_no_reason_to_refuse(options, machine,
 
 
 def test_hf_model_dispatched_by_accelerate_keeps_its_devices(
-    machine, boot, hf_models, checkpoints, bridge_references, tokens
+    machine, load, hf_models, checkpoints, on_one, tokens
 ):
     spread = balanced_map("llama", machine.devices)
     hf_model = accelerate.dispatch_model(copy.deepcopy(hf_models("llama")), spread)
@@ -164,7 +162,7 @@ def test_hf_model_dispatched_by_accelerate_keeps_its_devices(
     assert bridge.original_model is hf_model
     assert bridge.placement.device_of("ln_final") == machine.devices[3]
     bridge.enable_compatibility_mode()
-    expected = bridge_references("llama", compatible=True)
+    expected = on_one("llama", folded=True)
     _, cache = bridge.run_with_cache(tokens)
     _, expected_cache = expected.run_with_cache(tokens)
     assert_agrees(cache.decompose_resid(), expected_cache.decompose_resid(), machine.devices[0])
@@ -202,9 +200,9 @@ def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
         TransformerBridge.boot_transformers(str(path), device="cpu")
 
 
-def test_one_device_is_left_to_transformer_lens(machine, boot):
+def test_one_device_is_left_to_transformer_lens(machine, load):
     for options in ({}, {"n_devices": 1}, {"device": device(2)}):
-        bridge = boot("llama", **options)
+        bridge = load("llama", **options)
         expected = torch.device(options.get("device", device(0)))
         assert bridge.placement.devices == (expected,)
         assert {p.device for p in bridge.parameters()} == {expected}
@@ -221,15 +219,15 @@ def test_one_device_is_left_to_transformer_lens(machine, boot):
     ],
     ids=str,
 )
-def test_boot_transformers_refuses_bad_arguments_in_a_sentence(options, error, says, machine, boot):
+def test_boot_transformers_refuses_bad_arguments_in_a_sentence(options, error, says, machine, load):
     with pytest.raises(error, match=says) as caught:
-        boot("llama", **options)
+        load("llama", **options)
     assert "\n" not in str(caught.value)
     assert sum(machine.memory_allocated(index) for index in range(4)) == 0
 
 
-def test_each_device_gets_masks_and_rotary_tables_once(machine, boot, tokens):
-    bridge = boot("llama", n_devices=3)
+def test_each_device_gets_masks_and_rotary_tables_once(machine, load, tokens):
+    bridge = load("llama", n_devices=3)
     at_home = tokens.to(machine.devices[0])
     with torch.no_grad():
         bridge(at_home)
@@ -241,8 +239,8 @@ def test_each_device_gets_masks_and_rotary_tables_once(machine, boot, tokens):
     assert len([transfer for transfer in machine.transfers if transfer.bytes]) == 2 * 5 + 1
 
 
-def test_bridge_in_bfloat16_keeps_its_placement_at_half_the_size(machine, boot, tokens):
-    bridge = boot("llama", n_devices=3)
+def test_bridge_in_bfloat16_keeps_its_placement_at_half_the_size(machine, load, tokens):
+    bridge = load("llama", n_devices=3)
     before = bridge.placement
 
     bridge.to(torch.bfloat16)
@@ -255,7 +253,7 @@ def test_bridge_in_bfloat16_keeps_its_placement_at_half_the_size(machine, boot, 
     assert copied.placement == bridge.placement
     assert bridge(tokens).dtype == torch.bfloat16
     assert_agrees(copied(tokens), bridge(tokens), machine.devices[0], tolerance=0)
-    assert boot("llama", n_devices=3, dtype="bf16").embed.W_E.dtype == torch.bfloat16
+    assert load("llama", n_devices=3, dtype="bf16").embed.W_E.dtype == torch.bfloat16
 
 
 def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(hf_models, machine, tmp_path):
@@ -270,11 +268,11 @@ def test_a_config_with_a_wrong_value_is_refused_in_a_sentence(hf_models, machine
         assert "StrictDataclass" not in str(caught.value)
 
 
-def test_transformer_lens_3_registry_keeps_the_models_attention(boot):
+def test_transformer_lens_3_registry_keeps_the_models_attention(load):
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         pytest.skip("this TransformerLens has no registry of attention modules")
-    bridge = boot("llama", device="cpu")
+    bridge = load("llama", device="cpu")
     view = view_of(bridge)
     for model in (bridge, view):
         for block in model.blocks:

@@ -9,14 +9,15 @@ import torch
 import transformers
 from comparison import assert_agrees
 from hf_models import make_hf_model
+from model_classes import TransformerBridge
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
-from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.twin import Twin
 
 pytestmark = [
+    pytest.mark.bridge,
     pytest.mark.full("a hundred and fifty models; by default, tests of plain layers run six"),
     pytest.mark.skipif(
         has_hooked_transformer(),

@@ -20,7 +20,10 @@ SPREADS = [1, 3, 4]
 if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
     OTHERS, SPREADS = ["phi-3", "bamba"], [3]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
+pytestmark = [
+    pytest.mark.bridge(in_3=True),
+    pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
+]
 
 
 @pytest.mark.parametrize(
@@ -28,10 +31,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
     in_turn(product(NAMES, [False, True]), SPREADS),
 )
 def test_spread_bridge_has_the_unpatched_weights_and_results(
-    name, n_devices, compatible, machine, boot, bridge_references, tokens
+    name, n_devices, compatible, machine, load, on_one, tokens
 ):
-    reference = bridge_references(name, compatible=compatible)
-    bridge = boot(name, compatible=compatible, n_devices=n_devices)
+    reference = on_one(name, folded=compatible)
+    bridge = load(name, folded=compatible, n_devices=n_devices)
 
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     home = machine.devices[0]
@@ -44,17 +47,15 @@ def test_spread_bridge_has_the_unpatched_weights_and_results(
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_compatibility_mode_equals_the_unpatched_release(
-    name, machine, boot, bridge_references, tokens
-):
-    reference = bridge_references(name, compatible=True)
-    bridge = boot(name, compatible=True, n_devices=3)
+def test_compatibility_mode_equals_the_unpatched_release(name, machine, load, on_one, tokens):
+    reference = on_one(name, folded=True)
+    bridge = load(name, folded=True, n_devices=3)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     assert_agrees(bridge(tokens), reference(tokens), machine.devices[0])
 
 
-def test_one_device_changes_no_bit(boot):
-    bridge, tokens = boot("gpt2", device="cpu"), torch.arange(20).view(2, 10)
+def test_one_device_changes_no_bit(load):
+    bridge, tokens = load("gpt2", device="cpu"), torch.arange(20).view(2, 10)
     _, cache = bridge.run_with_cache(tokens, return_cache_object=False)
     with tl_devicefix.disabled():
         _, expected = bridge.run_with_cache(tokens, return_cache_object=False)

@@ -9,27 +9,27 @@ import torch
 import transformers
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 from hf_models import D_VOCAB, GROUPED, balanced_map, make_hf_model, save_checkpoint
+from model_classes import TransformerBridge
 from racing import asynchronous
-from transformer_lens.model_bridge import TransformerBridge
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.transformer_bridge import processing
+
+pytestmark = pytest.mark.bridge
 
 SOON = 30.0  # seconds, within which threads that run at once have met
 
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", ["gpt2", "gemma-2"])
-def test_tied_weights_fold_with_a_final_norm_on_another_device(
-    name, machine, boot, bridge_references, tokens
-):
+def test_tied_weights_fold_with_a_final_norm_on_another_device(name, machine, load, on_one, tokens):
     """The unpatched release raises there, and what it leaves computes other logits."""
-    bridge = boot(name, device_map=balanced_map(name, machine.devices))
+    bridge = load(name, device_map=balanced_map(name, machine.devices))
     home = machine.devices[0]
     before = bridge(tokens).log_softmax(-1)
     bridge.enable_compatibility_mode()
-    assert_agrees(bridge(tokens), bridge_references(name, compatible=True)(tokens), home)
+    assert_agrees(bridge(tokens), on_one(name, folded=True)(tokens), home)
     assert_agrees(bridge(tokens).log_softmax(-1), before, home)
 
 
@@ -51,16 +51,14 @@ def while_processing(monkeypatch):
 @pytest.mark.skipif(
     has_hooked_transformer(), reason="TransformerLens 3 cannot fold an offloaded block of a Bridge"
 )
-def test_processed_weights_of_offloaded_blocks_are_pinned_too(boot):
+def test_processed_weights_of_offloaded_blocks_are_pinned_too(load):
     with asynchronous(2):
-        bridge = boot("llama", device_map={"": 0, "blocks.2": "cpu"}, compatible=True)
+        bridge = load("llama", device_map={"": 0, "blocks.2": "cpu"}, folded=True)
         assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
 
 
-def test_all_devices_fold_at_once_but_for_the_unembedding(
-    machine, boot, bridge_references, while_processing
-):
-    bridge = boot("gpt2", n_devices=4)
+def test_all_devices_fold_at_once_but_for_the_unembedding(machine, load, on_one, while_processing):
+    bridge = load("gpt2", n_devices=4)
     # One unit of each device.
     on = {c.device: c.name for c in bridge.placement.components if c.name.startswith("blocks.")}
     together, names = threading.Barrier(4), []
@@ -75,15 +73,15 @@ def test_all_devices_fold_at_once_but_for_the_unembedding(
 
     assert len(on) == 4
     assert names[-1] == "unembed"
-    expected = bridge_references("gpt2", compatible=True).state_dict()
+    expected = on_one("gpt2", folded=True).state_dict()
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected))
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_bridge_folded_half_way_is_refused_after_the_error(
-    error, machine, boot, while_processing, tokens
+    error, machine, load, while_processing, tokens
 ):
-    bridge = boot("gpt2", n_devices=4)
+    bridge = load("gpt2", n_devices=4)
 
     def fail(name):
         if name == "blocks.4":
@@ -99,8 +97,8 @@ def test_bridge_folded_half_way_is_refused_after_the_error(
             use(*given)
 
 
-def test_weights_held_by_others_are_not_changed_by_folding(machine, boot):
-    bridge = boot("llama", n_devices=3)
+def test_weights_held_by_others_are_not_changed_by_folding(machine, load):
+    bridge = load("llama", n_devices=3)
     unembed = bridge.unembed.original_component.weight
     values = unembed.detach().clone()
     bridge.enable_compatibility_mode()
@@ -108,8 +106,8 @@ def test_weights_held_by_others_are_not_changed_by_folding(machine, boot):
     assert (unembed == values).all()
 
 
-def test_compatibility_mode_works_after_a_refused_step(machine, boot, bridge_references):
-    bridge = boot("llama", n_devices=4)
+def test_compatibility_mode_works_after_a_refused_step(machine, load, on_one):
+    bridge = load("llama", n_devices=4)
     hooks = dict(bridge.hook_dict)
     names = [point.name for point in hooks.values()]
     with pytest.raises(ValueError, match="rotary"):
@@ -120,7 +118,7 @@ def test_compatibility_mode_works_after_a_refused_step(machine, boot, bridge_ref
 
     bridge.enable_compatibility_mode()
 
-    expected = bridge_references("llama", compatible=True)
+    expected = on_one("llama", folded=True)
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected.state_dict()))
 
 
@@ -187,9 +185,9 @@ def test_value_biases_stay_where_they_add_no_constant(
     assert f"does not apply to attention with {beside}, where value biases" in caplog.text
 
 
-def test_device_out_of_memory_while_folding_is_named(boot):
+def test_device_out_of_memory_while_folding_is_named(load):
     with tl_devicefix.simulate(2, memory="1MiB") as machine:
-        bridge = boot("llama", n_devices=2)
+        bridge = load("llama", n_devices=2)
         room = machine.mem_get_info(1)[0]
         filler = torch.empty(room - 2**12, dtype=torch.uint8, device=machine.devices[1])
 

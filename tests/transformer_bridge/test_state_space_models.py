@@ -11,6 +11,8 @@ from comparison import assert_agrees
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
+pytestmark = pytest.mark.bridge
+
 NAMES = ["mamba", "mamba-2", "bamba", "olmo-hybrid"]  # test_parity has the others' logits
 if has_hooked_transformer():  # TransformerLens 3.9, where it is the same code
     NAMES = ["mamba", "bamba"]
@@ -37,17 +39,13 @@ def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
 
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize("name", NAMES)
-def test_spread_state_space_model_gives_what_one_device_gives(
-    name, boot, bridge_references, machine, tokens
-):
-    assert_agrees(
-        results(boot(name, n_devices=4), tokens), results(bridge_references(name), tokens)
-    )
+def test_spread_state_space_model_gives_what_one_device_gives(name, load, on_one, machine, tokens):
+    assert_agrees(results(load(name, n_devices=4), tokens), results(on_one(name), tokens))
 
 
-def test_generation_with_a_cached_state_equals_without(boot, tokens):
+def test_generation_with_a_cached_state_equals_without(load, tokens):
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
-    bridge = boot("mamba", device="cpu")
+    bridge = load("mamba", device="cpu")
     expected = bridge.generate(tokens, **GREEDY, use_past_kv_cache=False)
     assert_agrees(bridge.generate(tokens, **GREEDY, use_past_kv_cache=True), expected)
 

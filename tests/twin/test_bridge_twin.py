@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 from hf_models import HF_CONFIGS, make_hf_model
-from transformer_lens.model_bridge import TransformerBridge
+from model_classes import TransformerBridge
 
 import tl_devicefix
+
+pytestmark = pytest.mark.bridge
 
 OTHER_NUMBERS = "gives other numbers than transformers"
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from hf_models import HF_CONFIGS, make_hf_model
+from model_classes import HookedTransformer
 from parameters import in_turn
-from transformer_lens import HookedTransformer
 
 import tl_devicefix
+
+pytestmark = pytest.mark.hooked
 
 ROUNDING = 1e-4
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -183,48 +185,36 @@ def test_class_derived_from_transformers_loads(checkpoints, difference):
     assert difference(load(str(checkpoints("llama")), hf_model=hf_model), hf_model) < ROUNDING
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("path", "part"),
-    [
-        ("lm_head", torch.nn.Linear(16, 40, bias=True)),
-        ("lm_head", torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 40))),
-        ("model.layers.2.input_layernorm", torch.nn.LayerNorm(16)),
-        ("model.layers.1.mlp.act_fn", torch.nn.GELU()),
-    ],
-    ids=["bias", "sequential", "norm", "activation"],
-)
-def test_part_beyond_hf_models_config_is_refused(checkpoints, refused, path, part):
-    hf_model = make_hf_model(HF_CONFIGS["llama"]())
-    hf_model.set_submodule(path, part)
-    called = path.replace(".1.", ".*.").replace(".2.", ".*.")
-    with refused("parts that its config does not make", called):
-        load(str(checkpoints("llama")), hf_model=hf_model)
+def put(path, part):
+    return lambda hf_model: hf_model.set_submodule(path, part)
 
 
 def exchange_forward(hf_model):
     hf_model.model.layers[1].mlp.forward = lambda x: x
 
 
-CHANGES = {
-    "rotary_emb.inv_freq": lambda m: m.model.rotary_emb.inv_freq.mul_(0.3),
-    "self_attn": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.1),
-    "input_layernorm": lambda m: setattr(m.config, "rms_norm_eps", 0.1),
-    "layers.*.mlp": exchange_forward,
+def hook_an_mlp(hf_model):
+    hf_model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+IN_TWO = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 40))
+BEYOND_CONFIG = {  # how an hf_model is changed, and the part that is named
+    "bias": (put("lm_head", torch.nn.Linear(16, 40)), "lm_head"),
+    "sequential": (put("lm_head", IN_TWO), "lm_head"),
+    "norm": (put("model.layers.2.input_layernorm", torch.nn.LayerNorm(16)), "*.input_layernorm"),
+    "activation": (put("model.layers.1.mlp.act_fn", torch.nn.GELU()), "model.layers.*.mlp.act_fn"),
+    "buffer": (lambda m: m.model.rotary_emb.inv_freq.mul_(0.3), "rotary_emb.inv_freq"),
+    "number": (lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.1), "self_attn"),
+    "config": (lambda m: setattr(m.config, "rms_norm_eps", 0.1), "input_layernorm"),
+    "forward": (exchange_forward, "layers.*.mlp"),
+    "hook": (hook_an_mlp, "model.layers.*.mlp"),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("part", CHANGES)
-def test_number_or_forward_set_on_hf_model_is_refused(checkpoints, refused, part):
-    hf_model = make_hf_model(HF_CONFIGS["llama"]())
-    CHANGES[part](hf_model)
+@pytest.mark.parametrize("change", BEYOND_CONFIG)
+def test_hf_model_beyond_its_config_is_refused(checkpoints, refused, change):
+    hf_model, (make, part) = make_hf_model(HF_CONFIGS["llama"]()), BEYOND_CONFIG[change]
+    make(hf_model)
     with refused("parts that its config does not make", part):
-        load(str(checkpoints("llama")), hf_model=hf_model)
-
-
-def test_hook_on_hf_model_is_refused(checkpoints, refused):
-    hf_model = make_hf_model(HF_CONFIGS["llama"]())
-    hf_model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: 2 * output)
-    with refused("parts that its config does not make", "model.layers.*.mlp"):
         load(str(checkpoints("llama")), hf_model=hf_model)

@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING
 
 from tl_devicefix.checkpoints.hub import known_config, known_fields
-from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.twin import LIMIT, undisturbed
 
 NAMES = {
@@ -54,9 +54,7 @@ def until(versions):
     return {kind for kind, version in versions.items() if installed() < Version(version)}
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
+@pytest.mark.hooked
 def test_twins_of_known_models_as_HookedTransformer():
     with undisturbed():
         found = {name: twin_of_hooked(name) for name in NAMES}
@@ -70,7 +68,7 @@ def kind_of(name):
     return known_fields()[name]["model_type"]
 
 
-@pytest.mark.skipif(not has_bridge(), reason="this TransformerLens has no TransformerBridge")
+@pytest.mark.bridge(in_3=True)
 @pytest.mark.parametrize("compatibility", [None, {}], ids=["as booted", "compatibility mode"])
 def test_twins_of_known_models_as_TransformerBridge(compatibility):
     from tl_devicefix.transformer_bridge.twin import difference

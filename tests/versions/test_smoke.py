@@ -13,12 +13,6 @@ HOOK = "blocks.2.hook_resid_post"
 GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
 
 
-@pytest.fixture(scope="module")
-def machine(simulated):
-    with simulated(4) as machine:
-        yield machine
-
-
 def forward(model, tokens):
     return model(tokens)
 
@@ -53,9 +47,9 @@ def gradients(model, tokens):
     in_turn(["gpt2", "llama", "gemma-2"], [(4, "sim:0"), (1, "cpu")]),
 )
 def test_first_calls_give_what_unpatched_transformer_lens_gives(
-    kind, n_devices, home, folded, folded_on_one, tokens
+    kind, n_devices, home, load, on_one, tokens
 ):
-    model, reference = folded(kind, n_devices, device=home), folded_on_one(kind)
+    model, reference = load(kind, n_devices, folded=True, device=home), on_one(kind, folded=True)
     for call in (forward, cache, hook, generate, gradients):
         with tl_devicefix.disabled():
             expected = call(reference, tokens)

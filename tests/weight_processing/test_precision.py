@@ -8,24 +8,24 @@ import pytest
 import torch
 from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING, PROCESSING
 from hf_models import GROUPED, make_hf_model, save_checkpoint
+from model_classes import HookedTransformer
 from parameters import in_turn
-from transformer_lens import HookedTransformer
 from transformers import GemmaConfig
 
-pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def load(hf_models, from_pretrained):
+def load(hf_models, load):
     """`load("gpt2", torch.bfloat16, n_devices=3)`, stored in bfloat16 too, or in `stored`."""
 
-    def load(name, dtype, stored=None, **options):
+    def load_stored(name, dtype, stored=None, **options):
         dtypes = (stored or dtype, *([dtype] if stored else []))
-        return from_pretrained(name, hf_models(name, *dtypes), dtype=dtype, **options)
+        return load(name, hf_model=hf_models(name, *dtypes), dtype=dtype, **options)
 
-    return load
+    return load_stored
 
 
 # --------------------------------------------------------------------------------------------

@@ -7,17 +7,17 @@ from functools import cache
 
 import pytest
 import torch
-from architectures import NO_PROCESSING, TOYS
+from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked
 from comparison import assert_same_tensors
 from hf_models import N_LAYERS
+from model_classes import HOOKED, HookedTransformer
 from parameters import in_turn
-from transformer_lens import HookedTransformer
 
 from tl_devicefix.hooked_transformer.processing import processing_units
 from tl_devicefix.weight_processing import slices as slices_module
 from tl_devicefix.weight_processing.steps import center_writing_weights_of_block
 
-pytestmark = pytest.mark.usefixtures("hub")  # so that nothing is fetched
+pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
 EVERYTHING = 10**9
 
@@ -47,7 +47,7 @@ OTHERS = ("pythia", "olmo-2", "apertus", "gpt-oss", *TOYS)
 
 
 @pytest.fixture(scope="module")
-def load_in_slices(hf_models, from_pretrained, unprocessed):
+def load_in_slices(hf_models, references, tokenizer):
     """`load_in_slices("gpt2", 300)`: the weights in float64, processed so many elements at once."""
 
     def load(name, elements, **options):
@@ -55,14 +55,16 @@ def load_in_slices(hf_models, from_pretrained, unprocessed):
             for kind in ("ELEMENTS_ON_CPU", "ELEMENTS_ON_DEVICE"):
                 patch.setattr(slices_module, kind, elements)
             if name in TOYS:
-                cfg = copy.deepcopy(unprocessed(name).cfg)
+                toy = references(HOOKED, name)
+                cfg = copy.deepcopy(toy.cfg)
                 cfg.dtype = torch.float64
                 model = HookedTransformer(cfg, move_to_device=False)
-                weights = {k: v.double() for k, v in unprocessed(name).state_dict().items()}
+                weights = {key: value.double() for key, value in toy.state_dict().items()}
                 model.load_and_process_state_dict(weights, **options)
             else:
                 options |= {"dtype": torch.float64, "device": "cpu"}
-                model = from_pretrained(name, hf_models(name, torch.float64), **options)
+                architecture, hf_model = ALL_ARCHITECTURES[name], hf_models(name, torch.float64)
+                model = load_hooked(architecture, hf_model, tokenizer, **options)
         return dict(model.named_parameters())
 
     return cache(load)
@@ -92,11 +94,9 @@ def test_slices_of_any_size_give_what_the_whole_gives(name, elements, options, l
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_without_steps_a_device_never_holds_more_than_its_share(
-    name, hf_models, from_pretrained, machine
-):
+def test_without_steps_a_device_never_holds_more_than_its_share(name, hf_models, load, machine):
     options = {"dtype": torch.bfloat16, "n_devices": 4, **NO_PROCESSING}
-    model = from_pretrained(name, hf_models(name, torch.bfloat16), **options)
+    model = load(name, hf_model=hf_models(name, torch.bfloat16), **options)
 
     for device in model.placement.devices:
         share = model.placement.bytes_on(device)
@@ -104,11 +104,9 @@ def test_without_steps_a_device_never_holds_more_than_its_share(
 
 
 @pytest.mark.parametrize("elements", [1, 200])
-def test_while_loading_a_device_holds_its_share_and_a_slice(
-    elements, from_pretrained, machine, monkeypatch
-):
+def test_while_loading_a_device_holds_its_share_and_a_slice(elements, load, machine, monkeypatch):
     monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", elements)
-    model = from_pretrained("gpt2", n_devices=4)
+    model = load("gpt2", n_devices=4)
 
     assert len(processing_units(model.cfg)) == N_LAYERS + 3
     for device in model.placement.devices:

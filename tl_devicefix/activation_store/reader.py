@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tl_devicefix.activation_store.format import (
     MASK,
@@ -22,6 +22,7 @@ from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.devices import CPU, DeviceLike
 from tl_devicefix.placement.memory import gib
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
@@ -39,20 +40,10 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 
     Raises:
         FileNotFoundError: if the directory has no saved activations.
-        ValueError: if its index is damaged, or of another version.
+        ValueError: if its index is of another version.
     """
     path = Path(directory)
     return SavedActivations(path, read_index(path))
-
-
-class _NoModel:
-    """Stands in for the model of a cache without one; its error says what to write."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"this cache has no model, whose {name} is needed here: open it with "
-            "saved.cache(examples, model)"
-        )
 
 
 class SavedActivations:
@@ -146,14 +137,14 @@ class SavedActivations:
                         f"the activations are of a model with {name}={self.model[name]}, but this "
                         f"model has {name}={own}: pass the model that computed them"
                     )
-            placement = getattr(model, "placement", None)
+            placement = placement_of(model)
             home = placement.home if placement else next(model.parameters()).device
         self.tokens.numbers(examples)  # raises for other indices
         # Any, because a cache calls its partials, so that its readers see tensors only.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
-        cache = CacheAtHome(home).of(reads)
-        of_model: Any = _NoModel() if model is None else model
-        return ActivationCache(cache, of_model, has_batch_dim=not isinstance(examples, int))
+        of_model: Any = model  # or None, where no method needs it
+        has_batch_dim = not isinstance(examples, int)
+        return ActivationCache(CacheAtHome(home).of(reads), of_model, has_batch_dim)
 
     def activations(
         self,

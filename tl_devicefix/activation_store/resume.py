@@ -28,11 +28,7 @@ _FIELDS = (
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and lock it against other processes within a `with` block."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        raise type(error)(f"{there} is a file and no directory: give another directory") from error
+    directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK, "ab") as file:
         try:
             # Without waiting, because the other process may save for hours.
@@ -116,13 +112,9 @@ class Saved(SavedActivations):
         before, now = _fields(self.index), _fields(index)
         for field in {**before, **now}:
             if before.get(field) != now.get(field):
-                remedy = "repeat the arguments of the first"
-                if field.startswith("the "):
-                    version = field.startswith("the version")
-                    remedy = "install that version" if version else "load the first call's model"
-                raise self._other(
+                raise self.differing(
                     f"{field} is {before.get(field, 'not saved')} on disk, but "
-                    f"{now.get(field, 'not saved')} in this call; {remedy}"
+                    f"{now.get(field, 'not saved')} in this call"
                 )
 
     def compare_tokens(self, beside: Mapping[str, torch.Tensor], start: int, count: int) -> None:
@@ -130,19 +122,16 @@ class Saved(SavedActivations):
         for name, rows in beside.items() if count else ():
             if not torch.equal(self.stored[name][start : start + count], rows[:count]):
                 command = f"python -m tl_devicefix activations verify {self.directory}"
-                raise self.other_data(
+                raise self.differing(
                     f"from example {start} on, batches has other values of {name}, or a shard is "
                     f"damaged (`{command}` finds it)"
                 )
 
-    def other_data(self, difference: str) -> ValueError:
-        """Return the error for batches that differ from those on disk."""
-        return self._other(f"{difference}; give the same batches as the first call")
-
-    def _other(self, difference: str) -> ValueError:
+    def differing(self, difference: str) -> ValueError:
+        """Return the error for a call that differs from the one on disk."""
         return ValueError(
-            f"the activations in {self.directory} are not those of this call: {difference}, or "
-            "give another directory"
+            f"the activations in {self.directory} are not those of this call: {difference}; repeat "
+            "the first call's model, arguments, batches and versions, or give another directory"
         )
 
 

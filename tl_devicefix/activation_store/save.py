@@ -241,14 +241,14 @@ class _Saving:
             if skip == n_examples:
                 continue
             if self._index.is_complete:
-                raise self._saved.other_data(
+                raise self._saved.differing(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
             # Before the batch runs, so that devices wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:
-            raise self._saved.other_data(
+            raise self._saved.differing(
                 f"they have {on_disk_already} examples, but batches has {seen}"
             )
 
@@ -282,4 +282,4 @@ class _Saving:
 
     def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
-        return self._selection.entries_of(tensors, n_rows, self._arguments.get("stop_at_layer"))
+        return self._selection.entries_of(tensors, n_rows)

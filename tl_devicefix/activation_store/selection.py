@@ -11,7 +11,6 @@ from jaxtyping import Bool, Int
 from transformer_lens.patching import utils
 
 from tl_devicefix.activation_store.format import (
-    CODES,
     MASK,
     NOT_BY_TOKEN,
     TOKEN_MASK,
@@ -42,22 +41,6 @@ class Selection:
     transform: Transform | Mapping[str, Transform] | None
     token_mask: TokenMask | None
 
-    def __post_init__(self) -> None:
-        by_name = self.transform if isinstance(self.transform, Mapping) else {"": self.transform}
-        for transform in by_name.values():
-            if transform is not None and not callable(transform):
-                raise ValueError(
-                    "transform must be a function of an activation, or a dict from names to "
-                    f"functions, but is {shown(transform)}"
-                )
-        mask = self.token_mask
-        # The type first, because `==` of a tensor compares its elements.
-        is_name = isinstance(mask, str) and mask == "attention_mask"
-        if mask is not None and not is_name and not callable(mask):
-            raise ValueError(
-                f"token_mask must be 'attention_mask' or a function of tokens, but is {shown(mask)}"
-            )
-
     def saved_tokens(
         self, tokens: Int[torch.Tensor, "batch pos"], mask: Bool[torch.Tensor, "batch pos"]
     ) -> Bool[torch.Tensor, "batch pos"] | None:
@@ -67,12 +50,10 @@ class Selection:
         if self.token_mask == "attention_mask":
             return mask
         saved = self.token_mask(tokens)
-        shape = saved.shape if isinstance(saved, torch.Tensor) else None
-        if shape != tokens.shape or saved.dtype != torch.bool:
-            returned = type(saved).__name__ if shape is None else f"{saved.dtype} {list(shape)}"
+        if saved.shape != tokens.shape or saved.dtype != torch.bool:
             raise ValueError(
                 f"token_mask must return a tensor of booleans {list(tokens.shape)}, as the tokens, "
-                f"but returned {returned}"
+                f"but returned {saved.dtype} {list(saved.shape)}"
             )
         return saved.to("cpu", copy=True)  # because it is written later, and may be a reused buffer
 
@@ -89,7 +70,11 @@ class Selection:
             for name, activation in stored.items()
             if isinstance(activation, torch.Tensor) and self._is_asked_for(name)
         }
-        by_name = self.transform if isinstance(self.transform, Mapping) else {}
+        by_name: Mapping[str, Transform | None] = (
+            self.transform
+            if isinstance(self.transform, Mapping)
+            else dict.fromkeys(activations, self.transform)
+        )
         if unknown := by_name.keys() - activations.keys():
             name = min(unknown)
             raise ValueError(
@@ -100,8 +85,9 @@ class Selection:
             # One row for all examples, such as a Bridge's rotary tables: [1, ...] -> [batch, ...]
             if activation.shape[:1] == (1,):
                 activation = activation.expand(n_examples, *activation.shape[1:])
-            transform = self.transform if callable(self.transform) else by_name.get(name)
-            activations[name] = self._selected(name, activation, transform, saved)
+            if (transform := by_name.get(name)) is not None:
+                activation = transform(activation)
+            activations[name] = self._selected(name, activation, saved)
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
@@ -110,19 +96,8 @@ class Selection:
         return asked is None or bool(asked(name) if callable(asked) else name in asked)
 
     def _selected(
-        self,
-        name: str,
-        activation: torch.Tensor,
-        transform: Transform | None,
-        saved: torch.Tensor | None,
+        self, name: str, activation: torch.Tensor, saved: torch.Tensor | None
     ) -> torch.Tensor:
-        if transform is not None:
-            activation = transform(activation)
-        if not isinstance(activation, torch.Tensor):
-            raise TypeError(
-                f"transform must return a tensor, but for {name} it returned a "
-                f"{type(activation).__name__}"
-            )
         if self.dtype is not None and activation.is_floating_point():  # not masks or indices
             activation = activation.to(self.dtype)
         if saved is None:
@@ -137,9 +112,7 @@ class Selection:
         rows = saved.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)
 
-    def entries_of(
-        self, tensors: Mapping[str, torch.Tensor], n_rows: int, stop_at_layer: int | None
-    ) -> dict[str, Entry]:
+    def entries_of(self, tensors: Mapping[str, torch.Tensor], n_rows: int) -> dict[str, Entry]:
         """Return the index entries of a batch's activations, with `n_rows` examples or tokens.
 
         Raises:
@@ -147,12 +120,9 @@ class Selection:
         """
         asked = self.names_filter if isinstance(self.names_filter, list) else []
         if missing := [name for name in asked if name not in tensors]:
-            instead = "switch it on (model.set_use_attn_result(True) for hook_result)"
-            if stop_at_layer is not None:
-                instead = f"raise stop_at_layer={stop_at_layer}"
             raise ValueError(
-                f"the forward gives no tensor at {missing[0]}: remove it from names_filter, or "
-                f"{instead}"
+                f"the forward gives no tensor at {missing[0]}: remove it from names_filter, raise "
+                "stop_at_layer, or switch it on (model.set_use_attn_result(True) for hook_result)"
             )
         if not tensors:
             raise ValueError(
@@ -160,10 +130,6 @@ class Selection:
             )
         axis: Axis = "example" if self.token_mask is None else "token"
         for name, tensor in tensors.items():
-            if dtype_name(tensor.dtype) not in CODES:
-                raise ValueError(
-                    f"{name} is {tensor.dtype}, which safetensors cannot hold: pass dtype='float32'"
-                )
             if tensor.shape[:1] != (n_rows,):
                 raise ValueError(
                     f"{name} is {list(tensor.shape)}, which has no row for each of {n_rows} "
@@ -182,8 +148,6 @@ def checked_names(
     if names_filter is None or callable(names_filter):
         return names_filter
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
-    if not names:
-        raise ValueError("names_filter is empty: name some hook points, or pass None for all")
     for name in names:
         if name not in model.hook_dict:  # because `run_with_cache` would ignore it
             raise ValueError(

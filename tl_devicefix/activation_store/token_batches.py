@@ -49,7 +49,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: True if the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
+        ValueError: for another `shuffle`, or a device that is not here.
     """
 
     def __init__(
@@ -66,15 +66,14 @@ class TokenBatches(Iterator[torch.Tensor]):
     ) -> None:
         if shuffle not in (True, False):
             raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
-        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
         # torch resolves an index, because `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
+        # Rounded up, because an epoch's last batch may be smaller.
+        self._batches_of_epoch = -(-self._rows.count // batch_size)
         self._handed_out = 0
         self._running: Generator[torch.Tensor, None, None] | None = None
 
@@ -87,10 +86,6 @@ class TokenBatches(Iterator[torch.Tensor]):
         if self._epochs is None:
             raise TypeError("batches with epochs=None have no length: pass a number of epochs")
         return self._epochs * self._batches_of_epoch
-
-    @property
-    def _batches_of_epoch(self) -> int:
-        return -(-self._rows.count // self._batch_size)  # rounded up: the last one may be smaller
 
     def __next__(self) -> torch.Tensor:
         if not self._rows.count or (self._epochs is not None and self._handed_out >= len(self)):

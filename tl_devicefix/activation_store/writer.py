@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -125,16 +124,9 @@ class Writer:
             return
         try:
             write(*args)
-        except BaseException as error:
+        except BaseException:
             self._has_ended = True
-            if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise OSError(
-                error.errno,
-                f"the disk of {self._directory} is full: {self.index.n_examples} examples are "
-                "written; free some space, and save the rest with resume=True "
-                f"({error.strerror})",
-            ) from error
+            raise
 
     def _begin_shard(self) -> None:
         self._pieces: dict[str, list[torch.Tensor]] = defaultdict(list)

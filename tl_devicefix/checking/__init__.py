@@ -14,10 +14,10 @@ from tl_devicefix.checking.findings import (
     config_findings,
     device_findings,
     hook_findings,
-    numbers_findings,
     setup_findings,
 )
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 __all__ = ["Finding", "Kind", "Report", "check"]
@@ -55,23 +55,22 @@ def check(model: Model, repair: bool = False) -> Report:
     if repair and findings:
         before = findings
         bring_back(model)
-        if (placement := getattr(model, "placement", None)) is not None:
+        if (placement := placement_of(model)) is not None:
             adapter.realign(model, placement)
         # Looked for anew, because some faults cannot be repaired.
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
-    interrupted = [Finding("processing", "model", WHY_REFUSED)] if is_unfinished(model) else []
-    others = *hook_findings(model), *numbers_findings(model)
-    return Report((*interrupted, *findings, *others), tuple(repaired))
+    if is_unfinished(model):
+        findings = [Finding("processing", "model", WHY_REFUSED), *findings]
+    findings += hook_findings(model)
+    if (warning := getattr(model, "numbers_warning", None)) is not None:
+        findings.append(Finding("numbers", "model", warning))
+    return Report(tuple(findings), tuple(repaired))
 
 
 def _repairable(model: Model, adapter: Adapter) -> list[Finding]:
-    found = (
-        config_findings(model),
-        device_findings(model),
-        setup_findings(model, *adapter.setup_hint),
-    )
-    return [finding for findings in found for finding in findings]
+    setup = setup_findings(model, *adapter.setup_hint)
+    return [*config_findings(model), *device_findings(model), *setup]
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import CPU, is_elsewhere, printed, resolve, with_index
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.types import Model
 
@@ -56,7 +55,7 @@ class Finding:
 
 def config_findings(model: Model) -> Iterator[Finding]:
     """Find a `cfg.device` or `cfg.n_devices` that differs from the placement."""
-    placement, cfg = _placement_of(model), model.cfg
+    placement, cfg = placement_of(model), model.cfg
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
@@ -70,11 +69,6 @@ def config_findings(model: Model) -> Iterator[Finding]:
         yield Finding("config", "cfg.n_devices", message, f"model.cfg.n_devices = {count}")
 
 
-def _placement_of(model: Model) -> Placement | None:
-    """Return the model's placement; None if it was built on one device."""
-    return getattr(model, "placement", None)
-
-
 def _attached(model: Model) -> dict[nn.Module, str]:
     """Return the modules of attached SAEs and the like, with the path of their root."""
     roots = [(path, module) for path, module in model.named_modules() if runs_where_it_is(module)]
@@ -83,7 +77,7 @@ def _attached(model: Model) -> dict[nn.Module, str]:
 
 def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
     """Yield the tensors of a model, without attached modules, because users place these."""
-    placement = _placement_of(model)
+    placement = placement_of(model)
     for path, module in named_modules(model):
         if module in attached:
             continue
@@ -128,7 +122,7 @@ def device_findings(model: Model) -> Iterator[Finding]:
         devices = list_names(sorted({printed(tensor.value.device) for tensor in misplaced}))
         planned, by = misplaced[0].planned, "cfg.device"
         fix = f'{expression(path)}.to("{planned}")'
-        if _placement_of(model) is not None:
+        if placement_of(model) is not None:
             by = "the placement"
             if planned == CPU:  # because .to(...) would move the buffers too
                 fix = "tl_devicefix.check(model, repair=True)"
@@ -165,7 +159,7 @@ def _enclosing(path: str) -> Iterator[str]:
 
 def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
     """Find modules with unknown hook points, and modules to which no input is carried."""
-    placement, registered = _placement_of(model), set(model.hook_dict.values())
+    placement, registered = placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
     for path, module in named_modules(model):
         if isinstance(module, HookPoint) and module not in registered:
@@ -174,12 +168,6 @@ def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
         if not any(path != other and path.startswith(f"{other}.") for other in paths):
             name = path or "model"
             yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
-
-
-def numbers_findings(model: Model) -> Iterator[Finding]:
-    """Find the load's warning that the model's numbers differ from transformers'."""
-    if (warning := getattr(model, "numbers_warning", None)) is not None:
-        yield Finding("numbers", "model", warning)
 
 
 def hook_findings(model: Model) -> Iterator[Finding]:
@@ -208,8 +196,7 @@ def _name_of_handle(handle: LensHandle) -> str:
         return _name(hook)
     # TransformerLens 2.x has no user_hook, but the repr of one as a name.
     registered = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)
-    name = str(getattr(registered, "__name__", "unknown"))
-    return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
+    return str(getattr(registered, "__name__", "unknown"))[:80]
 
 
 def _name(hook: object) -> str:

@@ -286,8 +286,10 @@ def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if run is None else run.moving_to(device)
 
 
-# Reentrant, because `to_str_tokens` calls `to_tokens`.
-_tokenizer_lock = threading.RLock()
+# Held while a thread uses the tokenizer, or replaces torch's functions that seed: all runs share
+# these. Nothing waits for a run or a device within it. Reentrant, because `to_str_tokens` calls
+# `to_tokens`.
+using_shared = threading.RLock()
 _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 
 
@@ -297,7 +299,7 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a method that calls the tokenizer."""
     # One at a time, because a call sets the shared tokenizer's padding side, and reads it later.
-    with contextlib.nullcontext() if current_run() is None else _tokenizer_lock:
+    with contextlib.nullcontext() if current_run() is None else using_shared:
         return original(self, *args, **kwargs)
 
 

@@ -23,7 +23,7 @@ from tl_devicefix.gathering.gathering import home_of, read_together, spread_plac
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import DeviceLike, with_index
 from tl_devicefix.placement.in_use import chosen_device
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def _read(value: Any) -> Any:
 
 def cache_for(model: Model, device: DeviceLike | None = None) -> CacheAtHome | None:
     """Make an empty cache that is read at home, or on a device; None for a model on one device."""
-    placement: Placement | None = getattr(model, "placement", None)
+    placement = placement_of(model)
     if placement is None or len(placement.devices) == 1:
         return None
     return CacheAtHome(placement.home if device is None else with_index(torch.device(device)))

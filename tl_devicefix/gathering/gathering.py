@@ -20,7 +20,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import CPU, free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import Placement, placement_of
 from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
@@ -35,7 +35,7 @@ def gathering_device(model: object) -> torch.device | None:
 
 def spread_placement(model: object) -> Placement | None:
     """Return a model's placement if its weights lie in several memories; the host's counts."""
-    placement: Placement | None = getattr(model, "placement", None)
+    placement = placement_of(model)
     return None if placement is None or len(placement.memories) == 1 else placement
 
 
@@ -57,7 +57,7 @@ class ReadAt(JoinedAt):
     """
 
     def __init__(self, device: torch.device, model: object, what: str, in_place: bool) -> None:
-        home, placement = home_of(model), getattr(model, "placement", None)
+        home, placement = home_of(model), placement_of(model)
         memories = () if placement is None else placement.memories
         super().__init__(device, frozenset({device, home or device, *memories}))
         self._home, self._what, self._in_place = home, what, in_place

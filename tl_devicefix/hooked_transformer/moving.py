@@ -24,7 +24,7 @@ from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import Placement, placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 
@@ -129,11 +129,6 @@ def _follow_weights(model: HookedTransformer) -> None:
         running.unalign(model)
 
 
-def placement_of(model: HookedTransformer) -> Placement | None:
-    """Return a model's placement; None if it has none."""
-    return getattr(model, "placement", None)
-
-
 def _devices(model: nn.Module) -> set[torch.device]:
     return {parameter.device for parameter in model.parameters()}
 
@@ -170,7 +165,7 @@ def _is_spread_by(placement: Placement, cfg: HookedTransformerConfig) -> bool:
 def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
     """Restore a copied or unpickled model, whose config is a new object."""
     nn.Module.__setstate__(self, state)
-    placement: Placement | None = self.__dict__.get("placement")
+    placement = placement_of(self)
     if placement is None:
         return
     _record(self, placement)

@@ -150,18 +150,17 @@ def check_target(patch: Patch) -> None:
     if patch.owner:
         target = getattr(target, patch.name, None)
     if target is None:
-        raise UnsupportedTransformerLens(
-            f"transformer_lens {installed()} has no {patch.target}, which tl_devicefix replaces; "
-            f"nothing was replaced: install a version with {SUPPORTED}"
-        )
-    function: Any = getattr(target, "__func__", target)
-    if isinstance(target, property):
-        function = target.fget
-    parameters = list(inspect.signature(inspect.unwrap(function)).parameters)
-    required = [name for name in parameters if name in patch.parameters]
-    if required != list(patch.parameters):
-        raise UnsupportedTransformerLens(
+        fault = f"transformer_lens {installed()} has no {patch.target}, which tl_devicefix replaces"
+    else:
+        is_property = isinstance(target, property)
+        function = target.fget if is_property else getattr(target, "__func__", target)
+        parameters = list(inspect.signature(inspect.unwrap(function)).parameters)
+        if tuple(name for name in parameters if name in patch.parameters) == patch.parameters:
+            return
+        fault = (
             f"{patch.target} of transformer_lens {installed()} takes ({', '.join(parameters)}), "
-            f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows; nothing was "
-            f"replaced: install a version with {SUPPORTED}"
+            f"not the ({', '.join(patch.parameters)}, ...) that tl_devicefix knows"
         )
+    raise UnsupportedTransformerLens(
+        f"{fault}; nothing was replaced: install a version with {SUPPORTED}"
+    )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ class BlockCopy:
 
     Attributes:
         device: where the copies are.
-        weights: what stands in the places of the parameters, after `swap_in`.
+        weights: what stands in the places of the parameters, between `swap_in` and `swap_out`.
     """
 
     def __init__(self, places: Iterable[Place], device: torch.device) -> None:
@@ -45,18 +44,16 @@ class BlockCopy:
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None  # an event, where there are streams
-        self._places: list[Place] = []
-        self._copies: list[torch.Tensor] = []
+        self._states: list[tuple[object, ...]] = []  # of the parameters, when they were copied
         try:
             for place in places:
-                self._places.append(place)
-                self._copies.append(self._start(place.host))
+                self._states.append(_state_of(place))
+                self.weights.append(PrefetchedWeight(place, self._start(place.host)))
         except BaseException:  # also an interrupt, because copies that have begun go on
             self._record()
             self.drop()
             raise
         self._record()
-        self._state = self._state_of(self._places)
 
     @torch.inference_mode(False)  # because torch does not count changes of inference tensors
     @torch.no_grad()
@@ -77,18 +74,13 @@ class BlockCopy:
         if self._streams is not None:
             self._done = _copy_stream(self.device).record_event()  # behind all copies so far
 
-    @staticmethod
-    def _state_of(places: Iterable[Place]) -> list[tuple[object, ...]]:
-        return [(id(module), name, id(host), fingerprint(host)) for module, name, host in places]
-
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""
-        return self._state == self._state_of(places)
+        return self._states == list(map(_state_of, places))
 
     def swap_in(self) -> None:
         """Put the copies in the places of the parameters."""
         self.share()
-        self.weights = [PrefetchedWeight(*at) for at in zip(self._places, self._copies)]
         for weight in self.weights:
             weight.swap_in()
 
@@ -106,20 +98,25 @@ class BlockCopy:
         stream = self._streams.current_stream(self.device)
         stream.wait_event(self._done)
         if stream != self._allocated_on:
-            for copy in self._copies:
-                copy.record_stream(stream)
+            for copy in self.weights:
+                copy.weight.record_stream(stream)
 
     def drop(self) -> None:
         """Drop the copies."""
         if self._streams is not None:
             # Because even an unused copy must arrive before its memory is used for something else.
             self._allocated_on.wait_event(self._done)
-        self.weights, self._copies = [], []
+        self.weights = []
 
     def wait_until_read(self) -> None:
         """Wait until host memory may be changed, because it has been read."""
         if self._done is not None:
             self._done.synchronize()
+
+
+def _state_of(place: Place) -> tuple[object, ...]:
+    module, name, host = place
+    return id(module), name, id(host), host.requires_grad, fingerprint(host)
 
 
 def fingerprint(tensor: torch.Tensor) -> tuple[int, int | None]:
@@ -158,12 +155,8 @@ class _Copied(torch.autograd.Function):
     """Makes the gradient of a copy that of the parameter."""
 
     @staticmethod
-    def forward(host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         return copy.detach()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: torch.Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -183,45 +176,33 @@ def keeping_on_host(
     # No copies in here, because a graph also keeps the hooks that it was made with.
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
-    def save(tensor: torch.Tensor) -> SavedTensor:
+    def save(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         # By storage, because autograd keeps views of weights, too: transposed, or split by head.
         host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
-            return SavedTensor(tensor.detach(), tensor._version)
+            return functools.partial(_unchanged, tensor.detach(), tensor._version)
         view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-        return SavedTensor(host, host._version, tensor.device, view)
+        return functools.partial(_copied_again, host, host._version, tensor.device, view)
 
-    return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.restore())
+    return torch.autograd.graph.saved_tensors_hooks(save, lambda restore: restore())
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor that autograd keeps; for a weight, or a view of one, its parameter in host memory.
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    # torch leaves this check to the hooks of saved tensors.
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: {tuple(tensor.shape)} on {tensor.device} is at version "
+            f"{tensor._version}; expected version {version} instead"
+        )
+    return tensor
 
-    Attributes:
-        tensor: the tensor, or the parameter.
-        version: its version when it was kept.
-        device: where a weight has to be in backward; None for other tensors.
-        view: shape, strides and offset of a weight within its copy there.
-    """
 
-    tensor: torch.Tensor
-    version: int
-    device: torch.device | None = None
-    view: tuple[tuple[int, ...], tuple[int, ...], int] = ((), (), 0)
-
-    @torch.no_grad()
-    def restore(self) -> torch.Tensor:
-        """Return the tensor, or a copy of the parameter, if it is unchanged."""
-        # torch leaves this check to the hooks of saved tensors.
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tuple(self.tensor.shape)} on {self.tensor.device} is at "
-                f"version {self.tensor._version}; expected version {self.version} instead"
-            )
-        if self.device is None:
-            return self.tensor
-        copy = torch.empty_like(self.tensor, device=self.device, requires_grad=False)
-        # Not non_blocking, because the parameter may be changed once backward has returned.
-        return copy.copy_(self.tensor).as_strided(*self.view)
+@torch.no_grad()
+def _copied_again(
+    host: torch.Tensor, version: int, device: torch.device, view: tuple[Any, Any, int]
+) -> torch.Tensor:
+    """Return the view of a copy of a parameter, by its shape, strides and offset."""
+    copy = torch.empty_like(host, device=device, requires_grad=False)
+    # Not non_blocking, because the parameter may be changed once backward has returned.
+    return copy.copy_(_unchanged(host, version)).as_strided(*view)

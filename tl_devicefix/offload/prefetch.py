@@ -79,10 +79,6 @@ class OffloadedForward(Around):
             finally:
                 self._swap_out()
 
-    def start_copy(self) -> BlockCopy:
-        """Start to copy the current weights; they may not have arrived when this returns."""
-        return BlockCopy(self.places(), self.device)
-
     def places(self) -> Iterator[Place]:
         """Yield each parameter that lives in host memory, or the one behind a device copy."""
         weights = self._copy.weights if self._copy else ()
@@ -146,7 +142,7 @@ class Prefetch:
             copy.drop()
             copy = None
         if copy is None:
-            copy = self._begun_last[device] = block.start_copy()
+            copy = self._begun_last[device] = BlockCopy(block.places(), device)
         try:
             self._start_next(device)
         except BaseException:
@@ -157,7 +153,8 @@ class Prefetch:
     def _start_next(self, device: torch.device) -> None:
         queue = self._to_run.get(device)
         if queue:
-            self._prefetched[device] = self._begun_last[device] = queue[0].start_copy()
+            copy = self._begun_last[device] = BlockCopy(queue[0].places(), device)
+            self._prefetched[device] = copy
 
     def drop(self, device: torch.device) -> None:
         """Drop the prefetched copy on a device, if no block has taken it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import OutsideBlocks
-from tl_devicefix.dispatch.scheduler import Run, current_run
+from tl_devicefix.dispatch.scheduler import Run, current_run, using_shared
 
 # Functions of torch that run in order, by name, because torch, torch.Tensor and torch.nn.functional
 # have each another object for one name.
@@ -101,7 +100,6 @@ _SEEDS = (
 )
 """Functions of torch that read or set the state of a shared generator."""
 
-_lock = threading.RLock()
 _n_within = 0  # because several threads may be within it, and the last one puts all back
 _replaced: dict[tuple[ModuleType, str], tuple[Forward, Forward]] = {}
 """Owner and name -> torch's function and ours, while a thread is within `seeding_in_order`."""
@@ -112,7 +110,7 @@ def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
     """Make pipelined runs call these devices' seed functions in order, within a `with` block."""
     global _n_within
     owners = torch, torch.random, *map(torch.get_device_module, kinds)
-    with _lock:
+    with using_shared:
         _n_within += 1
         for owner in owners:
             for name in _SEEDS:
@@ -123,7 +121,7 @@ def seeding_in_order(kinds: Iterable[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:
+        with using_shared:
             _n_within -= 1
             while _replaced and not _n_within:
                 (owner, name), (own, ours) = _replaced.popitem()

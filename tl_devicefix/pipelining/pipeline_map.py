@@ -28,7 +28,7 @@ from tl_devicefix.dispatch.views import restore
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
@@ -94,11 +94,6 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    if not callable(run):
-        raise TypeError(
-            f"run must be a function of a model and an item, but is a {type(run).__name__}: call "
-            "pipeline_map(model, run, items)"
-        )
     check_iterable("items", items)
     adapter_of(model)  # which refuses anything but a model
     run = with_view_of(model, run)
@@ -138,7 +133,7 @@ def _in_a_loop(
     with _bar(items, progress) as bar:
         for number, item in enumerate(items):
             hooks.check()
-            if (name := weights.replaced()) is not None:
+            if (name := weights.changed(in_place=False)) is not None:
                 raise RuntimeError(
                     f"{name} was replaced between two results, but the runs keep the parameters of "
                     "the start: change its values in place, or call pipeline_map again"
@@ -244,19 +239,12 @@ class WeightsSnapshot:
                     state = full_name, module._parameters, name, weight, _state(weight)
                     self._states.append(state)
 
-    def replaced(self) -> str | None:
-        """Return the first parameter that was replaced, if any."""
-        for full_name, parameters, name, weight, _ in self._states:
-            if parameters.get(name) is not weight:
+    def changed(self, in_place: bool = True) -> str | None:
+        """Return the first parameter that was replaced, or changed `in_place`, if any."""
+        for full_name, parameters, name, weight, state in self._states:
+            if parameters.get(name) is not weight or (in_place and _state(weight) != state):
                 return full_name
         return None
-
-    def changed(self) -> str | None:
-        """Return the first parameter that was changed or replaced, if any."""
-        for full_name, _, _, weight, state in self._states:
-            if _state(weight) != state:
-                return full_name
-        return self.replaced()
 
 
 class _HooksSnapshot:
@@ -280,7 +268,7 @@ class _HooksSnapshot:
 
 def _devices_of(model: Model, here: bool = False) -> tuple[torch.device, ...]:
     """Return the devices that a model computes on, or those on this host."""
-    placement: Placement | None = getattr(model, "placement", None)
+    placement = placement_of(model)
     if placement is not None:
         return placement.here.devices if here else placement.devices
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from tl_devicefix.pipelining.pipeline_map import (
     pipeline_map,
     refuse_arguments,
 )
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
@@ -77,20 +77,13 @@ def sweep(
 
     Raises:
         TypeError: for a model of neither class, `runs` that are no iterable, and an argument that
-            would leave hooks behind, or that does not exist.
+            does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model.
     """
-    if refused := arguments.keys() & {"fwd_hooks", "bwd_hooks", "reset_hooks_end"}:
-        raise TypeError(
-            f"sweep() takes no {min(refused)}, because a run's hooks are on the model only while "
-            "it runs: pass forward hooks in `runs`, and call run_with_hooks for others"
-        )
     adapter_of(model)  # raises for anything but a model
     check_iterable("runs", runs)
-    if isinstance(runs, torch.Tensor):
-        raise TypeError("runs must be lists of (name, hook): call sweep(model, tokens, runs)")
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     runs = _checked(runs, model, progress)
 
@@ -235,15 +228,10 @@ def _layer(model: Model, name: str) -> int:
 
 def _beside_blocks(model: Model) -> Iterator[nn.Module]:
     """Yield the modules that run before the first block, or around all blocks."""
-    after = [getattr(model, name, None) for name in ("ln_final", "unembed")]
-    seen = {id(module) for module in (*model.blocks, *after)}
-    to_see = [model, getattr(model, "original_model", None)]
-    while to_see:
-        module = to_see.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
+    seen = {*model.blocks, *(getattr(model, name, None) for name in ("ln_final", "unembed"))}
+    for root in (model, getattr(model, "original_model", None) or model):
+        for _, module in nn.Module.named_modules(root, seen):
             yield module
-            to_see += module._modules.values()
 
 
 def _is_of_user(module: nn.Module, hook: object) -> bool:
@@ -290,7 +278,7 @@ class _ResidualStreams:
             output = output_of(
                 blocks[stop - 1], lambda: self._model.forward(self._tokens, **self._inputs)
             )
-        placement: Placement | None = getattr(self._model, "placement", None)
+        placement = placement_of(self._model)
         if placement is None or stop == len(blocks):
             return output
         # Moved here, and not in each run, because all runs that start at this block read it.
@@ -330,9 +318,11 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
             )
             yield [(name, hook)]
 
-    with contextlib.closing(_Swept(asked.model, asked.corrupted_tokens, runs())) as swept:
+    started, swept = itertools.tee(runs())
+    with contextlib.closing(sweep(asked.model, asked.corrupted_tokens, started)) as results:
         # `runs` alone reads the clean cache.
-        call.arguments |= {"model": swept, "clean_cache": defaultdict(lambda: None)}
+        stand_ins = {"model": _Swept(asked.model, swept, results), "clean_cache": defaultdict(list)}
+        call.arguments |= stand_ins
         return original(*call.args, **call.kwargs)
 
 
@@ -372,15 +362,10 @@ def _patched(hooks: Hooks) -> list[tuple[object, object]]:
 class _Swept:
     """Stands in for the model in TransformerLens's loop; its outputs are the sweep's results."""
 
-    def __init__(self, model: Model, tokens: torch.Tensor, runs: Iterator[Hooks]) -> None:
-        self._model = model
-        self._started: deque[Hooks] = deque()  # of runs whose results are to be fetched
-        self._results = sweep(model, tokens, self._noted(runs))
-
-    def _noted(self, runs: Iterator[Hooks]) -> Iterator[Hooks]:
-        for run in runs:
-            self._started.append(run)
-            yield run
+    def __init__(
+        self, model: Model, runs: Iterator[Hooks], results: Iterator[torch.Tensor]
+    ) -> None:
+        self._model, self._runs, self._results = model, runs, results
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # because TransformerLens asks if it is a module
@@ -395,15 +380,11 @@ class _Swept:
         Raises:
             RuntimeError: if they patch another place, because results are taken in order.
         """
-        result: torch.Tensor = next(self._results)
-        asked, given = _patched(fwd_hooks), _patched(self._started.popleft())
+        result = next(self._results)
+        asked, given = _patched(fwd_hooks), _patched(next(self._runs))
         if asked != given:
             raise RuntimeError(
                 f"TransformerLens patches {asked} here, but the sweep has patched {given}: call "
                 "this function within `with tl_devicefix.disabled():`"
             )
         return result
-
-    def close(self) -> None:
-        """End the sweep."""
-        self._results.close()

@@ -257,6 +257,11 @@ class Placement:
         return "; ".join(filter(None, held))
 
 
+def placement_of(model: object) -> Placement | None:
+    """Return a model's placement; None if it was built on one device."""
+    return getattr(model, "placement", None)
+
+
 def placed_as(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:

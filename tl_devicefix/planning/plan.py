@@ -10,7 +10,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tl_devicefix.adapters import Adapter, adapters
-from tl_devicefix.checkpoints.hub import is_checkpoint_directory
 from tl_devicefix.misspelt import refuse_unknown, shown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
@@ -78,14 +77,6 @@ def blueprint(
     The dtype is float32 by default, or that of a HookedTransformerConfig.
     """
     adapter = adapter_to_load(config_or_model_name, cls)
-    if isinstance(config_or_model_name, str) and is_checkpoint_directory(config_or_model_name):
-        config = PretrainedConfig.get_config_dict(config_or_model_name)[0]
-        method = (config.get("quantization_config") or {}).get("quant_method")
-        if method in ("gptq", "awq"):
-            raise ValueError(
-                f"{config_or_model_name!r} has {method.upper()} weights, which no load reads: give "
-                "the original model"
-            )
     model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, {**options}, cls)
     n_ctx = options.get("n_ctx")
     # Learnt embeddings would get another shape, which a load could not fill.

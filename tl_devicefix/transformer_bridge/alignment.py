@@ -24,7 +24,7 @@ from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.placement.devices import CPU, resolve_to_move, with_index
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
-from tl_devicefix.placement.placement import PlacedComponent, Placement
+from tl_devicefix.placement.placement import PlacedComponent, Placement, placement_of
 from tl_devicefix.transformer_bridge.components import bridge_components
 
 _Moved = TypeVar("_Moved")
@@ -101,7 +101,7 @@ def to(
     asked = {name: value for name, value in kwargs.items() if name != "print_details"}
     refuse_to_convert(self, lambda tensor: tensor.to(*args, **asked))
     moved = original(self, *args, **kwargs)
-    placement: Placement | None = getattr(self, "placement", None)
+    placement = placement_of(self)
     if placement is None:
         return moved
     if len(placement.memories) == 1:

@@ -37,7 +37,7 @@ from tl_devicefix.multihost.remote_block import call_everywhere
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
@@ -155,7 +155,7 @@ def process_weights(
 
 def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     refuse_unfinished(bridge)
-    placement: Placement | None = getattr(bridge, "placement", None)
+    placement = placement_of(bridge)
     # A worker's Bridge has components that its placement does not: those of other hosts.
     names = {name for name, _ in bridge_components(bridge)}
     is_in_part = placement is not None and not names <= placement.device_map.keys()
@@ -213,7 +213,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     def process(unit: Unit) -> None:
         if verbose:
             print(f"Processing {unit.name}")
-        with naming_full_devices(bridge, getattr(bridge, "placement", None), unit.name):
+        with naming_full_devices(bridge, placement_of(bridge), unit.name):
             _process_unit(bridge, unit, processing)
 
     todo = []  # without units of other hosts, whose weights have no values here
@@ -226,8 +226,8 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
         # The unembedding last, because some adapters note that they have seen it.
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
-    if getattr(bridge, "placement", None) is not None:
-        pin(bridge, bridge.placement)  # again, because processing replaced the tensors
+    if (placement := placement_of(bridge)) is not None:
+        pin(bridge, placement)  # again, because processing replaced the tensors
     bridge._weights_processed = True
 
 
@@ -255,7 +255,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
 
 def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
     """Return the device to process a unit on: its own, or if offloaded, the one that runs it."""
-    placement: Placement | None = getattr(bridge, "placement", None)
+    placement = placement_of(bridge)
     if placement is not None and unit.weights:
         return placement.device_for(unit.name)
     return next((weight.device for weight in unit.weights.values()), CPU)

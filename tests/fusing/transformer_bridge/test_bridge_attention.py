@@ -11,10 +11,10 @@ import torch
 from attending import ShapesMade, assert_either_way, unfused, with_gradients
 from comparison import assert_agrees
 from hf_models import HF_CONFIGS, N_LAYERS, padded, save_checkpoint
+from model_classes import TransformerBridge
 from packaging.version import Version
 from parameters import in_turn
 from torch.nn.utils import parametrize
-from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -23,6 +23,7 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.monkeypatch.versions import installed as version
 
 pytestmark = [
+    pytest.mark.bridge,
     pytest.mark.skipif(
         has_hooked_transformer(),
         reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
@@ -31,20 +32,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def fused_bridge(boot):
-    """`fused_bridge("llama", compatible=True)`: on the CPU."""
-
-    def get(name: str, compatible: bool = False) -> Any:
-        return tl_devicefix.fuse_blocks(boot(name, device="cpu", compatible=compatible))
-
-    return get
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_kv_cache_continues_where_one_block_is_hooked(name, fused_bridge, tokens, fused_blocks):
-    bridge = fused_bridge(name, compatible=False)
+def test_kv_cache_continues_where_one_block_is_hooked(name, fused, tokens, fused_blocks):
+    bridge = fused(name)
     options = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
     def run(bridge):
@@ -65,8 +56,8 @@ LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
 
 
-def test_hooks_replaced_over_devices_are_called_no_more(machine, boot, tokens):
-    bridge = boot("llama", n_devices=4, fuse_blocks=True)
+def test_hooks_replaced_over_devices_are_called_no_more(machine, load, tokens):
+    bridge = load("llama", n_devices=4, fuse_blocks=True)
     bridge(tokens)
     linear = bridge.blocks[1].mlp.out.original_component
     calls = []
@@ -80,8 +71,8 @@ def test_hooks_replaced_over_devices_are_called_no_more(machine, boot, tokens):
 @pytest.mark.parametrize(
     ("name", "compatible"), in_turn(["llama", "gpt2", "pythia"], [False, True])
 )
-def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused_bridge):
-    bridge, run = fused_bridge(name, compatible=compatible), with_gradients(LONG)
+def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused):
+    bridge, run = fused(name, folded=compatible), with_gradients(LONG)
 
     with ShapesMade() as made:
         run(bridge)
@@ -96,8 +87,8 @@ def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused_bridge)
     assert not made.of_pairs(29)
 
 
-def test_users_own_mask_function_is_called_and_stays(fused_bridge, tokens):
-    bridge = fused_bridge("llama", compatible=False)
+def test_users_own_mask_function_is_called_and_stays(fused, tokens):
+    bridge = fused("llama")
     original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
 
     def everything(**options):
@@ -115,8 +106,8 @@ def test_users_own_mask_function_is_called_and_stays(fused_bridge, tokens):
 
 
 @pytest.mark.parametrize(("name", "of_layer"), in_turn(["llama", "gpt2"], [False, True]))
-def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused_bridge, tokens):
-    bridge = fused_bridge(name)
+def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused, tokens):
+    bridge = fused(name)
     expected = bridge(tokens)
 
     def hide_a_token(block: Any, args: Any, kwargs: Any) -> None:
@@ -130,8 +121,8 @@ def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused_bridge, token
     assert not torch.allclose(hidden, expected)
 
 
-def test_a_bridge_scales_scores_by_its_own_config(fused_bridge, tokens):
-    bridge = fused_bridge("gpt2")
+def test_a_bridge_scales_scores_by_its_own_config(fused, tokens):
+    bridge = fused("gpt2")
     expected = bridge(tokens)
 
     bridge.blocks[1].attn.original_component.scaling = 3.0
@@ -140,31 +131,17 @@ def test_a_bridge_scales_scores_by_its_own_config(fused_bridge, tokens):
     assert not torch.allclose(assert_either_way(bridge, lambda bridge: bridge(tokens)), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "compatible"),
-    [
-        ("llama", "act_fn", True),
-        ("phi-3", "activation_fn", True),
-        ("phi-3", "activation_fn", False),
-    ],
-)
-def test_a_gated_mlp_activates_as_the_bridge_does(kind, name, compatible, fused_bridge, tokens):
-    bridge = fused_bridge(kind, compatible=compatible)
-    setattr(bridge.blocks[1].mlp.original_component, name, torch.nn.Tanh())
-    assert_either_way(bridge, lambda bridge: bridge(tokens))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt-j", "llama"])
-def test_an_unfused_block_of_another_model_stays_causal(name, fused_bridge, boot, tokens):
-    bridge = fused_bridge(name)
-    bridge.blocks[1] = boot(name, device="cpu").blocks[1]
+def test_an_unfused_block_of_another_model_stays_causal(name, fused, load, tokens):
+    bridge = fused(name)
+    bridge.blocks[1] = load(name, device="cpu").blocks[1]
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "pythia"])
-def test_fused_blocks_can_be_copied_after_a_forward(name, boot, tokens):
-    bridge = boot(name, device="cpu")
+def test_fused_blocks_can_be_copied_after_a_forward(name, load, tokens):
+    bridge = load(name, device="cpu")
     bridge(tokens)
     tl_devicefix.fuse_blocks(bridge)
     for hooks in ([], [("blocks.1.attn.hook_z", lambda value, hook: value * 2)]):
@@ -173,8 +150,8 @@ def test_fused_blocks_can_be_copied_after_a_forward(name, boot, tokens):
 
 
 @torch.no_grad()
-def test_exchanging_an_unfused_block_in_a_forward_is_refused(fused_bridge, boot, tokens):
-    bridge, other = fused_bridge("gpt-j"), boot("gpt-j", device="cpu").blocks[1]
+def test_exchanging_an_unfused_block_in_a_forward_is_refused(fused, load, tokens):
+    bridge, other = fused("gpt-j"), load("gpt-j", device="cpu").blocks[1]
 
     def exchange(value, hook):
         bridge.blocks[1] = other
@@ -194,34 +171,47 @@ class Doubled(torch.nn.Module):
         return 2 * self.layer(x)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_module_put_into_a_wrapper_acts(name, fused_bridge, tokens):
-    bridge = fused_bridge(name)
-    bridge(tokens)
-    output = bridge.blocks[1].attn.o
+def double_output(block):
+    output = block.attn.o
     output._original_component = Doubled(output.original_component)
-    assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
-def test_a_norm_may_be_parametrized(fused_bridge, tokens):
-    bridge = fused_bridge("llama")
-    norm = bridge.blocks[1].ln1.original_component
+def parametrize_norm(block):
+    norm = block.ln1.original_component
     parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
-    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
+def activate_by(name):
+    return lambda block: setattr(block.mlp.original_component, name, torch.nn.Tanh())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "compatible", "change"),
+    [
+        *(("gpt2", False, double_output), ("llama", False, double_output)),
+        *(("llama", False, parametrize_norm), ("llama", True, activate_by("act_fn"))),
+        *(("phi-3", folded, activate_by("activation_fn")) for folded in (True, False)),
+    ],
+)
+def test_a_change_of_a_wrapped_part_acts(name, compatible, change, fused, tokens):
+    bridge = fused(name, folded=compatible)
+    before = bridge(tokens)
+    change(bridge.blocks[1])
+    assert not torch.allclose(assert_either_way(bridge, lambda it: it(tokens)), before)
 
 
 @pytest.mark.skipif(
     version() < Version("4.3"), reason="a Gemma 2 Bridge runs in float64 since TransformerLens 4.3"
 )
-def test_padding_in_float64_changes_no_row_of_a_token(fused_bridge, tokens):
+def test_padding_in_float64_changes_no_row_of_a_token(fused, tokens):
     mask = padded(tokens, slice(2))
-    bridge = fused_bridge("gemma-2", compatible=True).to(torch.float64)
+    bridge = fused("gemma-2", folded=True).to(torch.float64)
     assert_either_way(bridge, lambda bridge: bridge(tokens, attention_mask=mask)[mask.bool()])
 
 
-def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused_bridge, tokens):
-    fused_bridge("llama", compatible=False)(tokens)
+def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused, tokens):
+    fused("llama")(tokens)
     with tl_devicefix.disabled():
         make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         assert make_mask is masking_utils.eager_mask
