@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.hooked
 
 WHERE = [
-    {"n_devices": 1},
+    {"device": None},
     {"n_devices": 2, "device": device(2)},
     {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
 ]

@@ -201,9 +201,9 @@ def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
 
 
 def test_one_device_is_left_to_transformer_lens(machine, load):
-    for options in ({"n_devices": None}, {"n_devices": 1}, {"device": device(2)}):
+    for options in ({"device": None}, {"n_devices": 1}, {"device": device(2)}):
         bridge = load("llama", **options)
-        expected = torch.device(options.get("device", device(0)))
+        expected = torch.device(options.get("device") or device(0))
         assert bridge.placement.devices == (expected,)
         assert {p.device for p in bridge.parameters()} == {expected}
 
