@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import datasets
 import pytest
 import torch
+import transformers.utils.logging as hf_logging
 from comparison import assert_agrees, assert_bit_equal
 from hf_models import padded
 from model_classes import BRIDGE
@@ -27,6 +29,18 @@ from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.memory import gib
 
 RESID = "blocks.3.hook_resid_post"
+
+
+@pytest.fixture
+def batches(tokens):
+    """Five batches, the last of which has one example."""
+    return [*(tokens.roll(shift, 1) for shift in range(4)), tokens[:1].roll(4, 1)]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(model, batches, ...)` saves to `tmp_path / "out"`."""
+    return partial(save_activations, directory=tmp_path / "out", progress=False)
 
 
 def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
@@ -222,9 +236,9 @@ def test_activations_of_offloaded_blocks_are_saved(machine, load, batches, run):
     assert_agrees(result[RESID][:], cache_of(model, batches, names_filter=RESID)[RESID].cpu())
 
 
-@pytest.mark.usefixtures("bars")
-def test_the_bar_shows_examples_and_bytes(on_one, batches, tmp_path, capsys):
+def test_the_bar_shows_examples_and_bytes(on_one, batches, tmp_path, capsys, monkeypatch):
     """Also where the last batch has fewer: so many are known at the end."""
+    monkeypatch.setattr(hf_logging, "_tqdm_active", True)  # whatever a command has chosen before
     model, n_bytes = on_one("llama", folded=True), 10 * batches[0].shape[1] * (16 * 4 + 9)
     save_activations(model, batches, RESID, directory=tmp_path / "sized")
     last = capsys.readouterr().err.split("\r")[-1]

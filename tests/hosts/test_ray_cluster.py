@@ -42,15 +42,6 @@ def drive(*arguments, **environment):
 
 
 @pytest.fixture(scope="module")
-def refused(cluster):
-    """A process that tries to join with another token; other tests run meanwhile."""
-    process = drive(cluster.address, RAY_AUTH_TOKEN="f" * 64)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-@pytest.fixture(scope="module")
 def leaving():
     yield
     leave_hosts()
@@ -92,7 +83,7 @@ def asking(worker):
 
     def is_told(why="its process or its node ended"):
         asks.join(WITHIN)
-        assert re.match(rf"host1(, which holds [^,]+,)? is lost: {why}; call tl_", str(errors[0]))
+        assert re.match(rf"host1 is lost: {why}; call tl_", str(errors[0]))
 
     asks = threading.Thread(target=ask, daemon=True)
     asks.start()
@@ -107,7 +98,7 @@ def load(checkpoints, **elsewhere):
     return HookedTransformer.from_pretrained(str(checkpoints("llama")), device_map=device_map)
 
 
-def test_model_over_two_nodes_gives_what_one_process_gives(refused, worker, checkpoints):
+def test_model_over_two_nodes_gives_what_one_process_gives(worker, checkpoints):
     spread = load(checkpoints)
     alone = load(checkpoints, **{"blocks.2": "cpu"})
     tokens = torch.randint(1, alone.cfg.d_vocab, (2, 9))
@@ -151,7 +142,7 @@ def test_killed_worker_is_reported_and_a_new_one_can_join(worker, cluster, check
     (process,) = cluster.other.workers()
     process.kill()
     is_told()
-    with pytest.raises(HostLost, match=r"host1, which holds blocks\.2, is lost"):
+    with pytest.raises(HostLost, match="host1 is lost"):
         model(torch.ones(1, 2, dtype=torch.long))
     tl_devicefix.init_hosts(cluster.address)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
@@ -209,9 +200,3 @@ def test_example_of_several_hosts_runs_on_a_cluster(cluster):
         [sys.executable, str(example)], env=environment, capture_output=True, text=True, check=True
     )
     assert re.search(r"^host1/cpu +blocks\.4-7 ", done.stdout, re.MULTILINE), done.stdout
-
-
-def test_cluster_refuses_another_token_with_a_hint(refused):
-    said, _ = refused.communicate(timeout=WITHIN)
-    assert said.startswith("ConnectionError the Ray cluster at '127.0.0.1:")
-    assert "refuses this process's token: set RAY_AUTH_MODE=token" in said

@@ -1,4 +1,7 @@
-"""A model of which some blocks are a worker's gives what it gives in one process."""
+"""A model of which some blocks are a worker's gives what it gives in one process.
+
+`pytest --hosts tests/surface` compares each public method.
+"""
 
 import contextlib
 import copy
@@ -9,7 +12,6 @@ import torch
 from hf_models import padded as mask_of
 from torch.utils._pytree import tree_leaves
 
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 POINTS = ["hook_resid_pre", "hook_resid_post", "ln1.hook_scale", "mlp.hook_post"]
 POINTS += ["attn.hook_z", "attn.hook_pattern"]
 
@@ -30,25 +32,9 @@ def _loss(model, tokens, names, kept):
     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks)
 
 
-def forward(model, tokens):
-    with torch.no_grad():
-        return model(tokens, return_type="both")
-
-
 def hooked_everywhere(model, tokens):
     with torch.no_grad():
         return model.run_with_hooks(tokens, fwd_hooks=[(lambda name: "blocks." in name, _scale)])
-
-
-def stopped(model, tokens):
-    return [model(tokens, stop_at_layer=layer).detach() for layer in range(6)]
-
-
-def cached(model, tokens):
-    with torch.no_grad():
-        logits, cache = model.run_with_cache(tokens)
-    decomposed = cache.accumulated_resid(apply_ln=True), cache.stack_head_results()
-    return logits, dict(cache), decomposed, cache["resid_mid", 3][:, -1]
 
 
 def cached_with_hooks(model, tokens):
@@ -56,23 +42,9 @@ def cached_with_hooks(model, tokens):
         return [dict(model.run_with_cache(tokens)[1])]
 
 
-def generated_hooked(model, tokens):
-    with model.hooks(fwd_hooks=[("blocks.2.attn.hook_z", _scale)]):
-        return model.generate(tokens, **GREEDY)
-
-
 def padded(model, tokens):
     with torch.no_grad():
         return model(tokens, attention_mask=mask_of(tokens))
-
-
-def weights(model, tokens):
-    block, scores = model.blocks[3], model.all_composition_scores("K")
-    return (
-        *(model.W_Q, model.W_in, model.QK.eigenvalues, getattr(scores, "scores", scores)),
-        *(block.attn.W_O.norm(), block.attn.W_Q[1], block.mlp.W_in.T, torch.svd(block.mlp.W_out).S),
-        *(model.state_dict(), model.accumulated_bias(4)),
-    )
 
 
 def replaced_at_a_hook_point(model, tokens):
@@ -114,8 +86,7 @@ def moved_to_where_it_is(model, tokens):
 
 
 RUNS = [
-    *(forward, hooked_everywhere, stopped, cached, cached_with_hooks, generated_hooked),
-    *(padded, weights, replaced_at_a_hook_point),
+    *(hooked_everywhere, cached_with_hooks, padded, replaced_at_a_hook_point),
     *(deep_copied, with_and_without_results_of_heads, moved_to_where_it_is),
 ]
 EXACT = {run.__name__: run for run in RUNS}
@@ -164,6 +135,11 @@ def of_a_steering_vector(model, tokens):
     return vector.grad
 
 
+def of_a_run_with_a_constant(model, tokens):
+    with model.hooks(fwd_hooks=[("blocks.2.attn.hook_z", lambda x, hook: torch.ones_like(x))]):
+        return activations(model, tokens)
+
+
 def of_weights_at_home(model, tokens):
     own = [*model.embed.parameters(), *model.blocks[0].parameters(), *model.blocks[4].parameters()]
     own = [weight for weight in own if weight.requires_grad]
@@ -173,7 +149,7 @@ def of_weights_at_home(model, tokens):
 
 GRADIENTS = [
     *(activations, of_some_activations, of_backward_hooks),
-    *(of_a_steering_vector, of_weights_at_home),
+    *(of_a_steering_vector, of_a_run_with_a_constant, of_weights_at_home),
 ]
 
 

@@ -116,13 +116,6 @@ def test_one_size_is_the_max_memory_of_each_device(options, config, machine):
         plan(config(), max_memory="1KiB", **options)
 
 
-def test_max_memory_beyond_n_devices_warns_with_the_cure(config, machine, caplog):
-    placement = plan(config(), n_devices=2, max_memory={1: "1GiB", 2: "1GiB"})
-    assert [device.index for device in placement.devices] == [0, 1]
-    assert "max_memory names sim:2" in caplog.text
-    assert "leave device, device_map and n_devices out" in caplog.text
-
-
 @pytest.mark.skipif(
     torch.accelerator.is_available(), reason="this machine has a GPU, so that nothing is warned of"
 )
@@ -152,14 +145,6 @@ def test_name_of_no_component_is_refused_with_a_suggestion(placement):
                 ask(name)
             says = f"{name!r} is in no component of this model, {HAS}{meant[name]}"
             assert caught.value.args[0] == says
-
-
-def test_more_devices_than_blocks_warn(config, caplog):
-    for n_devices, told in ((6, ""), (8, "n_devices is 8, but the model has 6 blocks")):
-        with simulate(8):
-            assert len(plan(config(), n_devices=n_devices).devices) == 6
-        assert told in caplog.text
-        assert told or not caplog.text
 
 
 def test_hook_points_lie_on_their_blocks_device(config, machine):

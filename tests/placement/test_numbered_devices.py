@@ -5,7 +5,6 @@ As on a machine with XPUs, or with both kinds: TransformerLens's default is the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -49,17 +48,6 @@ def test_number_means_a_device_of_the_home_devices_type(load, options, expected)
     model = load("gpt2", **options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
-
-
-def test_max_memory_by_number_limits_the_home_devices_type(load, caplog):
-    weights = load("gpt2", device="sim:0", max_memory={0: "1GiB"}).placement.bytes_on(0)
-    limits = {0: weights - 1, "cpu": "1GiB"}
-    with caplog.at_level(logging.WARNING, logger="tl_devicefix"):
-        model = load("gpt2", device="sim:0", max_memory=limits)
-    assert any(component.offloaded for component in model.placement.components)
-    assert "nothing is placed" not in caplog.text
-    with pytest.raises(ValueError, match=r"sim:0.* would hold"):
-        load("gpt2", device="sim:0", n_devices=1, max_memory={0: weights - 1})
 
 
 def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):

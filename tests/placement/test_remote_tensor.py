@@ -14,6 +14,23 @@ def remote(values):
     return RemoteTensor(values.clone, values.shape, values.dtype, CPU)
 
 
+def test_tensor_tells_of_gradients_that_its_values_have():
+    values = torch.ones(3, requires_grad=True) * 2
+
+    def output():
+        return RemoteTensor(lambda: values, values.shape, values.dtype, CPU, waits=True)
+
+    assert output().requires_grad
+    assert output()[:2].requires_grad
+    assert not output().detach().requires_grad
+    cached = remote(torch.ones(3))
+    assert not cached.requires_grad
+    assert not cached.is_fetched
+    cached.requires_grad_().sum().backward()
+    assert cached.requires_grad
+    assert cached.grad.equal(torch.ones(3))
+
+
 def flat_after_a_change(tensor, flatten):
     """Return a flattened tensor, read after the tensor was changed in place."""
     flat = flatten(tensor)

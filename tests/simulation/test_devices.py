@@ -46,9 +46,7 @@ def test_indices_may_be_on_the_cpu_or_the_same_device(machine):
             indexed[index]
 
 
-def test_moved_or_copied_module_keeps_ties_and_gradients(
-    machine,
-):
+def test_moved_or_copied_module_keeps_ties_and_gradients(machine):
     tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     weight = tied[1].weight = tied[0].weight
     weight.label = "mine"
@@ -70,17 +68,6 @@ def test_moved_or_copied_module_keeps_ties_and_gradients(
     assert isinstance(twin[0].weight, torch.nn.Parameter)
     assert twin[0].weight.device == torch.device("sim:3")
     assert twin[0].weight.any()
-
-
-@pytest.mark.parametrize("make", [torch.nn.Parameter, lambda x: x.requires_grad_()])
-def test_a_copy_has_a_gradient_where_torchs_own_has(machine, make):
-    gradients = []
-    for device in ("cpu", "sim:1"):
-        tensor = make(torch.ones(2, device=device))
-        (3 * tensor).sum().backward()
-        gradients.append(copy.deepcopy(tensor).grad)
-    on_cpu, on_sim = gradients
-    assert on_sim.tolist() == on_cpu.tolist() if on_cpu is not None else on_sim is None
 
 
 def test_shapes_and_data_changed_in_place_are_seen(machine):
@@ -289,14 +276,8 @@ def test_numbers_and_gradients_are_exactly_those_of_the_cpu(machine, operation, 
     ("arguments", "message"),
     [
         ((0,), "n_devices must be from 1 to 64, but is 0"),
-        ((10**9,), "n_devices must be from 1 to 64, but is 1000000000"),
         ((2, "500mb"), "memory must be bytes .*, but is '500mb'"),  # bits, as accelerate reads it
-        ((2, -1), "memory must be bytes .*, but is -1"),
-        ((2, "9" * 400 + "GiB"), r"memory must be bytes .*, but is '999\S*GiB'"),
-        (
-            (2, ["1GiB"]),
-            "a list of one for each of 2 devices, but is .'1GiB'",
-        ),
+        ((2, ["1GiB"]), "a list of one for each of 2 devices, but is .'1GiB'"),
     ],
 )
 def test_senseless_sizes_are_refused(arguments, message):

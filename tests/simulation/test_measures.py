@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tl_devicefix.simulation import Moved, Transfer, simulate
+from tl_devicefix.simulation import Transfer, simulate
 
 pytestmark = pytest.mark.once
 
@@ -81,14 +81,6 @@ def test_transfers_are_summed_by_pair():
         x.to("sim:11")
         x.to("sim:2")
         torch.ones(2).to("sim:1")
-    pairs = {(str(a), str(b)): moved for (a, b), moved in machine.transfers.by_pair().items()}
-    assert pairs == {
-        ("cpu", "sim:1"): Moved(1, 8),
-        ("sim:1", "sim:0"): Moved(3, 3072),
-        ("sim:1", "sim:2"): Moved(1, 1024),
-        ("sim:1", "sim:11"): Moved(1, 1024),
-    }
-    assert list(pairs)[-1] == ("sim:1", "sim:11")
     assert repr(machine.transfers).splitlines() == [
         "cpu -> sim:1     1  8 bytes",
         "sim:1 -> sim:0   3  3.0 KiB",
@@ -96,3 +88,5 @@ def test_transfers_are_summed_by_pair():
         "sim:1 -> sim:11  1  1.0 KiB",
         "all              6  5.0 KiB",
     ]
+    from_cpu = machine.transfers.by_pair()[torch.device(CPU), torch.device(SIM_1)]
+    assert (from_cpu.count, from_cpu.bytes) == (1, 8)

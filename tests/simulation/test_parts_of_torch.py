@@ -13,8 +13,6 @@ import torch
 from safetensors import safe_open
 
 import tl_devicefix
-from tl_devicefix.placement.workers import each_on_its_device
-from tl_devicefix.simulation.backend import DeviceModule
 
 pytestmark = pytest.mark.once
 
@@ -76,29 +74,6 @@ def test_safetensors_reads_a_file_to_a_device(values, tmp_path):
         with pytest.raises(RuntimeError, match="device sim:3 does not exist"):
             safetensors.safe_open(file, "pt", "sim:3")
     assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
-
-
-def test_a_simulated_model_is_not_compiled():
-    with tl_devicefix.simulate(2):
-        on_cpu, simulated = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="sim:1")
-        assert torch.compile(on_cpu) is not None
-        for compile_it in (torch.compile, torch.nn.Module.compile):
-            with pytest.raises(RuntimeError, match="cannot compile a Linear on simulated devices"):
-                compile_it(simulated)
-
-
-def test_workers_run_on_a_type_of_device_without_autocast(monkeypatch):
-    def note(_unit):
-        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-
-    seen = []
-    with tl_devicefix.simulate(2) as machine:
-        monkeypatch.delattr(DeviceModule, "get_amp_supported_dtype")
-        each_on_its_device(note, [0, 1], machine.devices)
-        with torch.autocast("cpu", torch.float16):
-            each_on_its_device(note, [0, 1], machine.devices)
-    assert [enabled for enabled, _ in seen] == [False, False, True, True]
-    assert seen[-1][1] == torch.float16
 
 
 # An interrupt during a backward; then the process forks, and both end within `simulate`.

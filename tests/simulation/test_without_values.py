@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from tl_devicefix.simulation import executor, simulate
+from tl_devicefix.simulation import simulate
 
 pytestmark = pytest.mark.once
 
@@ -48,16 +48,6 @@ def test_reading_a_tensor_without_values_gives_0(machine):
     assert repr(x[0]) == "tensor(..., size=(4,), device='sim:0')"
 
 
-def test_changed_default_dtype_decides_later_results(machine):
-    integers = torch.arange(3, device="sim:0")
-    assert (integers / 2).dtype == integers.sqrt().dtype == torch.float32
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert (integers / 2).dtype == integers.sqrt().dtype == torch.bfloat16
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("lie", ["by heads", "by positions"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_takes_the_memory_it_takes_with_values(lie, masked):
@@ -82,47 +72,3 @@ def test_backward_without_values_gives_shapes_and_devices(machine):
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()
     assert (weight.grad.shape, weight.grad.device) == (weight.shape, torch.device("sim:1"))
-
-
-OPERATIONS = {
-    "to another dtype": lambda x: (x + 1).bfloat16() + 1,
-    "laid out otherwise": lambda x: x.transpose(0, 2) + 1,
-    "several results": lambda x: x.max(-1),
-    "joined": lambda x: torch.cat([x, x[:1]]),
-    "matrices": lambda x: x @ x.transpose(1, 2),
-    "a part": lambda x: x[1:, ::2],
-}
-
-
-@pytest.fixture
-def remembered(monkeypatch):
-    """Results of earlier calls: none yet."""
-    fresh = {}
-    monkeypatch.setattr(executor, "_layouts", fresh)
-    return fresh
-
-
-def geometry(result):
-    tensors = result if isinstance(result, tuple) else (result,)
-    return [(x.size(), x.stride(), x.dtype, x.storage_offset()) for x in tensors]
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_remembered_call_gives_a_cpus_layout_in_new_memory(name, remembered):
-    operation = OPERATIONS[name]
-    with simulate(1, values=False) as machine:
-        x = torch.empty(2, 3, 4, device="sim:0")
-        held, first = machine.memory_allocated(0), operation(x)
-        n_bytes = machine.memory_allocated(0) - held
-        second = operation(x)
-        assert machine.memory_allocated(0) - held == 2 * n_bytes
-    assert geometry(first) == geometry(second) == geometry(operation(torch.empty(2, 3, 4)))
-    assert (len(remembered) > 1) == bool(n_bytes) == (name != "a part")  # beside `empty`
-
-
-@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (True, 1)])
-def test_equal_numbers_of_other_types_promote_as_on_a_cpu(one, other, remembered):
-    expected = [(torch.ones(3, dtype=torch.bool) * number).dtype for number in (one, other)]
-    with simulate(1, values=False):
-        mask = torch.ones(3, dtype=torch.bool, device="sim:0")
-        assert [(mask * number).dtype for number in (one, other)] == expected

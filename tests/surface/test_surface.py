@@ -177,8 +177,7 @@ HookedTransformer:
 get_residual            model.get_residual(model.embed(tokens), 0)
 check_and_add_hook      twice(copy, tokens, copy.check_and_add_hook(point(copy), RESID, steer))
 get_pos_offset          model.get_pos_offset(None, 2)
-move_model_modules_to_device  copy.move_model_modules_to_device(), copy(tokens)
-setup                   copy.setup(), copy(tokens)
+move_model_modules_to_device,setup  copy.NAME(), copy(tokens)
 set_tokenizer           copy.set_tokenizer(model.tokenizer), copy(tokens)
 set_ungroup_grouped_query_attention
     with_more_hooks(copy, tokens, "set_ungroup_grouped_query_attention", "attn.hook_v")
@@ -388,33 +387,23 @@ AT_LAST = {"positions": torch.tensor([8, 8])}
 """The last token of each sequence."""
 
 
-def logits_of_two_words(model):
-    return lambda tokens: model(tokens)[:, -1, [5, 7]]
-
-
-def collected(model, tokens):
-    """Return a block's residual stream at the last token, and logits."""
-    readout = logits_of_two_words(model)
-    return analysis.collect_activations(model, RESID, tokens, readout, **AT_LAST)
-
-
-def learned(model, tokens):
+def learned(model, tokens, readout):
     """Learn a subspace of a block's residual stream in one step, and return the losses.
 
     The subspace itself is not compared, because it hangs on the rounding of gradients near zero.
     """
-    given = model, RESID, tokens, tokens.flip(1), torch.tensor([0, 1]), logits_of_two_words(model)
+    given = model, RESID, tokens, tokens.flip(1), torch.tensor([0, 1]), readout
     last = AT_LAST["positions"]
     with contextlib.redirect_stderr(io.StringIO()):
         options = {"base_positions": last, "source_positions": last, "rank": 2, "epochs": 2}
         return analysis.fit_das(*given, **options).losses
 
 
-def interchange(model, tokens):
+def interchange(model, tokens, readout):
     """Return the arguments of an intervention on a block's residual stream."""
     subspace = analysis.SubspaceInterchange(analysis.random_basis(model.cfg.d_model, 3, 0))
-    source = collected(model, tokens.flip(1))
-    return model, RESID, subspace, tokens, source, logits_of_two_words(model)
+    source = analysis.collect_activations(model, RESID, tokens.flip(1), readout, **AT_LAST)
+    return model, RESID, subspace, tokens, source, readout
 
 
 def patch_direct_path(model, tokens):
@@ -466,11 +455,11 @@ attention_head_subspace_affinity
     analysis.attention_head_subspace_affinity(model, target_role="Q")
     analysis.attention_head_subspace_affinity(model, target_role="V")
 get_act_patch_direct_path  patch_direct_path(model, tokens[:1, :2])
-collect_activations     collected(model, tokens)
-run_with_intervention   analysis.run_with_intervention(*interchange(model, tokens), **AT_LAST)
-intervened_logits       analysis.intervened_logits(*interchange(model, tokens), **AT_LAST)
+collect_activations     analysis.NAME(model, RESID, tokens, readout, **AT_LAST)
+run_with_intervention,intervened_logits
+    analysis.NAME(*interchange(model, tokens, readout), **AT_LAST)
 faithfulness            faithful(unused, tokens[:1, :2])
-fit_das                 learned(model, tokens)
+fit_das                 learned(model, tokens, readout)
 reinitialized           # draws anew, so there is nothing to compare with
 
 analysis, patching:
@@ -533,6 +522,7 @@ def results(call, model, unused, tokens, frozen):
     direction = torch.linspace(-1, 1, model.cfg.d_model, device=model.cfg.device)
     names |= {"direction": direction, "steer": lambda activation, hook: activation + direction}
     names |= {"scale": lambda gradient, hook: (gradient * direction,)}
+    names |= {"readout": lambda tokens: model(tokens)[:, -1, [5, 7]]}
     return [plain(eval(expression, names)) for expression in ROWS[call]]
 
 
@@ -594,8 +584,15 @@ KIND_OF |= {"set_use_attn_in": "gpt2", "W_gate": "llama"}
 """Names that only one kind of models has."""
 
 
+NOT_IN_3 = {"TransformerBridge.forward", "TransformerBridge.check_hooks_to_add"}
+NOT_IN_3 |= {"analysis.attribution_patch", "JacobianLens.occupancy"}
+"""What a Bridge of TransformerLens 3 has only in part, or runs on no simulated device."""
+
+
 def places_of(model_class, call):
     """Return the kinds of models that a call has, and over how many devices."""
+    if HOOKED in CLASSES and call.split()[0] in NOT_IN_3:
+        return []
     owner, name = call.split()[0].split(".")
     return [
         (kind, n_devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ def _name_of_handle(handle: LensHandle) -> str:
         return _name(hook)
     # TransformerLens 2.x has no user_hook, but the repr of one as a name.
     registered = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)
-    return str(getattr(registered, "__name__", "unknown"))[:80]
+    name = str(getattr(registered, "__name__", "unknown"))
+    return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]
 
 
 def _name(hook: object) -> str:

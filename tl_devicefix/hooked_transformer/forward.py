@@ -14,7 +14,6 @@ from tl_devicefix.fusing.kv_cache import prompts
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_by, remember
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.placement.in_use import setting
 
 if TYPE_CHECKING:  # because TransformerLens 2 has it elsewhere
@@ -34,7 +33,7 @@ def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: A
     Raises:
         RuntimeError: if the model's weights are only partly processed.
     """
-    with one_forward(), together():
+    with one_forward():
         return running.forward(original, self, *args, **kwargs)
 
 

@@ -40,7 +40,8 @@ from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
+from tl_devicefix.multihost.loading import loading_elsewhere
+from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
@@ -143,9 +144,8 @@ def _load(
         placement = placement.gathered_on(torch.device("cpu"))
     placement = placement.of_this_process
     for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"}
-    with loading_elsewhere(
-        placement, "HookedTransformer.from_pretrained", model_name, for_workers, **hf_kwargs
-    ) as remotes:
+    load = "transformer_lens:HookedTransformer.from_pretrained"
+    with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:
         with one_load:  # because methods of all models are replaced meanwhile
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             hf_model = getattr(source, "hf_model", None)
@@ -154,7 +154,7 @@ def _load(
                 model = empty_model(cls, cfg, tokenizer, side, hf_model)
         fill(model, source, placement, steps)
     place(model, placement)  # the weights are on their devices, the buffers are not
-    attach_blocks(model, remotes)
+    attach(model, remotes)
     vars(model)["numbers_warning"] = warning
     if not arguments["move_to_device"]:
         # As asked, because `move_model_modules_to_device` moves the weights there later.

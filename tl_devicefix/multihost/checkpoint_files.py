@@ -48,23 +48,19 @@ def differences(files: Files, name: str, hub: dict[str, object]) -> list[str]:
 def _file(path: Path) -> tuple[int, str]:
     nbytes, checksum = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
-        for start, end in _parts(path, nbytes):
+        if path.suffix == ".safetensors":
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            checksum.update(header)
+            entries = json.loads(header)
+            entries.pop("__metadata__", None)
+            spans = [entry["data_offsets"] for entry in entries.values()]
+            data = 8 + len(header)  # the offsets count from here
+            ranges = [(data + first, data + end) for first, end in spans]
+        else:
+            # Its end too, because a `.bin` is a zip file, which has checksums there.
+            ranges = [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
+        for start, end in ranges:
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
-            # The last sample of a range too, because the steps may miss its end.
-            for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
+            for first in range(start, end, distance):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()
-
-
-def _parts(path: Path, nbytes: int) -> list[tuple[int, int]]:
-    """Return the byte ranges to compare: a safetensors file's header and tensors, or all."""
-    if path.suffix != ".safetensors":
-        # Its end too, because a `.bin` is a zip file, which has checksums there.
-        return [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    data = 8 + length  # offsets in the header count from here
-    spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-    of_header = [(first, min(first + _WHOLE, data)) for first in range(0, data, _WHOLE)]
-    return [*of_header, *((data + first, data + end) for first, end in spans)]

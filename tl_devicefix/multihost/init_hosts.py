@@ -7,8 +7,6 @@ import logging
 import os
 import socket
 import sys
-import threading
-import traceback
 import warnings
 from collections import Counter
 from typing import Any
@@ -20,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.worker import Worker
 from tl_devicefix.placement.devices import Host, HostLost, join, joined_hosts
-from tl_devicefix.placement.in_use import held_by
+from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
 _INSTALL = 'pip install "tl_devicefix[hosts]"'
@@ -29,7 +27,6 @@ _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0
 """Seconds to wait for a call, and then for the answer to a ping, which busy workers answer too."""
 _PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
-_joining = threading.Lock()
 
 
 def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
@@ -47,11 +44,11 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
 
     Raises:
         ImportError: if a cluster is asked for, and Ray is not installed.
-        ConnectionError: if no cluster is at the address, or it has another token.
+        ConnectionError: if no cluster is at the address.
         RuntimeError: if a node has other versions of what it computes with (Python, torch,
             transformers, TransformerLens, this package), or starts no worker in time.
     """
-    with _joining:
+    with one_load:
         if joined_hosts() and all(map(_answers, joined_hosts())):
             return
         leave_hosts()
@@ -107,13 +104,6 @@ def _connect(address: str) -> bool:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        # By its text, because Ray raises one class for a wrong token and for no cluster.
-        if "AuthenticationError" in "".join(traceback.format_exception(error)):
-            raise ConnectionError(
-                f"the Ray cluster at {address!r} refuses this process's token: set "
-                "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN as its nodes, before Ray is "
-                "imported"
-            ) from error
         if asked_for or "Could not find any running Ray instance" not in str(error):
             raise
         return False
@@ -295,8 +285,7 @@ class RayConnection:
 
     def _lost(self, why: str) -> HostLost:
         return HostLost(
-            f"{self.name}{held_by(self.name)} is lost: {why}; call tl_devicefix.init_hosts() and "
-            "load the model again"
+            f"{self.name} is lost: {why}; call tl_devicefix.init_hosts() and load the model again"
         )
 
     def end(self) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torch import nn
-
 from tl_devicefix.multihost.checkpoint_files import files_of
-from tl_devicefix.multihost.remote_block import RemoteModel, attach
+from tl_devicefix.multihost.remote_block import RemoteModel
 from tl_devicefix.multihost.worker import worker_of
 from tl_devicefix.placement.devices import host_of, is_elsewhere
 from tl_devicefix.placement.placement import Placement
@@ -33,7 +31,7 @@ def loading_elsewhere(
 
     Args:
         placement: the model's placement.
-        load: the class and method that load: "HookedTransformer.from_pretrained".
+        load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
         name: the checkpoint.
         arguments: the arguments of that method.
         hub: the arguments among them by which the hub finds files.
@@ -74,9 +72,3 @@ def loading_elsewhere(
         yield {block: models[host] for block, (host, _) in places.items()}
         for loaded in loads:
             loaded.result()
-
-
-def attach_blocks(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
-    """Turn blocks without values into remote blocks."""
-    for name, remote in remotes.items():
-        attach(model, name, remote)

@@ -1,6 +1,6 @@
 """A block whose weights are on another host, and whose forward calls the worker there.
 
-`attach` turns a block whose parameters have no values into one. Its hook points, and all code of
+`attach` turns blocks whose parameters have no values into such. Its hook points, and all code of
 users, stay in this process. At a hook point with a hook, the worker pauses, and the hook gets the
 activation as a plain tensor.
 
@@ -21,10 +21,9 @@ its host until it is read. Code that you replace, such as a method, stays as it 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar
@@ -42,7 +41,7 @@ from transformers.cache_utils import Cache
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
 from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
-from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, is_in_forward, kept_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.kv_caches import (
@@ -191,29 +190,22 @@ class RemoteModule(nn.Module):
 
     is_remote = True
 
-    def _refuse(self, edit: str) -> None:
+    def _refuse(self, what: str) -> None:
         record: _Record = vars(self)[_REMOTE]
-        raise record.refusal(f"{edit} here", "use a hook on a hook point")
+        raise record.refusal(f"{what} put into it here", "use a hook on a hook point")
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
-        is_note &= (
-            name != "_attention_dir_override"
-        )  # refused nevertheless, because attention reads it
+        is_note &= name != "_attention_dir_override"  # because attention reads it
         # TransformerLens takes a Bridge's config off a module while it copies the module.
         is_note |= name == "config" and (value is None or vars(self).get(name, value) is None)
         if not (is_note or name in _SET_BY_LIBRARIES):
             self._check_name(name)
         super().__setattr__(name, value)
 
-    def __delattr__(self, name: str) -> None:
-        if any(name in held for held in (self._parameters, self._buffers, self._modules)):
-            self._refuse(f"{name} was deleted")
-        super().__delattr__(name)
-
     def _check_name(self, name: str) -> None:
         if not name.startswith("hook_"):  # a module may be put in a hook point's place
-            self._refuse(f"{name} was put into it")
+            self._refuse(f"{name} was")
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -225,12 +217,10 @@ class RemoteModule(nn.Module):
         return self
 
 
-_SET_BY_LIBRARIES = frozenset(
-    (
-        *("training", "name", "alibi"),
-        *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
-    )
-)
+_SET_BY_LIBRARIES = {
+    *("training", "name", "alibi"),
+    *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
+}
 """Attributes that TransformerLens sets. `StepRequest` or `call_everywhere` sends them along."""
 
 
@@ -252,7 +242,7 @@ def _check_hook(part: RemotePart, hook: object) -> None:
     # A Bridge registers hooks of its own, here as at the worker.
     of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
     if not (of_bridge or records(hook)):
-        part._refuse("hooks of torch's were put into it")
+        part._refuse("hooks of torch's were")
 
 
 for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
@@ -293,38 +283,28 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     # A block with taps runs at once, because its hooks must run before those of later blocks. So
     # does one of unknown form, because we do not know whether to return a tensor or a tuple.
     is_watched = step.taps or self._forward_hooks or self._backward_hooks
-    if is_watched or _WAITING not in kept or form is None:
+    if is_watched or form is None or not is_in_forward():
         output.read()
         return waiting.returned
     kept[_WAITING] = waiting
     return (output,) if form is tuple else output
 
 
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Let remote blocks wait for those that follow, within a model's forward."""
-    kept = kept_in_forward()
-    kept[_WAITING] = None
-    yield
-    if kept[_WAITING] is not None:
-        # Hooks may look at these blocks' activations, even if nobody reads the output.
-        kept[_WAITING].output.read()
-
-
-def attach(model: nn.Module, name: str, remote: RemoteModel) -> None:
-    """Turn a model's block without values into a remote block of its host."""
-    block = model.get_submodule(name)
-    record = _Record(remote, int(name.rpartition(".")[2]), block)
-    for path, module in list(block.named_modules()):
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            for key, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor):
-                    full = ".".join(filter(None, (name, path, key)))
-                    tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
-        if not isinstance(module, HookPoint):
-            vars(module)[_REMOTE] = record
-            mixin = RemotePart if path else RemoteBlock
-            module.__class__ = _remote_class(module.__class__, mixin)
+def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
+    """Turn a model's blocks without values into remote blocks of their hosts."""
+    for name, remote in remotes.items():
+        block = model.get_submodule(name)
+        record = _Record(remote, int(name.rpartition(".")[2]), block)
+        for path, module in list(block.named_modules()):
+            for tensors in (module._parameters, module._buffers, vars(module)):
+                for key, tensor in tensors.items():
+                    if isinstance(tensor, torch.Tensor):
+                        full = ".".join(filter(None, (name, path, key)))
+                        tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
+            if not isinstance(module, HookPoint):
+                vars(module)[_REMOTE] = record
+                mixin = RemotePart if path else RemoteBlock
+                module.__class__ = _remote_class(module.__class__, mixin)
 
 
 @cache
@@ -578,11 +558,10 @@ class _RemoteRun(RemoteHandle):
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 shared.append(hooked)
-            is_input = is_changed or (same_as is None and hooked.requires_grad)
-            inputs = [hooked] if is_input else []
+            is_leaf = hooked.requires_grad and (is_changed or same_as is None)
+            inputs = [hooked] if is_leaf else []
             new = sent(hooked) if is_changed else None
-            needs_gradient = is_changed and hooked.requires_grad
-            ask = partial(self._replied, "proceed", new, needs_gradient, in_place)
+            ask = partial(self._replied, "proceed", new, hooked.requires_grad, in_place)
 
     def _hooked(
         self, activation: torch.Tensor, shared: list[torch.Tensor]
@@ -656,6 +635,4 @@ class _Part(torch.autograd.Function):
         worker, run = worker_of(ctx.run.host), ctx.run.number
         gradients = worker.backward(run, ctx.number, sent(gradient), task)
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
-        # The worker has fewer leaves if a hook returned a tensor without a graph.
-        at_home += [None] * (len(ctx.devices) - len(at_home))
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home

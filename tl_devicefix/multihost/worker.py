@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
+import pkgutil
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
 
-from tl_devicefix.dispatch.views import restore, view_of
+from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
@@ -185,7 +185,7 @@ class Worker:
 
         Args:
             number: the model's number from now on.
-            load: a class of TransformerLens and its method: "HookedTransformer.from_pretrained".
+            load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
             name: the checkpoint.
             arguments: the method's.
             device_map: each component's device, by its index here; None if it is elsewhere.
@@ -196,10 +196,7 @@ class Worker:
             component: elsewhere(0) if index is None else torch.device(self.devices[index])
             for component, index in device_map.items()
         }
-        cls, _, method = load.partition(".")
-        # By name, because an installed TransformerLens may lack one of the classes.
-        of = "transformer_lens" if cls == "HookedTransformer" else "transformer_lens.model_bridge"
-        loader = getattr(getattr(importlib.import_module(of), cls), method)
+        loader = pkgutil.resolve_name(load)
         self._kept[number] = _Model(loader(name, device_map=places, **arguments))
 
     def apply(self, model: int, method: str, arguments: dict[str, object]) -> dict[str, Geometry]:
@@ -275,20 +272,20 @@ class _Model:
 
     def __init__(self, module: Any) -> None:  # a `Model` with the attributes that patches add
         self.module, self.blocks = module, module.blocks
-        self._views: dict[int, list[nn.Module]] = {}
+        self._views: dict[int, list[View[nn.Module]]] = {}
 
-    def borrow(self, layer: int) -> nn.Module:
+    def borrow(self, layer: int) -> View[nn.Module]:
         """Return a view of a block, with hook points of its own."""
         # A view, because runs in flight must not see each other's hooks.
         views = self._views.setdefault(layer, [])
         try:  # and not a test, because another thread may take the last one in between
             return views.pop()
         except IndexError:
-            return view_of(self.blocks[layer])
+            return View(self.blocks[layer])
 
-    def give_back(self, layer: int, view: nn.Module) -> None:
+    def give_back(self, layer: int, view: View[nn.Module]) -> None:
         """Keep a view for the next run."""
-        restore(view)
+        view.restore()
         self._views[layer].append(view)
 
 
@@ -398,7 +395,8 @@ class _PausableRun:
         # A view only for hooks, because without them runs in flight may share the block.
         has_hooks = bool(step["taps"] or step["cached"])
         if has_hooks:
-            block = self._model.borrow(layer)
+            view = self._model.borrow(layer)
+            block = view.model
         try:
             for path, changes in step["config"].items():
                 vars(config_at(block, path)).update(changes)
@@ -411,7 +409,7 @@ class _PausableRun:
             output: Output = block(x, *args, **kwargs)
         finally:
             if has_hooks:
-                self._model.give_back(layer, block)
+                self._model.give_back(layer, view)
         if entry is not None and step["entry"] is not None:
             self._keep(number, step["entry"]["new"], entry, before)
         return output

@@ -24,7 +24,6 @@ from tl_devicefix.placement.devices import (
     device_count,
     is_device,
     is_elsewhere,
-    names_host,
     printed,
     resolve,
     sites_here,
@@ -113,19 +112,9 @@ def decide(
     devices = _devices_to_use(home, device, n_devices, device_map, limits)
     if limits is None:
         limits = by_device(max_memory, home, devices)
-    n_blocks = sum(names_block(size.name) for size in sizes)
-    if n_devices is not None and n_devices > max(n_blocks, 1):
-        _log.warning(
-            "n_devices is %d, but the model has %d blocks, so it uses at most as many devices: "
-            "lower n_devices",
-            n_devices,
-            n_blocks,
-        )
     home = devices[0]  # without `device`, the lowest that `max_memory` names
     may_offload = home != CPU and CPU in (limits or {})
     _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
-    # Leave out devices that may hold nothing, but home, because `check_fit` reports what it lacks.
-    devices = [d for d in devices if d == home or capacity(d, limits) != 0]
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
     counts = spread(sizes, rooms)
@@ -219,7 +208,7 @@ def _from_dict(
                 "all"
             )
     placed, missing = [], []
-    like = _like_home(device_map, home)
+    like = None if home is None else resolve(home)
     for size in sizes:
         keys = [key for key in device_map if _is_prefix(key, size.name)]
         # Other components, such as a Bridge's rotary embedding, go with `embed`: they are small.
@@ -230,6 +219,7 @@ def _from_dict(
             continue
         device = _device_for(size.name, device_map[max(keys, key=len)], like)
         placed.append(placed_as(size, device))
+        like = like or device  # because the first component decides the home device
     if missing:
         raise ValueError(
             f"device_map leaves out {in_short(missing)}: give each component a device, or "
@@ -258,19 +248,6 @@ def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompon
         elif names_block(component.name) and home != CPU and not is_elsewhere(home):
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
-
-
-def _like_home(
-    device_map: Mapping[str, DeviceLike], home: DeviceLike | None
-) -> torch.device | None:
-    """Return a device of the type that an index in a map takes; None if that is unknown."""
-    if home is not None:
-        return resolve(home)
-    key = max((key for key in device_map if _is_prefix(key, "embed")), key=len, default=None)
-    named = None if key is None else device_map[key]
-    if not isinstance(named, str | torch.device) or not is_device(named):
-        return None
-    return resolve(named) if names_host(named) else torch.device(named)
 
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:

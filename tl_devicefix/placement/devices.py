@@ -310,13 +310,17 @@ def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
 
 
 def _existing(device: torch.device, named: str) -> torch.device:
-    count = device_count(device.type)
-    if (device.index or 0) >= count and not is_elsewhere(device):
-        present = f"this machine has {count} device(s) of type {device.type!r}"
-        if (sites := sites_here()) and site_of(torch.device(device.type, 0), sites) is not None:
-            present = f"the hosts have {len(sites)} ({list_sites(sites)})"
-        raise ValueError(f"device {named!r} does not exist: {present}; name one that is there")
+    if (device.index or 0) >= device_count(device.type) and not is_elsewhere(device):
+        there_are = _there_are(device.type)
+        raise ValueError(f"device {named!r} does not exist: {there_are}; name one that is there")
     return device
+
+
+def _there_are(device_type: str) -> str:
+    sites = sites_here()
+    if any(site.torch_device.type == device_type for site in sites):
+        return f"the hosts have {len(sites)} ({list_sites(sites)})"
+    return f"this machine has {device_count(device_type)} device(s) of type {device_type!r}"
 
 
 def device_count(device_type: str) -> int:
@@ -332,20 +336,14 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if count == 1:
         return [first]
     start = first.index or 0
-    available = device_count(first.type)
     sites = sites_here()
     if start + count <= len(sites):
         return [site.torch_device for site in sites[start : start + count]]
-    if first.type == "cpu" or start + count > available:
-        present = f"there are {available} here"
-        if start:
-            present += f", of which {max(available - start, 0)} are left from there on"
-        if sites and site_of(first, sites) is not None:
-            present = f"the hosts have {len(sites)} ({list_sites(sites)})"
+    if first.type == "cpu" or start + count > device_count(first.type):
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {present}; lower n_devices, or load on simulated ones, within "
-            f"`with tl_devicefix.simulate({start + count}):`"
+            f"{first.type!r}, but {_there_are(first.type)}; lower n_devices, or load on simulated "
+            f"ones, within `with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

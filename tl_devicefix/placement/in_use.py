@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from tl_devicefix.placement.devices import DeviceLike, resolve
-from tl_devicefix.placement.placement import Placement, in_short
+from tl_devicefix.placement.placement import Placement
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
@@ -98,13 +98,3 @@ def placements_in_use() -> list[Placement]:
     # Not `values()`, because other threads may place models meanwhile.
     references = (reference() for reference in _placements.valuerefs())
     return [placement for placement in references if placement is not None]
-
-
-def held_by(hostname: str) -> str:
-    """Return a clause that says which components a host holds; "" if none."""
-    held = []
-    for placement in placements_in_use():
-        there = {site.torch_device for site in placement.sites if site.hostname == hostname}
-        held.append([item.name for item in placement.components if item.device in there])
-    parts = " and ".join(dict.fromkeys(in_short(names) for names in held if names))
-    return f", which holds {parts}," if parts else ""

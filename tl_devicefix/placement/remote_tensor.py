@@ -180,16 +180,8 @@ def _changes_nothing(
     """Return True for a `to` the same device and dtype, and for freezing a weight."""
     if func in (_T.requires_grad_, _T.requires_grad.__set__):
         return bool(tensor._weight_is) and args == (False,)
-    return (
-        func is _T.to
-        and kwargs.keys() <= {"device", "dtype"}
-        and all(
-            value is None
-            or value == tensor.dtype
-            or (isinstance(value, str | torch.device) and torch.device(value) == tensor.device)
-            for value in (*args, *kwargs.values())
-        )
-    )
+    like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return func is _T.to and func(like, *args, **kwargs) is like
 
 
 def _is_basic(index: object) -> bool:

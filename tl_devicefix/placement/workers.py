@@ -26,7 +26,8 @@ _Result = TypeVar("_Result")
 #    classes' methods and settings for that;
 # 2. while components are brought to devices, because `torch.set_num_threads` also sets how many
 #    threads new ones begin with;
-# 3. while TransformerLens reads a config, because its name for AutoConfig is replaced for that.
+# 3. while TransformerLens reads a config, because its name for AutoConfig is replaced for that;
+# 4. while hosts join, because a load that began meanwhile would miss them.
 # The workers of a load may not take it, because the thread that waits for them holds it.
 one_load = threading.RLock()
 """The lock of loads, which change what all threads see."""

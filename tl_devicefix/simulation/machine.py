@@ -14,7 +14,7 @@ import torch.fx.experimental._config as meta_config
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import format_table, gib
 from tl_devicefix.simulation.backward import raise_or_keep
-from tl_devicefix.simulation.executor import Executor, dense_tensors
+from tl_devicefix.simulation.executor import CpuExecutor, dense_tensors
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Machine:
         is_open (bool): False once the ``with`` block is left.
     """
 
-    def __init__(self, capacities: Sequence[int], executor: Executor) -> None:
+    def __init__(self, capacities: Sequence[int], executor: CpuExecutor) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.executor = executor
         # Called with a device's index at each new peak of its memory.

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
+from tl_devicefix.dispatch.hook_names import warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.fusing.listening import unsupported_mode
@@ -23,7 +23,6 @@ from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.multihost.remote_block import together
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
 from tl_devicefix.transformer_bridge.fused import config_of_sdpa, first_unfused
 
@@ -49,7 +48,7 @@ def forward(
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
-    with one_forward(ThisForward(is_plain, config, is_cache_read)), together():
+    with one_forward(ThisForward(is_plain, config, is_cache_read)):
         # As plain values too, because they are sent to the workers of other hosts.
         kept_in_forward()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
         output = running.forward(original, self, *args, **kwargs)
@@ -108,14 +107,12 @@ def run_with_cache(
 
     With `device`, they are moved there as they are computed, and read there.
     """
-    names_filter = kwargs.get("names_filter")
-    warn_of_unknown(self, names_filter)
+    warn_of_unknown(self, kwargs.get("names_filter"))
     at_home = cache_for(self, kwargs.get("device"))
     with warnings.catch_warnings():
         if at_home is not None:  # TransformerLens says so, but does not ignore it
             warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
-    warn_of_empty(names_filter, cache)
     if at_home is None:
         return output, cache
     if isinstance(cache, ActivationCache):

@@ -34,7 +34,8 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.multihost.loading import attach_blocks, loading_elsewhere
+from tl_devicefix.multihost.loading import loading_elsewhere
+from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
@@ -215,7 +216,7 @@ def _boot_checkpoint(
         place_bridge(bridge, planned.placement.of_this_process)
     else:
         settle_bridge(bridge, planned.placement)
-    attach_blocks(bridge, planned.remotes)
+    attach(bridge, planned.remotes)
     return bridge
 
 
@@ -281,9 +282,10 @@ class _PlannedClass:
             assert self.placement is not None
             options = {name: value for name, value in self._options.items() if name != "model_name"}
             options["numbers"] = "ignore"
-            load = "TransformerBridge.boot_transformers", str(model_name), options
+            load = "transformer_lens.model_bridge:TransformerBridge.boot_transformers"
             hub = {name: options[name] for name in ("revision",) if name in options}
-            loading = loading_elsewhere(self.placement.of_this_process, *load, **hub)
+            placement = self.placement.of_this_process
+            loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
             # Without accelerate's hooks, because they would look for all weights.
             with mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None):
