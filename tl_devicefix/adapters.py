@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from tl_devicefix.dispatch.views import View
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
@@ -30,7 +31,7 @@ class Adapter(Protocol):
     has_dropout: bool
     """True if its modules act differently in training mode."""
 
-    def view_of(self, model: Model) -> Model:
+    def view_of(self, model: Model) -> View[Model]:
         """Make a view of a model: modules and hooks of its own, the same weights."""
 
     def realign(self, model: Model, placement: Placement | None) -> None:

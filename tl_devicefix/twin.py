@@ -228,22 +228,13 @@ def _randomise(model: nn.Module) -> None:
             parameter.mul_(0.3).add_(1.0 if name.endswith("weight") else 0.0)
 
 
-MeasureTwin = Callable[[PretrainedConfig], float]
-"""A transformers config -> the difference of a twin that is made of it."""
-
-
 def check_numbers(
-    measure: MeasureTwin,
-    hf_config: PretrainedConfig,
-    called: str,
-    numbers: Numbers | None,
-    advice: Callable[[], str],
+    measure: Callable[[], float], called: str, numbers: Numbers | None, advice: Callable[[], str]
 ) -> str | None:
     """Run a twin, and warn or refuse if it differs from transformers.
 
     Args:
-        measure: makes and compares the twin of a transformers config.
-        hf_config: the config of the model that is loaded; not changed.
+        measure: makes the twin, and returns its difference from transformers.
         called: the model, as the message calls it.
         numbers: "warn", "refuse" or "ignore"; None is the environment variable
             TL_DEVICEFIX_NUMBERS, or "warn".
@@ -256,13 +247,13 @@ def check_numbers(
         ValueError: if `numbers` is none of the three, or is "refuse" and the twin differs.
     """
     choice = choice_of_numbers(numbers)
-    difference = None if choice == "ignore" else _measured(measure, hf_config, called)
+    difference = None if choice == "ignore" else _measured(measure, called)
     if difference is None or difference <= LIMIT:
         return None
     message = (
         f"{called} gives other numbers than transformers: log probabilities of a tiny model with "
-        f"its config differ by {difference:.1e} of their spread{_blame(measure, hf_config)}; "
-        f"{advice()}, or silence this with numbers='ignore'"
+        f"its config differ by {difference:.1e} of their spread; {advice()}, or silence this with "
+        "numbers='ignore'"
     )
     warn_or_refuse(message, choice)
     return message
@@ -284,42 +275,20 @@ def choice_of_numbers(numbers: str | None) -> str:
     return chosen
 
 
-def _measured(measure: MeasureTwin, hf_config: PretrainedConfig, called: str) -> float | None:
+def _measured(measure: Callable[[], float], called: str) -> float | None:
     """Return the difference; None, which is logged, if the twin cannot be made."""
     try:
         with undisturbed():
-            return measure(hf_config)
+            return measure()
     except Exception as error:  # noqa: BLE001  # because transformers refuses sizes in many ways
         _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
 
-def is_right(measure: MeasureTwin, hf_config: PretrainedConfig) -> bool:
-    """Return True if a twin of this config can be made and agrees with transformers."""
-    difference = _measured(measure, hf_config, "a changed config")
+def is_right(measure: Callable[[], float]) -> bool:
+    """Return True if a twin can be made and agrees with transformers."""
+    difference = _measured(measure, "a changed load")
     return difference is not None and difference <= LIMIT
-
-
-def _blame(measure: MeasureTwin, hf_config: PretrainedConfig) -> str:
-    """Name a setting whose default value would remove the difference; "" if there is none."""
-    config = getattr(hf_config, "text_config", hf_config)
-    defaults = type(config)()
-    for name, value in vars(config).items():
-        default = getattr(defaults, name, None)
-        if name.startswith("_") or name in _NO_CAUSE or value == default:
-            continue
-        without = copy.deepcopy(config)
-        setattr(without, name, copy.deepcopy(default))
-        if is_right(measure, without):
-            return f", because of {name}={value!r} in its config"
-    return ""
-
-
-_NO_CAUSE = (
-    *("architectures", "torch_dtype", "dtype", "transformers_version", "vocab_size"),
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "layer_types"),
-)
-"""Settings that are shrunk, or that do not change how the model computes."""
 
 
 @contextlib.contextmanager

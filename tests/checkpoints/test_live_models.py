@@ -16,7 +16,7 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, PROCESSING, Architecture, load_hooked
+from architectures import ALL_ARCHITECTURES, PROCESSING, Architecture, load_hooked
 from comparison import Snapshot, assert_same_logits, assert_same_model, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, N_CTX
@@ -164,40 +164,21 @@ def quantise(checkpoint: Path, kind: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def dequantised(
-    hf_model: torch.nn.Module, plain: PreTrainedModel, was_run: bool = False
-) -> PreTrainedModel:
-    """`plain`, which is changed, with the values that the quantised model's weights have.
-
-    Of the latter, no forward has been run; `was_run` asks for the values after one, which on a CPU
-    with AVX512-BF16 packs 4-bit weights anew and rounds their scales.
-    """
-    rounded = False
-    if was_run:
-        other = copy.deepcopy(hf_model)
-        other(TOKENS)
-        states = (getattr(p, "quant_state", None) for p in other.parameters())
-        rounded = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+def dequantised(hf_model: torch.nn.Module, plain: PreTrainedModel) -> PreTrainedModel:
+    """`plain`, which is changed, with the values that the quantised model's weights have."""
     for name, module in hf_model.named_modules():
         if type(module).__module__.startswith("bitsandbytes"):
-            layer = plain.get_submodule(name)
-            weight = values(module.weight, rounded)
+            layer, weight = plain.get_submodule(name), values(module.weight)
             layer.weight.copy_(weight.T if isinstance(layer, Conv1D) else weight)
     return plain
 
 
-def values(weight: Any, rounded: bool) -> torch.Tensor:
+def values(weight: Any) -> torch.Tensor:
     """What a quantised weight stands for, by bitsandbytes' own functions."""
     functional = bitsandbytes.functional
     if isinstance(weight, bitsandbytes.nn.Int8Params):
         return functional.int8_vectorwise_dequant(weight.data, weight.SCB)
-    state = copy.deepcopy(weight.quant_state)
-    if rounded:
-        if state.nested:
-            state.absmax = functional.dequantize_blockwise(state.absmax, state.state2)
-            state.absmax, state.nested = state.absmax + state.offset, False
-        state.absmax = state.absmax.bfloat16().float()
-    return functional.dequantize_4bit(weight.data, state)
+    return functional.dequantize_4bit(weight.data, weight.quant_state)
 
 
 # Offloaded by accelerate.
@@ -271,7 +252,7 @@ def quantised(name: str, kind: str, adapt: Adapt | None = None, was_run: bool = 
         return hf_model
 
     def plain(parts: Parts) -> PreTrainedModel:
-        plain = dequantised(quantise(parts.checkpoint, kind), parts.model, was_run)
+        plain = dequantised(quantise(parts.checkpoint, kind), parts.model)
         return adapt(plain).merge_and_unload() if adapt else plain
 
     return Case(name, live, plain)
@@ -300,7 +281,6 @@ CASES: dict[str, Case] = {
     "disabled, once merged": once_disabled(merged_by_its_user),
     "disabled, added by transformers": once_disabled(added_by_transformers),
     **{f"{kind} mistral": quantised(MISTRAL, kind) for kind in KINDS},
-    "nf4, scales quantised too, run": quantised(MISTRAL, "nf4, scales quantised too", was_run=True),
     "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
     "LoRA on nf4": quantised(MISTRAL, "nf4", lora(*IN_LLAMA)),
     "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
@@ -411,17 +391,6 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
         torch.testing.assert_close(parameter.cpu(), exact[key], rtol=0, atol=1e-6)
 
 
-@pytest.mark.fails_unpatched
-def test_loaded_model_shares_no_memory_with_the_adapted_one(parts_of, load):
-    hf_model = lora(*IN_GPT2, **CONV)(parts_of("gpt2").model)
-    before = Snapshot(hf_model)
-    model = load("gpt2", hf_model, n_devices=1, device="cpu", **NO_PROCESSING)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    before.assert_unchanged()
-
-
 @pytest.mark.parametrize("kind", ["nf4, scales quantised too", "int8"])
 def test_a_quantised_checkpoint_is_loaded_by_its_path(
     kind, parts_of, load, tokenizer, tmp_path, tokens
@@ -467,6 +436,13 @@ def without_scales(parts: Parts) -> Any:
     return hf_model
 
 
+def packed_for_a_cpu(parts: Parts) -> Any:
+    hf_model = CASES["nf4 mistral"].live(parts)
+    # As a forward on a CPU with AVX512-BF16 leaves it.
+    hf_model.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    return hf_model
+
+
 def quantised_by_gptq(parts: Parts) -> Any:
     parts.model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     return parts.model
@@ -498,6 +474,7 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         on_cpu(CASES["nf4 mistral"].live),
         ("scales are lost", "without offloading"),
     ),
+    "4 bits, run on a CPU": (MISTRAL, packed_for_a_cpu, ("has run", "load it again")),
     "8 bits without scales": (MISTRAL, without_scales, ("scales are lost", "load it again")),
     "gptq": ("qwen2", quantised_by_gptq, ("gptq", *QUANTISED)),
     "int8 without a scale": ("qwen2", of_a_byte, ("torch.int8", *QUANTISED)),

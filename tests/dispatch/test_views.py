@@ -1,7 +1,6 @@
 """A view of a model is the model, with hooks of its own: of either class, wherever it is."""
 
 import gc
-import importlib
 import types
 import weakref
 from functools import partial
@@ -12,7 +11,7 @@ from comparison import assert_bit_equal
 from model_classes import BRIDGE, CLASSES, HOOKED
 from torch import nn
 
-from tl_devicefix.dispatch.views import restore
+from tl_devicefix.adapters import adapter_of
 
 RESIDUAL = "blocks.3.hook_resid_post"
 WHERE = {
@@ -41,22 +40,20 @@ def model(where, kind, load):
     return load(kind, WHERE[where], folded=True)
 
 
-@pytest.fixture
-def view_of(model_class):
-    module = "transformer_bridge.alignment" if model_class == BRIDGE else "dispatch.views"
-    return importlib.import_module(f"tl_devicefix.{module}").view_of
+def view_of(model):
+    return adapter_of(model).view_of(model)
 
 
 @pytest.mark.parametrize(
     ("model_class", "kind", "where"), [row for row in KINDS if row[0] in CLASSES]
 )
-def test_view_gives_the_models_results_bit_for_bit(model, view_of, at_home):
+def test_view_gives_the_models_results_bit_for_bit(model, at_home):
     def results(model):
         hooks = [(RESIDUAL, lambda activation, hook: activation / 2)]
         hooked = model.run_with_hooks(at_home, fwd_hooks=hooks)
         return [hooked, dict(model.run_with_cache(at_home)[1].items())]
 
-    view = view_of(model)
+    view = view_of(model).model
     assert type(view) is type(model)
     assert_bit_equal(results(view), results(model))
 
@@ -75,7 +72,7 @@ def reached_from(value):
 
 
 @with_offloaded
-def test_view_shares_weights_but_no_modules(model, view_of, machine):
+def test_view_shares_weights_but_no_modules(model, machine):
     mlp = model.blocks[1].mlp
     forward = mlp.forward
     vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)  # as notebooks do
@@ -86,7 +83,7 @@ def test_view_shares_weights_but_no_modules(model, view_of, machine):
     gc.collect()
     before = [machine.memory_allocated(device) for device in machine.devices]
 
-    view = view_of(model)
+    view = view_of(model).model
 
     assert [machine.memory_allocated(device) for device in machine.devices] == before
     assert not originals.intersection(map(id, reached_from(vars(view))))
@@ -101,11 +98,11 @@ def test_view_shares_weights_but_no_modules(model, view_of, machine):
 
 
 @with_offloaded
-def test_dropped_view_is_freed_without_garbage_collection(model, view_of, at_home):
+def test_dropped_view_is_freed_without_garbage_collection(model, at_home):
     view = view_of(model)
-    view(at_home)
-    restore(view)
-    gone = weakref.ref(view), weakref.ref(view.blocks[0])
+    view.model(at_home)
+    view.restore()
+    gone = weakref.ref(view.model), weakref.ref(view.model.blocks[0])
 
     gc.disable()
     try:
@@ -117,7 +114,7 @@ def test_dropped_view_is_freed_without_garbage_collection(model, view_of, at_hom
     assert gone[1]() is None
 
 
-def test_view_of_a_subclass_shares_the_attributes_it_adds(model, view_of, at_home):
+def test_view_of_a_subclass_shares_the_attributes_it_adds(model, at_home):
     class Recording(type(model)):
         def __init__(self):
             raise AssertionError("called for a view")
@@ -130,7 +127,7 @@ def test_view_of_a_subclass_shares_the_attributes_it_adds(model, view_of, at_hom
     vars(model)["watched"] = [model.blocks[1]]
     model.add_perma_hook(RESIDUAL, model.record)
 
-    view = view_of(model)
+    view = view_of(model).model
     view(at_home)
 
     assert type(view) is Recording
@@ -160,7 +157,7 @@ def add_all_kinds_of_hooks(model, calls):
     model.add_hook(RESIDUAL, partial(note, "backward"), dir="bwd")
 
 
-def test_view_runs_the_models_hooks_with_its_own_hook_points(model, view_of, at_home):
+def test_view_runs_the_models_hooks_with_its_own_hook_points(model, at_home):
     calls = []
     add_all_kinds_of_hooks(model, calls)
     model(at_home, return_type="loss").backward()
@@ -168,7 +165,7 @@ def test_view_runs_the_models_hooks_with_its_own_hook_points(model, view_of, at_
     assert len(expected) == 6
     calls.clear()
 
-    view = view_of(model)
+    view = view_of(model).model
     view(at_home, return_type="loss").backward()
 
     point, own = view.hook_dict[RESIDUAL], model.hook_dict[RESIDUAL]
@@ -184,7 +181,7 @@ def test_view_runs_the_models_hooks_with_its_own_hook_points(model, view_of, at_
     assert described[0] == described[1]
 
 
-def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, view_of, at_home):
+def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, at_home):
     calls, seen, original = 0, [], model
 
     def look(activation, hook, *, step=1):
@@ -193,7 +190,7 @@ def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, view_of,
         seen.append(model)
 
     model.add_hook(RESIDUAL, look)
-    view = view_of(model)
+    view = view_of(model).model
     view(at_home)
     original(at_home)
 
@@ -219,23 +216,23 @@ def change_everything(view):
 
 
 def state_of(model):
-    """What restoring must bring back, by the modules' names: all but notes about itself."""
+    """What restoring must bring back, by the modules' names."""
     state = {}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             value = list(value.items()) if isinstance(value, dict) else value
             value = list(value) if isinstance(value, (list, set)) else value
             state[f"{name}: {attribute}"] = value
-    notes = "_tl_devicefix_as_made", "_tl_devicefix_look"
-    return {name: value for name, value in state.items() if not name.endswith(notes)}
+    return state
 
 
 @with_offloaded
-def test_restoring_a_view_undoes_everything_a_run_changed(model, view_of, at_home):
+def test_restoring_a_view_undoes_everything_a_run_changed(model, at_home):
     expected, calls = model(at_home), []
     add_all_kinds_of_hooks(model, calls)
     model.hook_dict[RESIDUAL].ctx["of the model"] = 1
-    of_model, view = state_of(model), view_of(model)
+    of_model, of_run = state_of(model), view_of(model)
+    view = of_run.model
     made = state_of(view)
 
     def reset_hooks(view):
@@ -244,7 +241,7 @@ def test_restoring_a_view_undoes_everything_a_run_changed(model, view_of, at_hom
 
     for change in (change_everything, reset_hooks):
         change(view)
-        restore(view)
+        of_run.restore()
 
         now = state_of(view)
         assert now.keys() == made.keys()

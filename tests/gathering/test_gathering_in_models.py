@@ -17,15 +17,6 @@ WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_U")
 LAST = "blocks.4.hook_resid_post"
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
-def test_weights_are_read_on_the_chosen_device(n_devices, machine, load, on_one):
-    model, reference = load("llama", n_devices, folded=True), on_one("llama", folded=True)
-    expected = [getattr(reference, name) for name in WEIGHTS]
-    with gather_on("cpu"):
-        assert_agrees([getattr(model, name) for name in WEIGHTS], expected, CPU)
-    assert_agrees([getattr(model, name) for name in WEIGHTS], expected, machine.devices[0])
-
-
 def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, load):
     model = load("gpt2", 4, folded=True)
 
@@ -56,11 +47,13 @@ def test_stacking_unlike_tensors_is_left_to_torch(machine):
             torch.stack([one, torch.ones(1)])
 
 
-def test_analyses_within_gather_on_compute_on_its_device(machine, load, on_one, tokens):
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_analyses_within_gather_on_compute_on_its_device(n_devices, machine, load, on_one, tokens):
     def computed(model):
         _, cache = model.run_with_cache(tokens.to(model.cfg.device))
         with gather_on("cpu"):
             return [
+                [getattr(model, name) for name in WEIGHTS],
                 cache.stack_head_results(apply_ln=True),
                 dict(cache.items()),
                 getattr(scores := model.all_composition_scores("K"), "scores", scores),
@@ -71,7 +64,7 @@ def test_analyses_within_gather_on_compute_on_its_device(machine, load, on_one, 
             ]
 
     expected = computed(on_one("gpt2", folded=True))
-    assert_agrees(computed(load("gpt2", 4, folded=True)), expected, CPU)
+    assert_agrees(computed(load("gpt2", n_devices, folded=True)), expected, CPU)
 
 
 def keep(model, tokens, *layers):

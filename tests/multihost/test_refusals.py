@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from transformers import StaticCache
 
-from tl_devicefix.dispatch.views import view_of
+from tl_devicefix.dispatch.views import View
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
@@ -90,10 +90,10 @@ def test_remote_block_refuses_local_edits(put_in, spread, tokens):
         assert torch.equal(model(tokens), expected)
 
 
-@pytest.mark.parametrize("view", [copy.deepcopy, view_of])
-def test_copies_of_remote_blocks_refuse_local_edits(view, spread):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: View(model).model])
+def test_copies_of_remote_blocks_refuse_local_edits(copied, spread):
     with pytest.raises(RuntimeError, match="mlp was put into it here"):
-        view(spread("gpt2")).blocks[2].mlp = nn.Identity()
+        copied(spread("gpt2")).blocks[2].mlp = nn.Identity()
 
 
 def test_forward_replaced_in_the_driver_acts_in_the_driver(spread, tokens, monkeypatch):

@@ -16,7 +16,7 @@ from architectures import (
 )
 from comparison import assert_same_model, assert_same_weights, log_probs
 from devices import device
-from hf_models import N_CTX, N_LAYERS
+from hf_models import N_CTX
 from model_classes import HookedTransformer
 from parameters import in_turn
 from transformer_lens import HookedTransformerConfig
@@ -82,11 +82,6 @@ def test_spread_model_equals_the_one_transformer_lens_loads(
     assert_same_model(model, reference, tokens)
 
 
-def test_refactoring_rotary_attention_matrices_is_refused(load, machine):
-    with pytest.raises(ValueError, match="refactor_factored_attn_matrices=True cannot be used"):
-        load("pythia", n_devices=4, **PROCESSING["refactored"])
-
-
 def test_from_pretrained_no_processing_loads_the_same_model(checkpoints, on_one, machine, tokens):
     reference = on_one("qwen2", **NO_PROCESSING)
 
@@ -123,29 +118,20 @@ def test_float64_stays_float64_and_is_folded_in_it(name, load, on_one, machine, 
     assert log_probs(model, tokens).sub(log_probs(unfolded, tokens)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("name", "n_layers", "load"),
-    in_turn([("gpt2", 1), ("gemma-2", 3)], FORMS),
-    indirect=["load"],
-)
-def test_first_n_layers_loads_the_same_model(name, n_layers, load, on_one, machine, tokens):
-    reference = on_one(name, first_n_layers=n_layers)
-
-    model = load(name, first_n_layers=n_layers, n_devices=4)
-
-    assert len(model.blocks) == n_layers < N_LAYERS
-    assert_same_model(model, reference, tokens)
+SIZES = [("gpt2", "first_n_layers", 1), ("gemma-2", "first_n_layers", 3)]
+SIZES += [(name, "n_ctx", 2 * N_CTX) for name in ("llama", "gemma-2")]
 
 
-@pytest.mark.parametrize(("name", "load"), in_turn(["llama", "gemma-2"], FORMS), indirect=["load"])
-def test_n_ctx_loads_the_same_model(name, load, on_one, machine, tokens):
-    if "n_ctx" not in inspect.signature(HookedTransformer.from_pretrained).parameters:
-        pytest.skip("this TransformerLens's from_pretrained has no argument n_ctx")
-    reference = on_one(name, n_ctx=2 * N_CTX)
+@pytest.mark.parametrize(("name", "size", "to", "load"), in_turn(SIZES, FORMS), indirect=["load"])
+def test_model_of_another_size_is_the_same(name, size, to, load, on_one, machine, tokens):
+    if size not in inspect.signature(HookedTransformer.from_pretrained).parameters:
+        pytest.skip(f"this TransformerLens's from_pretrained has no argument {size}")
+    reference = on_one(name, **{size: to})
 
-    model = load(name, n_ctx=2 * N_CTX, n_devices=4)
+    model = load(name, **{size: to}, n_devices=4)
 
-    assert model.cfg.n_ctx == 2 * N_CTX
+    of_config = {"first_n_layers": "n_layers"}.get(size, size)
+    assert getattr(model.cfg, of_config) == to
     assert_same_model(model, reference, tokens)
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers
 from comparison import assert_agrees
-from hf_models import D_VOCAB, randomize
+from hf_models import make_hf_model
 from model_classes import TransformerBridge
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.twin import Twin
 
 pytestmark = [
     pytest.mark.bridge,
@@ -24,6 +25,7 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),
 ]
+N_TOKENS = 16  # more than the window of a twin
 AS_INSTALLED = {
     ("BitNetForCausalLM", True): "leaves out a norm",
     **{
@@ -40,68 +42,43 @@ NOT_COMPATIBLE = ("FalconH1ForCausalLM", "VaultGemmaForCausalLM")
 """What TransformerLens does not process in these sizes, or at all."""
 
 
-# By the names that transformers' configs have for them.
-_NAMES = {
-    0: "bos_token_id decoder_start_token_id num_kv_shared_layers",
-    1: (
-        "n_group topk_group n_shared_experts moe_num_shared_experts eos_token_id "
-        "num_hidden_groups first_k_dense_replace"
-    ),
-    2: (
-        "encoder_layers decoder_layers num_decoder_layers num_key_value_heads num_kv_heads "
-        "swa_num_key_value_heads num_experts_per_tok moe_topk moe_k pad_token_id mamba_expand"
-    ),
-    4: (
-        "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads "
-        "num_heads encoder_attention_heads decoder_attention_heads num_experts "
-        "num_local_experts n_routed_experts linear_num_key_heads linear_num_value_heads "
-        "mamba_n_heads rotary_dim sliding_window chunk_size mamba_chunk_size laurel_rank "
-        "time_step_rank conv_kernel"
-    ),
-    8: (
-        "qk_rope_head_dim qk_nope_head_dim v_head_dim head_dim ssm_state_size state_size "
-        "mamba_d_state d_kv hidden_size_per_layer_input query_pre_attn_scalar attention_window"
-    ),
-    16: "q_lora_rank kv_lora_rank linear_key_head_dim linear_value_head_dim mamba_d_head",
-    32: "hidden_size n_embd d_model dim word_embed_proj_dim embedding_size",
-    D_VOCAB: "vocab_size vocab_size_per_layer_input",
-    48: (
-        "intermediate_size n_inner ffn_dim d_ff ffn_hidden_size moe_intermediate_size "
-        "encoder_ffn_dim decoder_ffn_dim shared_expert_intermediate_size mlp_hidden_size"
-    ),
-    64: "max_position_embeddings n_positions n_ctx max_seq_len mamba_d_ssm",
-}
-_SIZES: dict[str, int] = {name: size for size, names in _NAMES.items() for name in names.split()}
-_WITHOUT_GROUPS = {"num_key_value_heads": 4, "head_dim": 8}
-_ALSO: dict[str, dict[str, Any]] = {
-    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
-    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
+_WITH_HEADS: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 2}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "DeepseekV4ForCausalLM": {"n_routed_experts": 8, "head_dim": 128},
     "GPTBigCodeForCausalLM": {"multi_query": True},
-    "DeepseekV2ForCausalLM": {**_WITHOUT_GROUPS, "num_experts_per_tok": 2},
-    "DeepseekV3ForCausalLM": _WITHOUT_GROUPS,
-    "Glm4MoeLiteForCausalLM": _WITHOUT_GROUPS,
-    "GlmMoeDsaForCausalLM": _WITHOUT_GROUPS,
-    "YoutuForCausalLM": _WITHOUT_GROUPS,
-    "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
-    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "HunYuanDenseV1ForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
-    "NemotronForCausalLM": {"head_dim": 8, "num_key_value_heads": 2},
-    "Zamba2ForCausalLM": {
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3],
-        **dict.fromkeys(("n_mamba_heads", "num_key_value_heads", "adapter_rank"), 4),
-        **dict.fromkeys(("mamba_headdim", "attention_head_dim"), 16),
-        **dict.fromkeys(("mamba_ngroups", "num_mem_blocks"), 1),
-        "attention_hidden_size": 64,
+    "HunYuanDenseV1ForCausalLM": _WITH_HEADS,
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
+    "NemotronForCausalLM": _WITH_HEADS,
+}
+"""Settings without which a default config has no twin."""
+_SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 40}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+_WITHOUT_TWIN: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "FalconMambaForCausalLM": {},
+    "Gemma4ForCausalLM": {
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, "sliding_window": 4,
     },
     "GraniteMoeHybridForCausalLM": {
-        "layer_types": ["mamba", "attention"] * 2,
-        "mamba_n_groups": 1,
-        "shared_intermediate_size": 48,
+        **_MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
         "position_embedding_type": "rope",  # without, TransformerLens alone does not run it either
     },
-    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
-}
+    "HrmTextForCausalLM": {},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "MambaForCausalLM": {},
+    "RecurrentGemmaForCausalLM": {},
+    "RwkvForCausalLM": {"attention_hidden_size": 32},
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+        **dict.fromkeys(("n_mamba_heads", "num_key_value_heads", "adapter_rank"), 4),
+        **dict.fromkeys(("mamba_headdim", "attention_head_dim"), 16),
+        **dict.fromkeys(("mamba_ngroups", "num_mem_blocks"), 1), "attention_hidden_size": 64,
+    },
+}  # fmt: skip
 _OF_TEXT = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 
@@ -114,24 +91,11 @@ def names() -> list[str]:
 def make(name: str) -> Any:
     """A tiny model of an architecture."""
     kind = getattr(transformers, name)
-    config = kind.config_class()
-    fields = {**config.to_dict(), **dict.fromkeys(config.attribute_map)}
-    sizes = {
-        key: value
-        for key, value in _SIZES.items()
-        if key in fields.keys() - config.attribute_map.keys()
-        if fields[key] is not None or "_token" in key
-    }
-    if fields.get("layer_types"):
-        kinds = list(dict.fromkeys(fields["layer_types"]))
-        sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(4)]
-    config = kind.config_class(**{**sizes, **_ALSO.get(name, {})})
-    config.architectures = [name]
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = kind._from_config(config, attn_implementation="eager")
-    randomize(model)
-    return model.eval()
+    if name in _WITHOUT_TWIN:
+        return make_hf_model(kind.config_class(**{**_SMALL, **_WITHOUT_TWIN[name]}))
+    model = Twin.of(kind.config_class(**_SETTINGS.get(name, {})), N_TOKENS, kind).hf_model
+    model.config.architectures = [name]
+    return model
 
 
 @torch.no_grad()
@@ -140,7 +104,7 @@ def make(name: str) -> Any:
 def test_architecture_gives_the_same_fused_or_says_why_not(name, compatible, tokenizer, tmp_path):
     if name in NOT_RUN or (compatible and name in NOT_COMPATIBLE):
         pytest.skip(f"TransformerLens itself cannot run or process a {name}")
-    model, tokens = make(name), torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]] * 2)
+    model, tokens = make(name), torch.arange(3, 3 + N_TOKENS).repeat(2, 1)
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path, attn_implementation="eager")
     with tl_devicefix.disabled():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from comparison import assert_agrees
-from transformers import DynamicCache
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -50,26 +48,6 @@ def test_generation_with_a_cached_state_equals_without(load, tokens):
     bridge = load("mamba", device="cpu")
     expected = bridge.generate(tokens, **GREEDY, use_past_kv_cache=False)
     assert_agrees(bridge.generate(tokens, **GREEDY, use_past_kv_cache=True), expected)
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize("name", NAMES)
-def test_each_block_s_state_is_on_its_device(name, load, machine, tokens):
-    bridge = load(name, n_devices=4)
-    takes = inspect.signature(bridge.original_model.forward).parameters
-    cache: Any = DynamicCache(config=bridge.original_model.config)
-    names = (name for name in ("cache", "cache_params") if name in takes)
-    taken = next(names, "past_key_values")
-    bridge(tokens, use_cache=True, **{taken: cache})
-
-    result = {
-        (state.device, bridge.placement.device_of(f"blocks.{layer}"))
-        for layer, contents in enumerate(cache.layers)
-        for kind in ("conv_states", "recurrent_states")
-        for state in vars(contents).get(kind, {}).values()
-    }
-    assert len(result) > 1
-    assert all(original == planned for original, planned in result), result
 
 
 def test_the_state_that_generation_takes_does_not_grow(hf_models):

@@ -28,18 +28,18 @@ def load(path, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "blamed"),
+    ("name", "settings"),
     [
-        ("llama", {"attention_bias": True}, "because of attention_bias=True"),
-        ("llama", {"mlp_bias": True}, "because of mlp_bias=True"),
-        ("qwen2", {**WINDOWS, "layer_types": None}, ""),
-        ("phi", {"qk_layernorm": True}, "because of qk_layernorm=True"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "because of apply_residual"),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("qwen2", {**WINDOWS, "layer_types": None}),
+        ("phi", {"qk_layernorm": True}),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}),
     ],
 )
-def test_load_warns_of_setting_without_a_place(save, difference, name, settings, blamed):
+def test_load_warns_of_setting_without_a_place(save, difference, name, settings):
     path, hf_model = save(name, **settings)
-    with pytest.warns(UserWarning, match=f"{OTHER_NUMBERS}.*{blamed}") as said:
+    with pytest.warns(UserWarning, match=OTHER_NUMBERS) as said:
         model = load(path, n_devices=1)
     assert len([w for w in said if OTHER_NUMBERS in str(w.message)]) == 1
     assert difference(model, hf_model) > ROUNDING
@@ -47,7 +47,7 @@ def test_load_warns_of_setting_without_a_place(save, difference, name, settings,
 
 def test_warning_is_an_error_if_numbers_is_refuse(save, refused, monkeypatch):
     path, _ = save("llama", attention_bias=True)
-    with refused(OTHER_NUMBERS, "attention_bias=True", "TransformerBridge"):
+    with refused(OTHER_NUMBERS, "TransformerBridge"):
         load(path, numbers="refuse")
     monkeypatch.setenv("TL_DEVICEFIX_NUMBERS", "refuse")
     with refused(OTHER_NUMBERS):

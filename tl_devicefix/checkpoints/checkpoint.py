@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -58,12 +57,6 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
     except UNREADABLE as error:
         if is_out_of_memory(error):
             raise
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is not None and unknown[1] in kwargs:
-            raise TypeError(
-                f"from_pretrained has no argument {unknown[1]!r}, and transformers has none for "
-                f"{model_name!r}; leave it out"
-            ) from error
         stored_tensors(model_name, kwargs)  # because it names a file that is damaged
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"

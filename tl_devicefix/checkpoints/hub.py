@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -113,25 +112,19 @@ def has_tokenizer(name: str, **kwargs: object) -> bool:
 
 @contextlib.contextmanager
 def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> Iterator[None]:
-    """Make TransformerLens fetch tokenizers as the model is fetched, within a `with` block.
+    """Fetch tokenizers as the model is fetched, within a `with` block.
 
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
     """
-    options = hub_arguments(kwargs)
+    fetch, options = AutoTokenizer.from_pretrained, hub_arguments(kwargs)
 
-    class Tokenizers:
-        @staticmethod
-        def from_pretrained(name: str, **own: object) -> PreTrainedTokenizerBase:
-            own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
-            return AutoTokenizer.from_pretrained(name, **own)
+    def fetch_tokenizer(name: str, **own: object) -> PreTrainedTokenizerBase:
+        own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
+        return fetch(name, **own)
 
-    with contextlib.ExitStack() as stack:
-        # In each module, because they import the class by name.
-        for name, module in list(sys.modules.items()):
-            is_own = name.startswith("transformer_lens.")
-            if is_own and vars(module).get("AutoTokenizer") is AutoTokenizer:
-                stack.enter_context(mock.patch.object(module, "AutoTokenizer", Tokenizers))
+    # Of the class, because TransformerLens fetches them in several modules.
+    with mock.patch.object(AutoTokenizer, "from_pretrained", fetch_tokenizer):
         yield
 
 

@@ -243,7 +243,7 @@ class LiveWeights:
         """Dequantise the weight of a bitsandbytes layer by its own functions, if it is packed."""
         functional = importlib.import_module("bitsandbytes.functional")
         weight, is_8bit = module.weight, type(module.weight).__name__ == "Int8Params"
-        state = module.state if is_8bit else copy.copy(weight.quant_state)
+        state = module.state if is_8bit else weight.quant_state
         if state is None or (is_8bit and packed.is_floating_point()):
             return packed
         if is_8bit:  # the first forward moves the scales from the weight to the layer's state
@@ -260,10 +260,10 @@ class LiveWeights:
         if is_8bit:
             return functional.int8_vectorwise_dequant(packed, scales.to(packed.device))
         if getattr(state, "packing_format_for_cpu", False):
-            # A forward on a CPU with AVX512-BF16 repacks the weight in place, which no dequantiser
-            # reads; and bitsandbytes' inverse leaves the scales transposed, or rounds them again.
-            state.original_nested, state.absmax = False, scales.T.reshape(-1).float()
-            packed, state = functional._convert_weight_packed_for_cpu_inverse(packed, state)
+            raise ValueError(
+                "hf_model has run in 4 bits on a CPU, where bitsandbytes packs weights in another "
+                "way, which rounds their scales; load it again, and pass it before it runs"
+            )
         return functional.dequantize_4bit(packed, state)
 
 

@@ -129,32 +129,12 @@ class HuggingFaceSource:
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             if named == own:
                 raise ValueError(
-                    f"TransformerLens cannot convert this {own} ({reason}){self.unread_settings}: "
-                    "try TransformerBridge"
+                    f"TransformerLens cannot convert this {own} ({reason}): try TransformerBridge"
                 ) from error
             raise ValueError(
                 f"hf_model is a {own}, but the name belongs to a {named} ({reason}); pass the "
                 "model of that name, as AutoModelForCausalLM loads it"
             ) from error
-
-    @property
-    def unread_settings(self) -> str:
-        """Name settings that TransformerLens may not have read: ", whose config has a=1 and b=2".
-
-        These have another value than the default, and a value that its own config does not have.
-        """
-        config: Any = self.hf_model.config
-        config = getattr(config, "text_config", config)
-        usual, read = type(config)().to_dict(), vars(self._cfg).values()
-        sizes = {type(value): [v for v in read if type(v) is type(value)] for value in (1, 1.0)}
-        unread = [
-            f"{name}={value}"
-            for name, value in config.to_dict().items()
-            if type(value) in (bool, int, float) and value != usual.get(name)
-            if value not in sizes.get(type(value), ())
-            if not name.endswith(("_token_id", "initializer_range"))
-        ]
-        return f", whose config has {' and '.join(unread)}" if unread else ""
 
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
         """Return the embedding and the unembedding that this unit does not read."""

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
-from tl_devicefix.dispatch.mixing import allow_mixing_in_hooks, forbid_mixing_in_hooks
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
-from tl_devicefix.dispatch.user_modules import IsOwn, detach, move_in_new_parts, move_in_parts
+from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.placement import Placement
@@ -21,7 +20,6 @@ from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
-_ALIGNED = "_tl_devicefix_aligned"
 _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
@@ -43,25 +41,22 @@ def align(
     """
     unalign(model)
     if len(placement.memories) > 1:
-        model.__dict__[_ALIGNED] = True
         carry(model, placement, brings_home)
         offload_blocks(model, placement.here)
-        move_in_parts(model, placement.here, is_own)
-        allow_mixing_in_hooks(model, placement.here)
+        watch = model.__dict__[WATCH] = Watch(is_own)
+        watch.bring_in(model, placement.here)
 
 
 def unalign(model: Model) -> None:
     """Undo `align`."""
-    detach(model)
-    if model.__dict__.pop(_ALIGNED, False):
+    if model.__dict__.pop(WATCH, None) is not None:
         for module in model.modules():
             Around.detach(module)
-    forbid_mixing_in_hooks(model)
 
 
 def is_aligned(model: Model) -> bool:
     """Return True if the model runs over several devices, or has offloaded blocks."""
-    return _ALIGNED in model.__dict__
+    return WATCH in model.__dict__
 
 
 def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
@@ -75,7 +70,7 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
     if not is_aligned(self):
         return original(self, *args, **kwargs)
     placement: Placement = vars(self)["placement"]
-    move_in_new_parts(self, placement.here)
+    move_in_parts(self, placement.here)
     run = current_run()
     # A hook may run the model again: the run then goes on at the device of the hook's block.
     with contextlib.nullcontext() if run is None else run.preserve_device():

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -20,9 +19,7 @@ from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.scheduler import refuse_in_run
 from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
-from tl_devicefix.placement.in_use import chosen_device, device_of_result, devices_in_use
-from tl_devicefix.placement.placement import Placement
-from tl_devicefix.types import Model
+from tl_devicefix.placement.in_use import device_of_result, devices_in_use
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
@@ -36,7 +33,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
     """A mode in which torch functions that mix these devices get all arguments on one of them.
 
     A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
-    are copied there.
+    are copied there. Of several modes, the outermost joins.
     """
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
@@ -56,17 +53,17 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if func in _OF_AUTOGRAD or not on_several_devices(args, kwargs) or _thread.trying:
+        if func in _OF_AUTOGRAD or not on_several_devices(args, kwargs):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         devices = self.devices() & {tensor.device for tensor in tensors}
         if len(devices) < 2:
             return func(*args, **kwargs)
-        # torch goes first, because some functions take several devices (`copy_`, `view_as`).
+        # torch goes first, because some functions take several devices (`copy_`, `view_as`); and so
+        # does the next outer mode.
         versions = [version_of(tensor) for tensor in tensors]
         changed = list(_changed_in_place(func, args, kwargs))
         try:
-            _thread.trying = True
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise  # a RuntimeError, too, but not one about devices
@@ -75,8 +72,9 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [version_of(tensor) for tensor in tensors]:
                 raise  # because a second call might change something twice
-        finally:
-            _thread.trying = False
+            # Nor does it count those of running statistics, so changed copies would be lost.
+            if getattr(func, "__name__", "") in ("batch_norm", "instance_norm"):
+                raise
         stays = changed or list(_indexed(func, args, kwargs))
         target = stays[0].device if stays else self.target(tensors, devices)
         return self._join(func, args, kwargs, target, changed)
@@ -100,7 +98,7 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
 
         result = func(*joined(args), **joined(kwargs))
         del joined  # because it refers to itself, and so keeps the copies
-        # A copy changes by `out=` on several devices, `torch._foreach_*_` and running statistics.
+        # A copy changes by `out=` on several devices, and by `torch._foreach_*_`.
         originals = {}
         for original, copy, version in copies.values():
             if version_of(copy) != version or any(original is tensor for tensor in changed):
@@ -109,14 +107,6 @@ class JoinedAt(OutsideBlocks, TorchFunctionMode):
         # Functions that change an argument return it, so the caller gets the original again.
         return originals.get(id(result), result)
 
-
-class _Thread(threading.local):
-    """State of one thread: `trying` is True while the innermost mode tries torch."""
-
-    trying = False  # outer modes join nothing then, because the innermost one decides the device
-
-
-_thread = _Thread()
 
 # Left alone, because copies of their tensors would not be in the graph.
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
@@ -171,10 +161,6 @@ def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[tor
     name = getattr(func, "__name__", "")
     if "out" in kwargs:
         return tensors_in(kwargs["out"])
-    if name in _WITH_STATISTICS:
-        training = _argument(args, kwargs, 5, _WITH_STATISTICS[name])
-        statistics = [_argument(args, kwargs, i, f"running_{s}") for i, s in _STATISTICS]
-        return tensors_in(statistics if training else [])
     if name.startswith("__"):  # __set__ sets an attribute such as `grad`
         in_place = name in ("__setitem__", "__set__") or name.startswith("__i")
     else:
@@ -183,19 +169,14 @@ def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[tor
     return tensors_in(first if in_place else [])
 
 
-# Function -> its sixth argument, which says whether it updates the running statistics. They are
-# named here because torch counts no change of those of `batch_norm`.
-_WITH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-_STATISTICS = ((1, "mean"), (2, "var"))  # the arguments' positions
-
-
 def _indexed(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """Return the tensor that a function indexes."""
     # It stays where it is, because it may be a whole W_E, of which a few rows are read.
-    position = _TABLES.get(getattr(func, "__name__", ""))
-    if position is None:
+    table = _TABLES.get(getattr(func, "__name__", ""))
+    if table is None:
         return iter(())
-    return tensors_in(_argument(args, kwargs, *position))
+    position, name = table
+    return tensors_in(args[position] if len(args) > position else kwargs.get(name))
 
 
 _TABLES = {
@@ -204,10 +185,6 @@ _TABLES = {
     ),
     "embedding": (1, "weight"),
 }
-
-
-def _argument(args: Args, kwargs: Kwargs, position: int, name: str) -> object:
-    return args[position] if len(args) > position else kwargs.get(name)
 
 
 class mix_devices(JoinedAt):
@@ -281,26 +258,10 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
 # is the hook's result.
 
 
-_DEVICES = "_tl_devicefix_devices"
-
-
-def allow_mixing_in_hooks(model: Model, placement: Placement) -> None:
-    """Let the hooks of a model that is on several devices use tensors from all of them."""
-    for module in model.modules():
-        if isinstance(module, HookPoint):
-            module.__dict__[_DEVICES] = frozenset(placement.memories)
-
-
-def forbid_mixing_in_hooks(model: Model) -> None:
-    """Undo `allow_mixing_in_hooks`."""
-    for module in model.modules():
-        module.__dict__.pop(_DEVICES, None)
-
-
 @patches(
     "HookPoint",
     takes="self hook dir is_permanent",
-    why="a hook may use tensors of all the model's devices",
+    why="a hook may use tensors of all devices in use",
 )
 def add_hook(
     original: Callable[..., object],
@@ -312,7 +273,7 @@ def add_hook(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Wrap `HookPoint.add_hook`, so that hooks may mix the devices of a model.
+    """Wrap `HookPoint.add_hook`, so that hooks may mix the devices in use.
 
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
@@ -327,7 +288,7 @@ def add_hook(
         handle.user_hook = hook
         self.fwd_hooks.append(handle)
         return handle
-    across = HookAcrossDevices(hook)
+    across = functools.partial(_across_devices, hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
     # Users know their hooks in `list_hooks()` by this.
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
@@ -357,40 +318,24 @@ def only_looks(hook: object) -> bool:
     return getattr(hook, "func", None) is _keep
 
 
-class HookAcrossDevices:
-    """A hook as `HookPoint.add_hook` takes it, that may use tensors of all the model's devices."""
-
-    def __init__(self, hook: HookFunction) -> None:
-        self.__wrapped__ = hook  # the name that `functools.wraps` uses
-
-    def __repr__(self) -> str:
-        # As in TransformerLens, because a partial's repr may show whole caches.
-        if isinstance(self.__wrapped__, functools.partial):
-            return f"partial({self.__wrapped__.func!r},...)"
-        return repr(self.__wrapped__)
-
-    def __call__(self, activation: Any, *, hook: HookPoint) -> object:
-        """Call the hook."""
-        point = vars(hook).get("_target", hook)  # a Bridge's alias has the hook point itself
-        devices: frozenset[torch.device] = vars(point).get(_DEVICES, frozenset())
-        # A Bridge's hook points may hand out tuples, or None.
-        device = getattr(activation, "device", None)
-        chosen = chosen_device(device)
-        if chosen is not None and device is not None:  # what it reads of caches lies on `chosen`
-            devices |= {device, chosen}
-        if not devices or device is None:
-            return self.__wrapped__(activation, hook=hook)
-        try:
-            with JoinedAt(device, devices):
-                result = self.__wrapped__(activation, hook=hook)
-        except RuntimeError as error:
-            if "same device" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
-                f"so bring other tensors there with .to(activation.device) ({error})"
-            ) from error
-        return _at(result, device, devices, hook.name)
+def _across_devices(user_hook: HookFunction, activation: Any, *, hook: HookPoint) -> object:
+    """Call a user's hook, which may use tensors of all devices in use."""
+    devices = devices_in_use()
+    # A Bridge's hook points may hand out tuples, or None.
+    device = getattr(activation, "device", None)
+    if device not in devices or len(devices) == 1:
+        return user_hook(activation, hook=hook)
+    try:
+        with JoinedAt(device, devices):
+            result = user_hook(activation, hook=hook)
+    except RuntimeError as error:
+        if "same device" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
+            f"so bring other tensors there with .to(activation.device) ({error})"
+        ) from error
+    return _at(result, device, devices, hook.name)
 
 
 def _at(

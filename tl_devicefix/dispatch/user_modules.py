@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections import defaultdict
@@ -26,24 +27,21 @@ from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.fitting import move_parameter
+from tl_devicefix.placement.in_use import devices_in_use
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.types import Model
 
-_ATTACHED = "_tl_devicefix_attached"
-_WATCH = "_tl_devicefix_watch"
+WATCH = "_tl_devicefix_watch"
+"""A model that runs over several devices has its `Watch` by this name."""
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
 """Takes a model, a path and the module there. Returns True if the model's class puts one there."""
 
 
-@dataclass(frozen=True)
 class RunWhereItIs(Around):
     """Runs a user's module where its weights are when it is called."""
-
-    devices: frozenset[torch.device]
-    """The devices of the model."""
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the module's output on the device of its input."""
@@ -51,7 +49,7 @@ class RunWhereItIs(Around):
         device = device_of_weights(module) or back
         if back is None or device is None:
             return run(*args, **kwargs)
-        with JoinedAt(device, self.devices | {device}):
+        with JoinedAt(device, devices_in_use() | {device}):
             return bring_home(run(*args, **kwargs), back)
 
 
@@ -85,51 +83,29 @@ def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.
                 yield module
 
 
-def detach(model: Model) -> None:
-    """Let all modules run without `RunWhereItIs`."""
-    # From a list, because a module that was taken out of the model has to be free of it, too.
-    for module in model.__dict__.pop(_ATTACHED, ()):
-        RunWhereItIs.detach(module)
-
-
-def _run_where_it_is(model: Model, placement: Placement, module: nn.Module) -> None:
-    if not runs_where_it_is(module):
-        RunWhereItIs(frozenset(placement.memories)).attach(module)
-        model.__dict__.setdefault(_ATTACHED, []).append(module)
-
-
-def move_in_parts(model: Model, placement: Placement, is_own: IsOwn | None = None) -> None:
-    """Move misplaced parts to their component, now and before each forward."""
-    watching: Watch = model.__dict__.setdefault(_WATCH, Watch(is_own))
-    watching.bring_in(model, placement)
-
-
-def move_in_new_parts(model: Model, placement: Placement) -> None:
+def move_in_parts(model: Model, placement: Placement) -> None:
     """Move in parts that were assigned since the last forward."""
-    watching: Watch = model.__dict__[_WATCH]
-    if not watching.is_as_seen():
-        watching.bring_in(model, placement)
+    watch: Watch = model.__dict__[WATCH]
+    if not watch.is_as_seen():
+        watch.bring_in(model, placement)
 
 
 class Watch:
     """Snapshot of the modules and tensors of each component; moves in what was put in since."""
 
-    def __init__(self, is_own: IsOwn | None) -> None:
+    def __init__(self, is_own: IsOwn | None, warned_of: set[str] | None = None) -> None:
         self._is_own = is_own
-        self._warned_of: set[str] = set()
+        self._warned_of = set() if warned_of is None else warned_of
         # Weak, because a module that is replaced has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: tuple[list[int], list[torch.device]] | None = None
 
-    # Copies have no snapshot, because a copied or unpickled model has other modules.
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without the snapshot, because a copied or unpickled model has other modules.
+        return Watch, (self._is_own, self._warned_of)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
-        copied = Watch(self._is_own)
-        copied._warned_of |= self._warned_of  # because each view of a model has such a copy
-        return copied
-
-    def __reduce__(self) -> tuple[type[Watch], tuple[IsOwn | None]]:
-        return Watch, (self._is_own,)
+        return copy.copy(self)  # with the same set, because each view of a model has such a copy
 
     def is_as_seen(self) -> bool:
         """Return True if modules, and the devices of tensors, are those of the last check."""
@@ -152,7 +128,7 @@ class Watch:
                 if shared(tensor.module) and not tensor.module._parameters:
                     continue  # such as a rotary table that blocks share
                 if shared(tensor.module) or (tensor.is_weight and shared(tensor.value)):
-                    _run_where_it_is(model, placement, tensor.module)
+                    _run_where_it_is(tensor.module)
                     left.append(tensor)
                     continue
                 moved.append(tensor)
@@ -173,15 +149,17 @@ class Watch:
         self._warned_of |= {tensor.full_name for tensor in left}
 
     def _attach(self, model: Model, placement: Placement) -> None:
-        """Attach `RunWhereItIs` to users' modules, and detach it from TransformerLens's."""
-        attached = set(model.__dict__.get(_ATTACHED, ()))
+        """Attach `RunWhereItIs` to users' modules, and detach it from all others."""
         for module in model.modules():
-            if module not in attached and package_of(type(module)) == "transformer_lens":
-                RunWhereItIs.detach(module)
+            RunWhereItIs.detach(module)
         if self._is_own is not None:
-            detach(model)
             for module in list(_attached(model, placement, self._is_own)):
-                _run_where_it_is(model, placement, module)
+                _run_where_it_is(module)
+
+
+def _run_where_it_is(module: nn.Module) -> None:
+    if not runs_where_it_is(module):
+        RunWhereItIs().attach(module)
 
 
 @dataclass(frozen=True)

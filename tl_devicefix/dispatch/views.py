@@ -20,57 +20,47 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.dispatch.mixing import HookAcrossDevices
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 Module = TypeVar("Module", bound=nn.Module)
-_AS_MADE = "_tl_devicefix_as_made"
 
 
-def view_of(model: Module, builder: ViewBuilder | None = None) -> Module:
-    """Return a view of a model: of the same class, with the same weights and its own modules.
+class View(Generic[Module]):
+    """A view of a model: of the same class, with the same weights and its own modules.
 
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
     same objects. The model's hooks are there, in their order, and get the view's hook points;
     a hook that was added with a closure over the model has the view there. No `__init__` is called.
-    A new `builder` knows the counterparts in the view afterwards.
+
+    Args:
+        viewed: the model, or another module.
+        builder: a new one, which knows the counterparts afterwards.
+
+    Attributes:
+        model: the view itself.
     """
-    builder = ViewBuilder() if builder is None else builder
-    view: Module = builder.of(model)
-    vars(view).pop(_AS_MADE, None)  # because the model may be a view itself
-    vars(view)[_AS_MADE] = _AsMade(view, builder)
-    return view
 
-
-def restore(view: nn.Module) -> None:
-    """Bring a view back to its state when it was made: modules, hooks, contexts, attributes.
-
-    Values of weights, the config and all else that it shares with the model stay as they are.
-    """
-    vars(view)[_AS_MADE].restore(view)
-
-
-class _AsMade:
-    """Snapshot of a view when it was made. It does not hold the view, which would live on."""
-
-    def __init__(self, view: nn.Module, builder: ViewBuilder) -> None:
-        self._of_view = dict(vars(view))
-        others = [vars(holder) for holder in builder.holders if holder is not view]
-        self._others = [(attributes, dict(attributes)) for attributes in others]
+    def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
+        builder = ViewBuilder() if builder is None else builder
+        self.model: Module = builder.of(viewed)
+        self._attributes = [(vars(holder), dict(vars(holder))) for holder in builder.holders]
         # Apart, because a model of 80 layers has 38 000 empty ones, which `any` checks in 1 ms.
         self._empty = [container for container in builder.containers if not container]
         self._filled = [(each, contents_of(each)) for each in builder.containers if each]
 
-    def restore(self, view: nn.Module) -> None:
-        """Bring it back."""
+    def restore(self) -> None:
+        """Bring the view back to its state when it was made: modules, hooks, contexts, attributes.
+
+        Values of weights, the config and all else that it shares with the model stay as they are.
+        """
         if any(self._empty):
             for container in self._empty:
                 container.clear()
@@ -79,14 +69,10 @@ class _AsMade:
             # By identity, because `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
-        for attributes, as_made in [(vars(view), self._of_view), *self._others]:
+        for attributes, as_made in self._attributes:
             attributes.update(as_made)
-            if len(attributes) > len(as_made):
-                for name in attributes.keys() - as_made.keys() - {_AS_MADE}:
-                    del attributes[name]
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of a view, and a view of one, has nothing to be restored to."""
+            for name in attributes.keys() - as_made.keys():
+                del attributes[name]
 
 
 # Classes of values that lead to no module. They come first, because most values are of them.
@@ -109,8 +95,6 @@ _WITH_STATE = (
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     "tl_devicefix.simulation.backward",
 )
-_OF_USERS = (LensHandle, HookAcrossDevices)
-"""Classes that hold a user's hook, beside those that say so by `holds_users_hook`."""
 _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
@@ -183,7 +167,7 @@ class ViewBuilder:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
                 attributes[name] = self._own(value)
-            elif kind in _OF_USERS or getattr(kind, "holds_users_hook", False):
+            elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
                 attributes[name] = self(value)

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 from transformer_lens import ActivationCache
 from transformer_lens.SVDInterpreter import SVDInterpreter
 
 from tl_devicefix.dispatch.carrying import bring_home, move
-from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
+from tl_devicefix.dispatch.hook_names import warn_of_unknown
 from tl_devicefix.gathering.gathering import home_of, read_together, spread_placement
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import DeviceLike, with_index
@@ -113,7 +112,6 @@ def cache_for(model: Model, device: DeviceLike | None = None) -> CacheAtHome | N
 _CACHING = "get_caching_hooks", "add_caching_hooks"
 _CACHES, _AT_HOME = "self names_filter incl_bwd device", "cached activations are read at home"
 _READ = "activations are read at home, or on the device of `gather_on`"
-_STAY = "activations stay where they are"
 
 
 @patches("HookedTransformer", *_CACHING, takes=_CACHES, why=_AT_HOME)
@@ -125,14 +123,10 @@ def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kw
     device, and a dict that the caller brings, are left as they are.
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
-    names_filter = call.arguments.get("names_filter")
-    warn_of_unknown(self, names_filter)
+    warn_of_unknown(self, call.arguments.get("names_filter"))
     if call.arguments.get("cache") is None:
         call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
-    result = original(*call.args, **call.kwargs)
-    if isinstance(result, tuple):  # `add_caching_hooks` returns no hooks
-        warn_of_empty(names_filter, result[1])
-    return result
+    return original(*call.args, **call.kwargs)
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)
@@ -178,27 +172,27 @@ def reading_together(
     return read_together(device, self.model, f"cache.{name}", read, in_place)
 
 
-@patches("ActivationCache", takes="self", why=_STAY)
-def remove_batch_dim(
+@patches(
+    "ActivationCache",
+    *("remove_batch_dim", "apply_slice_to_batch_dim"),
+    takes="self",
+    why="activations stay where they are",
+)
+def changing_in_place(
     original: Callable[..., ActivationCache], self: ActivationCache, *args: object, **kwargs: object
 ) -> ActivationCache:
-    """Wrap `ActivationCache.remove_batch_dim`, which leaves each activation where it is."""
+    """Wrap a method of ActivationCache that changes each activation, which stays where it is."""
+    kept = self.cache_dict
+    if not isinstance(kept, CacheAtHome):
+        return original(self, *args, **kwargs)
     in_place = _in_place(self)
-    original(in_place, *args, **kwargs)
-    self.cache_dict.update(in_place.cache_dict)  # because TransformerLens keeps the dict, too
+    changed = original(in_place, *args, **kwargs)
+    if changed is not in_place:  # but a new cache, of a slice
+        changed.cache_dict = kept.of(changed.cache_dict)
+        return changed
+    kept.update(in_place.cache_dict)  # because TransformerLens keeps the dict, too
     self.has_batch_dim = in_place.has_batch_dim
     return self
-
-
-@patches("ActivationCache", takes="self batch_slice", why=_STAY)
-def apply_slice_to_batch_dim(
-    original: Callable[..., ActivationCache], self: ActivationCache, batch_slice: object
-) -> ActivationCache:
-    """Wrap `ActivationCache.apply_slice_to_batch_dim`, which leaves each activation where it is."""
-    sliced = original(_in_place(self), batch_slice)
-    if isinstance(self.cache_dict, CacheAtHome):
-        sliced.cache_dict = self.cache_dict.of(sliced.cache_dict)
-    return sliced
 
 
 @patches(
@@ -239,18 +233,16 @@ def _read_on(cache: ActivationCache) -> torch.device | None:
         return chosen
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
+    placement = spread_placement(model)
+    if placement is None:
+        return None
+    # A plain dict: its activations are read at home, unless all were moved to one device.
     devices = _devices_of(cache.cache_dict)
     lie_on = set(devices.values())
-    # A plain dict: its activations are read at home, unless all were moved to one device.
-    if (placement := spread_placement(model)) is not None:
-        was_brought = len(lie_on) == 1 and any(
-            placement.device_for(name) != device for name, device in devices.items()
-        )
-        return lie_on.pop() if was_brought else placement.home
-    # In the place of its model a cache may have another object, which has a config, but no weights.
-    weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    has_moved = weight is not None and len(lie_on) == 1 and weight.device not in lie_on
-    return lie_on.pop() if has_moved else None
+    was_brought = len(lie_on) == 1 and any(
+        placement.device_for(name) != device for name, device in devices.items()
+    )
+    return lie_on.pop() if was_brought else placement.home
 
 
 @patches(

@@ -138,20 +138,26 @@ def read_together(
 
 _OF_KEY_VALUE_HEADS = ("W_K", "W_V", "b_K", "b_V")
 _OF_BLOCKS = ("W_Q", "W_O", "W_in", "W_gate", "W_out", "b_Q", "b_O", "b_in", "b_out")
-STACKED = (*_OF_KEY_VALUE_HEADS, *_OF_BLOCKS)
-"""Properties of a model that stack a weight of every block."""
 _OF_SEVERAL = ("accumulated_bias", "all_composition_scores", "tokens_to_residual_directions")
 _SINGLE = ("W_E", "W_U", "b_U")
 _GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
 
 
 @patches("HookedTransformer", *_SINGLE, "W_pos", *_OF_BLOCKS, *_OF_SEVERAL, why=_GATHERS)
-@patches("TransformerBridge", *_SINGLE, *STACKED, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
+@patches("TransformerBridge", *_SINGLE, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
 def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a property that returns a weight, a stack of all blocks' weights, or their product."""
     what = f"model.{original.__name__}"
     read = functools.partial(original, self, *args, **kwargs)
+    return read_together(gathering_device(self), self, what, read)
+
+
+@patches("TransformerBridge", "_stack_block_params", takes="self attr_path", why=_GATHERS)
+def stacked(original: Callable[..., T], self: Model, attr_path: str, *args: object) -> T:
+    """Wrap the method by which a Bridge's W_Q, b_Q and others are stacked, from "attn.W_Q"."""
+    what = f"model.{attr_path.rpartition('.')[2]}"
+    read = functools.partial(original, self, attr_path, *args)
     return read_together(gathering_device(self), self, what, read)
 
 

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from transformer_lens import HookedTransformer
 
-from tl_devicefix.dispatch.views import view_of
+from tl_devicefix.dispatch.views import View
 from tl_devicefix.hooked_transformer import (  # noqa: F401  # because they have patches
     config,
     forward,
     fused,
     loading,
-    mended,
     moving,
     processing,
 )
 from tl_devicefix.hooked_transformer.blueprint import HookedBlueprint, option_names
 from tl_devicefix.placement.placement import Placement
 
-__all__ = ["model_class", "option_names", "view_of"]
+__all__ = ["model_class", "option_names"]
 
 name = "HookedTransformer"
+view_of = View
 model_class = HookedTransformer
 run_methods = ("forward", "run_with_hooks", "input_to_embed")
 setup_hint = "the model was set up", "model.setup()"

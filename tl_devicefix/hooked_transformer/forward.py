@@ -51,6 +51,29 @@ def generate(original: Original, self: HookedTransformer, *args: Any, **kwargs: 
 
 
 @patches(
+    "HookedTransformer",
+    "generate",
+    takes="self input return_type",
+    why="texts of unequal length are generated one by one, because padding would be attended to",
+    until="3.0",
+)
+def generate_one_by_one(
+    original: Original, self: HookedTransformer, input: object = "", *args: object, **kwargs: Any
+) -> object:
+    """Wrap `HookedTransformer.generate`, and generate texts of unequal length one by one.
+
+    Tokens that you padded yourself go to TransformerLens's own method.
+    """
+    # TransformerLens 2 and 3.0 drop the mask of padding, so only the longest text would be right.
+    if isinstance(input, list) and kwargs.get("return_type", "input") in ("input", "str"):
+        prepends = {name: kwargs[name] for name in ("prepend_bos",) if name in kwargs}
+        lengths = {self.to_tokens(text, **prepends).shape[1] for text in input}
+        if len(lengths) > 1:
+            return [original(self, text, *args, **kwargs) for text in input]
+    return original(self, input, *args, **kwargs)
+
+
+@patches(
     "LocallyOverridenDefaults",
     "__enter__",
     takes="self",

@@ -106,14 +106,15 @@ class FusedBlock(Fused):
         attention_mask: Padding | None = None,
     ) -> Residual:
         """Run the block as one function, or TransformerLens's forward where that has no rules."""
-        inputs = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
         cfg: Any = self.cfg
         if not is_enabled() or unsupported_mode() or _why_flags(cfg):
-            return super().forward(*inputs)
+            return super().forward(
+                resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+            )
         bound: BoundBlock | None = self.__dict__.get(BOUND)
         if bound is None or not bound.is_current():
             bound = self.__dict__[BOUND] = BoundBlock(self)
-        return _block(cfg, bound, *inputs)
+        return _block(cfg, bound, resid_pre, past_kv_cache_entry, attention_mask)
 
 
 KINDS.append(FusedBlock)
@@ -123,6 +124,8 @@ _METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *
 def _why_flags(cfg: HookedTransformerConfig) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
+    if cfg.positional_embedding_type == "shortformer":
+        return "queries and keys alone have positions"
     return None
 
 
@@ -308,7 +311,6 @@ def _block(
     cfg: HookedTransformerConfig,
     bound: BoundBlock,
     resid_pre: Residual,
-    shortformer_pos_embed: Residual | None,
     entry: kv_cache.Entry | None,
     padding: Padding | None,
 ) -> Residual:
@@ -330,8 +332,6 @@ def _block(
         q_in, k_in, v_in = (norm("ln1", resid_pre) for _ in range(3))
     else:
         q_in = k_in = v_in = norm("ln1", resid_pre)
-    if shortformer_pos_embed is not None:
-        q_in, k_in = q_in + shortformer_pos_embed, k_in + shortformer_pos_embed
     attn = modules["attn"]
     if (
         "attn" in called
@@ -359,28 +359,26 @@ def _block(
     attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
     if attn_out.device != resid_pre.device:  # because a user's module may live elsewhere
         resid_pre = resid_pre.to(attn_out.device)
-    is_parallel, mlp_out = cfg.parallel_attn_mlp, None
-    if cfg.attn_only or is_parallel:
-        resid_mid = resid_pre
+    if cfg.attn_only:
+        return point("hook_resid_post", resid_pre + attn_out)  # [batch, pos, d_model]
+    if cfg.parallel_attn_mlp:
+        mlp_in = resid_pre
     else:
-        resid_mid = point("hook_resid_mid", resid_pre + attn_out)  # [batch, pos, d_model]
-    if not cfg.attn_only or is_parallel:
-        mlp_in = resid_mid
-        if cfg.use_hook_mlp_in:  # a clone, because the hook may edit it in place
-            mlp_in = point("hook_mlp_in", resid_mid.clone())
-        if not is_post_norm or is_parallel:
-            mlp_in = norm("ln2", mlp_in)
-        mlp = modules["mlp"]
-        mlp_out = mlp(mlp_in) if "mlp" in called else _mlp(mlp, weights, mlp_in)
-        if cfg.use_normalization_before_and_after:
-            mlp_out = norm("ln2_post", mlp_out)
-        if is_post_norm:
-            mlp_out = norm("ln2", mlp_out)
-        mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    if cfg.attn_only or is_parallel:  # after the MLP, which reads resid_pre
+        mlp_in = resid_mid = point("hook_resid_mid", resid_pre + attn_out)  # [batch, pos, d_model]
+    if cfg.use_hook_mlp_in:  # a clone, because the hook may edit it in place
+        mlp_in = point("hook_mlp_in", mlp_in.clone())
+    if not is_post_norm:
+        mlp_in = norm("ln2", mlp_in)
+    mlp = modules["mlp"]
+    mlp_out = mlp(mlp_in) if "mlp" in called else _mlp(mlp, weights, mlp_in)
+    if cfg.use_normalization_before_and_after:
+        mlp_out = norm("ln2_post", mlp_out)
+    if is_post_norm:
+        mlp_out = norm("ln2", mlp_out)
+    mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
+    if cfg.parallel_attn_mlp:  # only now, because a hook on the MLP may edit resid_pre in place
         resid_mid = resid_pre + attn_out
-    resid_post = resid_mid if mlp_out is None else resid_mid + mlp_out
-    return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
+    return point("hook_resid_post", resid_mid + mlp_out)  # [batch, pos, d_model]
 
 
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -238,6 +239,26 @@ def alibi_table(
         table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
     attn.alibi = table.to(device)
     return attn.alibi
+
+
+@patches(
+    "AbstractAttention",
+    takes="n_heads device",
+    why="BLOOM's slopes where the heads are no power of two",
+    until="3",
+)
+def create_alibi_multipliers(
+    original: Callable[..., torch.Tensor], n_heads: int, device: torch.device | str | None = None
+) -> Float[torch.Tensor, " n_heads"]:
+    """Wrap `AbstractAttention.create_alibi_multipliers`, for any number of heads.
+
+    TransformerLens's formula is right for powers of two only.
+    """
+    # As published and as in transformers: the slopes for the power of two below, and then every
+    # other slope for the power of two above. 12 heads have the slopes of 8, and 4 of those of 16.
+    power = 2 ** math.floor(math.log2(n_heads))
+    further = original(2 * power, device)[: 2 * (n_heads - power) : 2]  # [n_heads - power]
+    return torch.cat([original(power, device), further])  # [n_heads]
 
 
 @patches(

@@ -243,8 +243,7 @@ def _fill_one(
 ) -> None:
     with naming_full_devices(model, placement, unit):
         weights = source.read(unit, _devices_of(model, unit)[0])
-        weights = complete_unit(model, unit, weights, source)
-        load_component(model, unit, weights, steps)
+        load_component(model, unit, complete_unit(model, unit, weights), steps)
 
 
 def _devices_of(model: HookedTransformer, unit: str) -> tuple[torch.device, torch.device]:
@@ -270,9 +269,8 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
     left = dict(weights)  # stored after all slices, or never read by a step
-    carried: Weights = {}  # b_O, which sums over the heads of all slices
     for part in slicing.slices(weights, elements):
-        copies = slicing.WorkingCopies(part.of(weights, carried), device, dtype)
+        copies = slicing.WorkingCopies(part.of(weights, left), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
         for name, index in part.cut.items():
             if name not in copies.as_given:
@@ -283,14 +281,11 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
             left.pop(name, None)
             if name in copies:  # a folded norm may be gone
                 left[name] = copies.pop(name)
-        carried = part.to_carry(left)
     for name, value in left.items():
         slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
 
 
-def complete_unit(
-    model: HookedTransformer, unit: str, weights: Weights, source: Source | None = None
-) -> Weights:
+def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weights:
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
@@ -301,21 +296,18 @@ def complete_unit(
             if _is_own_buffer(leaf):
                 continue
             if name_in_unit(name) in complete:
-                _check_weight(name, complete[name_in_unit(name)], own, source)
+                _check_weight(name, complete[name_in_unit(name)], own)
             else:
                 complete[name_in_unit(name)] = _default_value(name, own)
     return complete
 
 
-def _check_weight(
-    name: str, weight: torch.Tensor, own: torch.Tensor, source: Source | None = None
-) -> None:
+def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
     # A tensor of one element fits a scalar, as in torch's load_state_dict (Apertus's alphas).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
-        unread = getattr(source, "unread_settings", "")
         raise ValueError(
             f"{name} has shape {tuple(weight.shape)}, but this model's config asks for "
-            f"{tuple(own.shape)}{unread and f', as TransformerLens reads a checkpoint{unread}'}: "
+            f"{tuple(own.shape)}, as TransformerLens reads it: "
             "try TransformerBridge, or check that weights and config are of one model"
         )
     if weight.is_meta:

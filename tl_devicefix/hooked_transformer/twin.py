@@ -48,18 +48,18 @@ def check_hooked_numbers(
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
 
-    def run(hf_config: PretrainedConfig, steps: Steps = steps) -> float:
+    def run(steps: Steps = steps) -> float:
         return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
         for step in fields(steps):  # each by itself, because one may be the fault
             without = functools.partial(run, steps=replace(steps, **{step.name: False}))
-            if getattr(steps, step.name) and is_right(without, hf_config):
+            if getattr(steps, step.name) and is_right(without):
                 return f"pass {step.name}=False"
         return "load it as a TransformerBridge, which runs transformers' own code"
 
     called = f"{cfg.model_name} as a HookedTransformer"
-    return check_numbers(run, hf_config, called, numbers, advice)
+    return check_numbers(run, called, numbers, advice)
 
 
 def difference(

@@ -38,7 +38,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformer_lens.hook_points import LensHandle
 
-from tl_devicefix.dispatch.views import restore, view_of
+from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
@@ -272,20 +272,20 @@ class _Model:
 
     def __init__(self, module: Any) -> None:  # a `Model` with the attributes that patches add
         self.module, self.blocks = module, module.blocks
-        self._views: dict[int, list[nn.Module]] = {}
+        self._views: dict[int, list[View[nn.Module]]] = {}
 
-    def borrow(self, layer: int) -> nn.Module:
+    def borrow(self, layer: int) -> View[nn.Module]:
         """Return a view of a block, with hook points of its own."""
         # A view, because runs in flight must not see each other's hooks.
         views = self._views.setdefault(layer, [])
         try:  # and not a test, because another thread may take the last one in between
             return views.pop()
         except IndexError:
-            return view_of(self.blocks[layer])
+            return View(self.blocks[layer])
 
-    def give_back(self, layer: int, view: nn.Module) -> None:
+    def give_back(self, layer: int, view: View[nn.Module]) -> None:
         """Keep a view for the next run."""
-        restore(view)
+        view.restore()
         self._views[layer].append(view)
 
 
@@ -395,7 +395,8 @@ class _PausableRun:
         # A view only for hooks, because without them runs in flight may share the block.
         has_hooks = bool(step["taps"] or step["cached"])
         if has_hooks:
-            block = self._model.borrow(layer)
+            view = self._model.borrow(layer)
+            block = view.model
         try:
             for path, changes in step["config"].items():
                 vars(config_at(block, path)).update(changes)
@@ -408,7 +409,7 @@ class _PausableRun:
             output: Output = block(x, *args, **kwargs)
         finally:
             if has_hooks:
-                self._model.give_back(layer, block)
+                self._model.give_back(layer, view)
         if entry is not None and step["entry"] is not None:
             self._keep(number, step["entry"]["new"], entry, before)
         return output

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.naming import WRAPPED, join_path
 from tl_devicefix.dispatch.scheduler import DeviceQueue, Run, Streams, running, with_view_of
-from tl_devicefix.dispatch.views import restore
+from tl_devicefix.dispatch.views import View
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
@@ -158,7 +158,7 @@ def _pipelined(
         viewed = views.pop() if views else (adapter_of(model).view_of(model), Streams())
         return pool.submit(CallersState(devices).run, work, number, item, viewed)
 
-    def work(number: int, item: Item, viewed: tuple[Model, Streams]) -> Result:
+    def work(number: int, item: Item, viewed: tuple[View[Model], Streams]) -> Result:
         view, streams = viewed
         this_run = Run(number, queue, streams)
         try:
@@ -172,7 +172,7 @@ def _pipelined(
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         # Called before the pool waits for its threads, because those may wait in the queue.
         within.callback(queue.end)
-        views: list[tuple[Model, Streams]] = []  # those of runs that have ended
+        views: list[tuple[View[Model], Streams]] = []  # those of runs that have ended
         weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
         bar = within.enter_context(_bar(items, progress))
         runs, starts = deque[Future[Result]](), _starting(start, items)
@@ -213,15 +213,17 @@ def _starting(
         yield failed
 
 
-def _run_on(view: Model, run: Callable[[Model, Item], Result], number: int, item: Item) -> Result:
+def _run_on(
+    view: View[Model], run: Callable[[Model, Item], Result], number: int, item: Item
+) -> Result:
     """Do one run, and restore the view; errors get a note with the item's index."""
     try:
-        return run(view, item)
+        return run(view.model, item)
     except Exception as error:
         note(error, f"this error is from the run of item {number}")
         raise
     finally:
-        restore(view)
+        view.restore()
 
 
 ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"

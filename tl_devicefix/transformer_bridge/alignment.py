@@ -15,9 +15,8 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
-from tl_devicefix.dispatch import views
 from tl_devicefix.dispatch.forward import align
-from tl_devicefix.dispatch.views import ViewBuilder
+from tl_devicefix.dispatch.views import View, ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
@@ -153,10 +152,10 @@ def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:
     return Placement(tuple(placed)) if placed else None
 
 
-def view_of(bridge: TransformerBridge) -> TransformerBridge:
-    """Make a view of a Bridge: see `dispatch/views.py:view_of`."""
+def view_of(bridge: TransformerBridge) -> View[TransformerBridge]:
+    """Make a view of a Bridge."""
     builder = ViewBuilder()
-    view = views.view_of(bridge, builder)
+    view = View(bridge, builder)
     _register_attention(bridge, builder)
     return view
 

@@ -158,7 +158,8 @@ _BUILT = "masks for eager attention"
 
 def are_masks_edited() -> bool:
     """Return True if a hook has edited a mask in this forward, in which all blocks share it."""
-    return any(mask._version for mask in kept_in_forward().get(_BUILT, ()))
+    built = kept_in_forward().get(_BUILT)
+    return built is not None and any(mask._version for mask in built)
 
 
 def is_of_pairs(mask: object) -> TypeGuard[torch.Tensor]:

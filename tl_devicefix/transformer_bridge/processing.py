@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
-from packaging.version import Version
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
@@ -34,18 +33,17 @@ from transformer_lens.weight_processing import ProcessWeights
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import in_short, placement_of
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.transformer_bridge.fused import forget
-from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers
+from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
+from tl_devicefix.twin import Numbers
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -89,8 +87,7 @@ def enable_compatibility_mode(
         kwargs: see args.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored, or if `hf_model` has parts
-            that its config does not describe.
+        ValueError: if the attention matrices cannot be refactored.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed because an earlier call failed.
     """
@@ -101,12 +98,6 @@ def enable_compatibility_mode(
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments[_REFACTORS])
-    beyond = vars(self).get(PARTS_BEYOND)
-    if beyond and choice_of_numbers(numbers) != "ignore":
-        raise ValueError(
-            "compatibility mode would leave out parts of hf_model that its config does not make "
-            f"({beyond}): undo the change, leave compatibility mode out, or pass numbers='ignore'"
-        )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
@@ -135,8 +126,7 @@ def process_weights(
     copy of one component.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored, or, with TransformerLens 3, if
-            blocks are offloaded.
+        ValueError: if the attention matrices cannot be refactored.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed because an earlier call failed.
         torch.OutOfMemoryError: if a device is full. The message names the component.
@@ -178,13 +168,6 @@ def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
             owner=bridge.original_model,
             remedy="Load the model dequantized, or use the bridge without weight processing "
             "(enable_compatibility_mode(no_processing=True)).",
-        )
-    offloaded = [c.name for c in placement.components if c.offloaded] if placement else []
-    if offloaded and installed() < Version("4.dev0"):
-        raise ValueError(
-            f"{in_short(offloaded)} are offloaded, but TransformerLens {installed()} keeps folded "
-            "MLP weights beside a Bridge's parameters, where they cannot visit a device: leave the "
-            "weights unprocessed (no_processing=True), offload nothing, or use TransformerLens 4"
         )
     if refactors:
         cfg = bridge.cfg
@@ -349,12 +332,9 @@ class Processing:
 
     def of_embedding(self, weights: Weights) -> None:
         """Process "embed.weight" or "pos_embed.weight" [tokens or positions, d_model] in place."""
-        names = ["embed.weight"]
-        if self.cfg.positional_embedding_type not in ("rotary", "alibi", "none"):
-            names.append("pos_embed.weight")
         is_post_norm = getattr(self.cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
         if self.steps.center_writing_weights and not is_post_norm:
-            center(weights, *names)
+            center(weights, "embed.weight", "pos_embed.weight")
 
     def of_unembed(self, weights: Weights) -> None:
         """Process "unembed.weight" [d_vocab, d_model] and its bias with ln_final, in place."""

@@ -8,6 +8,7 @@ twin with and without hooks on its patterns.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,6 @@ from transformers import PretrainedConfig
 
 from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
 from tl_devicefix.twin import Numbers, Twin, check_numbers
-
-PARTS_BEYOND = "_tl_devicefix_parts_beyond"
-"""The attribute of a Bridge that names parts of its `hf_model` which its config does not make."""
 
 
 def check_bridge_numbers(
@@ -43,13 +41,11 @@ def check_bridge_numbers(
         ValueError: with `numbers="refuse"`, in place of the warning.
     """
 
-    def run(hf_config: PretrainedConfig) -> float:
-        return difference(hf_config, name, compatibility)
-
     called = f"{name} as a TransformerBridge"
     called += "" if compatibility is None else " in compatibility mode"
     advice = "compare what you need with transformers"
-    return check_numbers(run, hf_config, called, numbers, lambda: advice)
+    measure = functools.partial(difference, hf_config, name, compatibility)
+    return check_numbers(measure, called, numbers, lambda: advice)
 
 
 def difference(

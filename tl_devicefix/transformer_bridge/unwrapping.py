@@ -31,7 +31,6 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
@@ -78,8 +77,6 @@ class Unwrapped:
             self._wrapped.add(id(module.original_component))
             if computes_itself(module):
                 return NormOfBridge(module, self._copy(module.original_component))
-            if _has_code_of_llama_s(module.original_component):
-                return RMSNorm(module.original_component)
             self._note_parts(module)
             module = module.original_component
         if id(module) not in self._made:
@@ -107,6 +104,7 @@ class Unwrapped:
             name: None if child is None else self._of(child)
             for name, child in module._modules.items()
         }
+        attributes.update(attributes["_modules"])  # because `__getattr__` takes longer
         if id(module) in self._by_sdpa:  # a config of its own, because others share the model's
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
@@ -156,9 +154,7 @@ class _Twin:
 
     def __getattr__(self, name: str) -> Any:
         attributes = self.__dict__
-        if name in attributes["_modules"]:
-            return attributes["_modules"][name]
-        of_module = vars(attributes["_twin_of"])
+        of_module = attributes["_twin_of"].__dict__
         if name == "scaling" in of_module and attributes["_joint"] is not None:
             return _scale_of(attributes["_joint"])
         # Without accelerate's, because the block's inputs are on its device already.
@@ -179,7 +175,10 @@ def _scale_of(wrapper: GeneralizedComponent) -> float:
 
 @functools.cache
 def _twin_class(kind: Any) -> Any:
-    return type(kind.__name__, (_Twin, kind), {"__module__": kind.__module__})
+    twin: Any = type(kind.__name__, (_Twin, kind), {"__module__": kind.__module__})
+    if "forward" in vars(twin):  # because transformers wraps it for each subclass once more
+        del twin.forward
+    return twin
 
 
 def replaced_in(module: nn.Module) -> str | None:
@@ -276,31 +275,6 @@ class NormOfBridge(nn.Module):
 _WEIGH = getattr(NormalizationBridge, "_apply_weight_and_bias", ())
 
 
-class RMSNorm(nn.Module):
-    """An RMSNorm of transformers as one function of torch."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self._parameters = norm._parameters
-        vars(self)["_norm"] = norm  # no submodule, because its parameters would be there twice
-
-    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
-        """Return the normalised activations."""
-        weight, norm = self._parameters.get("weight"), vars(self)["_norm"]
-        if weight is None or weight.dtype != x.dtype:
-            return norm(x)  # type: ignore[no-any-return]
-        return torch.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
-
-
-def _has_code_of_llama_s(norm: nn.Module) -> bool:
-    """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
-    if "weight" not in norm._parameters:  # such as one that is parametrized
-        return False
-    kinds, names = (type(norm), LlamaRMSNorm), ("co_code", "co_names", "co_consts")
-    code, of_llama = (getattr(kind.forward, "__code__", None) for kind in kinds)
-    return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
-
-
 class _Activation(nn.Module):
     """The activation that a Bridge's own gated MLP takes from its config, not from its layer."""
 
@@ -360,9 +334,7 @@ def _order(
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             numbers = torch.arange(n_out, dtype=torch.float32)
             weight = numbers[:, None].expand(n_out, n_in)  # each row has its output's number
-            numbered, holder = object.__new__(type(joint)), object.__new__(type(owner))
-            vars(numbered).update(vars(joint))
-            vars(holder).update(vars(owner))
+            numbered, holder = copy.copy(joint), copy.copy(owner)
             bias = None if joint.bias is None else nn.Parameter(numbers.clone())
             weight = weight.T.contiguous() if is_in_out else weight.contiguous()
             vars(numbered)["_parameters"] = {"weight": nn.Parameter(weight), "bias": bias}

@@ -29,19 +29,15 @@ class Slice:
     uncut: tuple[str, ...] = ()
     """Weights that it has whole; other slices may have them too."""
 
-    def of(self, weights: Mapping[str, torch.Tensor], carried: Weights) -> Weights:
-        """Return its weights: views of the component's, or those carried from the slice before."""
+    def of(self, weights: Mapping[str, torch.Tensor], so_far: Weights) -> Weights:
+        """Return its weights: views of the component's, and the sum over the slices before."""
         # No comprehension, because its frame in a traceback would keep tensors (until Python 3.12).
         views: Weights = {}
         for name, index in self.cut.items():
             views[name] = weights[name][index]
         for name in self.uncut:
-            views[name] = carried.get(name, weights[name])
+            views[name] = so_far[name] if name == _SUM else weights[name]
         return views
-
-    def to_carry(self, processed: Weights) -> Weights:
-        """Return the weights that the next slice continues from."""
-        return {_SUM: processed[_SUM]} if _SUM in self.uncut else {}
 
 
 _SUM = "attn.b_O"
