@@ -69,8 +69,9 @@ def draw(seed: int) -> Case:
     never = "never"
     if placement:
         # Without its forward pre-hooks, nothing is carried to a block, and torch says so.
-        # Blocks of one device share masks and rotary tables, which on one CPU all do.
-        never += "|_forward_pre_hooks|rotary_[sc]|mask'|IGNORE"
+        # So it does of a plain tensor in an offloaded block. And blocks of one device share masks
+        # and rotary tables, which on one CPU all do.
+        never += "|_forward_pre_hooks|'tensor'|rotary_[sc]|mask'|IGNORE"
     if padding == "left":  # because others would see a row that sees no token
         never += "|IGNORE|zero|bidirectional"
     draws = Draws(random_, {Setting: SETTINGS, **names_in(kind)}, never)
