@@ -139,6 +139,12 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, t
         assert changed["resid_post", 4].shape == (tokens.shape[1], model.cfg.d_model)
 
 
+def test_a_cache_of_a_run_loses_its_batch_dimension(model, tokens):
+    _, cache = model.run_with_cache(tokens[:1])
+    expected = {name: value[0] for name, value in cache.items()}
+    assert_agrees(dict(cache.remove_batch_dim().items()), expected)
+
+
 def test_cache_accepts_any_object_with_weights_as_its_model():
     """As in TransformerLens's own tests: a cache asks its model for weights, not for parameters."""
     block = SimpleNamespace(attn=SimpleNamespace(W_O=torch.ones(2, 4, 8)))

@@ -15,8 +15,10 @@ from comparison import assert_agrees, assert_same_tensors, on_cpu
 from devices import device
 from hf_models import (
     D_VOCAB,
+    HF_CONFIGS,
     N_LAYERS,
     balanced_map,
+    make_hf_model,
     randomize,
     save_checkpoint,
 )
@@ -92,6 +94,8 @@ def test_a_map_of_hugging_face_modules_is_honoured(by_index, machine, load, on_o
     expected, expected_cache = on_one("llama").run_with_cache(tokens)
     assert_agrees(logits, expected, home)
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
+    with pytest.raises(ValueError, match=r"'model.layers.3', and '' that contains it"):
+        load("llama", device_map={"": spread["model.norm"], "model.layers.3": 2})
 
 
 def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, monkeypatch):
@@ -198,6 +202,33 @@ def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
         TransformerBridge.boot_transformers(str(path), device="cpu")
+
+
+def test_a_model_whose_blocks_are_not_found_says_what_to_do(machine, tmp_path):
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        image_size=8, patch_size=4, num_labels=3,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no .*: spread it by a device_map of its own"):
+        TransformerBridge.boot_transformers(str(tmp_path), n_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "has 'ln_final', but this model has no 'model.de"),
+        ("pythia", {"attention_bias": False}, r"cannot make a .* \(assert isinstance\(qkv_bias"),
+    ],
+)
+def test_boot_refuses_a_model_that_no_bridge_can_be_of(
+    name, setting, says, tokenizer, machine, tmp_path
+):
+    config = HF_CONFIGS[name]()
+    vars(config).update(setting)
+    save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
+    with pytest.raises(ValueError, match=says):
+        TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
 
 
 def test_one_device_is_left_to_transformer_lens(machine, load):

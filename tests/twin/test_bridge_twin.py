@@ -40,9 +40,13 @@ def test_refused_compatibility_mode_changes_nothing(save, tokens):
     assert bridge(tokens).equal(before)
 
 
-def test_replaced_part_of_hf_model_is_warned_of(checkpoints):
+def test_replaced_part_of_hf_model_is_warned_of_and_not_folded(checkpoints, tokens):
     hf_model = make_hf_model(HF_CONFIGS["llama"]())
     hf_model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     path = str(checkpoints("llama"))
     with pytest.warns(UserWarning, match=r"does not make .*model\.layers\.\*\.mlp\.act_fn"):
-        TransformerBridge.boot_transformers(path, hf_model=hf_model)
+        bridge = TransformerBridge.boot_transformers(path, hf_model=hf_model)
+    before = bridge(tokens)
+    with pytest.raises(ValueError, match=r"would leave out parts of hf_model .*act_fn"):
+        bridge.enable_compatibility_mode()
+    assert bridge(tokens).equal(before)

@@ -89,7 +89,11 @@ def _cover(
 
 
 def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
-    """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet."""
+    """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet.
+
+    Raises:
+        ValueError: if its modules are not where the adapter looks for them, as with some heads.
+    """
     paths: dict[str, str] = {}
     for name, component in adapter.get_component_mapping().items():
         if not component.name:
@@ -97,8 +101,16 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
         if not getattr(component, "is_list_item", False):
             paths[name] = component.name
             continue
-        for index, _ in enumerate(hf_model.get_submodule(component.name).children()):
-            paths[f"{name}.{index}"] = f"{component.name}.{index}"
+        try:
+            blocks = hf_model.get_submodule(component.name)
+        except AttributeError as error:
+            raise ValueError(
+                f"a {type(hf_model).__name__} has no {component.name!r}, where "
+                f"{type(adapter).__name__} has its {name}: spread it by a device_map of its own "
+                "modules"
+            ) from error
+        indices = [index for index, _ in enumerate(blocks.children())]
+        paths |= {f"{name}.{index}": f"{component.name}.{index}" for index in indices}
     first = {name: path for name, path in paths.items() if name == "embed"}
     return Layout({**first, **paths})  # because home is the first component's device
 

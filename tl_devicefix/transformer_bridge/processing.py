@@ -42,8 +42,8 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.transformer_bridge.fused import forget
-from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
-from tl_devicefix.twin import Numbers
+from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
+from tl_devicefix.twin import Numbers, choice_of_numbers
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -87,7 +87,8 @@ def enable_compatibility_mode(
         kwargs: see args.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored.
+        ValueError: if the attention matrices cannot be refactored, or if `hf_model` has parts
+            that its config does not describe.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed because an earlier call failed.
     """
@@ -98,6 +99,12 @@ def enable_compatibility_mode(
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments[_REFACTORS])
+    beyond = vars(self).get(PARTS_BEYOND)
+    if beyond and choice_of_numbers(numbers) != "ignore":
+        raise ValueError(
+            "compatibility mode would leave out parts of hf_model that its config does not make "
+            f"({beyond}): undo the change, leave compatibility mode out, or pass numbers='ignore'"
+        )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)

@@ -19,6 +19,9 @@ from transformers import PretrainedConfig
 from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
 from tl_devicefix.twin import Numbers, Twin, check_numbers
 
+PARTS_BEYOND = "_tl_devicefix_parts_beyond"
+"""The attribute of a Bridge that names parts of its `hf_model` which its config does not make."""
+
 
 def check_bridge_numbers(
     hf_config: PretrainedConfig,

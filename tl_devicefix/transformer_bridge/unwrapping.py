@@ -31,6 +31,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
@@ -77,6 +78,8 @@ class Unwrapped:
             self._wrapped.add(id(module.original_component))
             if computes_itself(module):
                 return NormOfBridge(module, self._copy(module.original_component))
+            if _has_code_of_llama_s(module.original_component):
+                return RMSNorm(module.original_component)
             self._note_parts(module)
             module = module.original_component
         if id(module) not in self._made:
@@ -273,6 +276,31 @@ class NormOfBridge(nn.Module):
 
 
 _WEIGH = getattr(NormalizationBridge, "_apply_weight_and_bias", ())
+
+
+class RMSNorm(nn.Module):
+    """An RMSNorm of transformers as one function of torch."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self._parameters = norm._parameters
+        vars(self)["_norm"] = norm  # no submodule, because its parameters would be there twice
+
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
+        """Return the normalised activations."""
+        weight, norm = self._parameters.get("weight"), vars(self)["_norm"]
+        if weight is None or weight.dtype != x.dtype:
+            return norm(x)  # type: ignore[no-any-return]
+        return torch.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
+
+
+def _has_code_of_llama_s(norm: nn.Module) -> bool:
+    """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
+    if "weight" not in norm._parameters:  # such as one that is parametrized
+        return False
+    kinds, names = (type(norm), LlamaRMSNorm), ("co_code", "co_names", "co_consts")
+    code, of_llama = (getattr(kind.forward, "__code__", None) for kind in kinds)
+    return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
 
 
 class _Activation(nn.Module):
