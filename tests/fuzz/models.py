@@ -68,11 +68,12 @@ else:
 
 
 def _build_hooked(name: str, placement: dict[str, Any], seed: int = 0) -> Any:
-    from architectures import toy_config
-    from transformer_lens import HookedTransformer
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-    sizes = {"n_layers": 3, "d_mlp": 24, "act_fn": "silu", "window_size": 4}
-    model = HookedTransformer(toy_config(**{**sizes, **HOOKED[name]}))
+    sizes = {"n_layers": 3, "d_model": 16, "n_heads": 4, "d_head": 4, "d_mlp": 24, "window_size": 4}
+    sizes |= {"d_vocab": 40, "n_ctx": 32}
+    usual = {"act_fn": "silu", "normalization_type": "LN", "device": "cpu", "init_weights": False}
+    model = HookedTransformer(HookedTransformerConfig(**{**sizes, **usual, **HOOKED[name]}))
     randomize(model, seed)
     if placement:
         from tl_devicefix.hooked_transformer.components import component_sizes
