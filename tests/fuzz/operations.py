@@ -133,7 +133,7 @@ def mask_of(trial: Trial, n: int, is_padded: bool) -> torch.Tensor:
     """The mask of two prompts of some tokens; with padding, the first has a pad."""
     mask = torch.ones(2, n, dtype=torch.long)
     if is_padded and n > 1:
-        mask[0, {"left": 0, "middle": n // 2, "right": -1}[trial.padding]] = 0
+        mask[0, 0 if trial.padding == "left" else n // 2] = 0
     return mask
 
 
@@ -316,7 +316,7 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
 
 RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
-    *(hook, torch_hook, remove_hooks, empty_hook_dicts),
+    *(hook, hook, hook, torch_hook, remove_hooks, empty_hook_dicts),
     *(set_value, set_value, set_mode, edit, edit, exchange),
     *([] if IS_BRIDGE else [copy_model]),  # because copies of a Bridge refer to it weakly
 ]

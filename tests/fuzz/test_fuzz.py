@@ -65,7 +65,7 @@ def draw(seed: int) -> Case:
     """The case of a seed."""
     random_ = random.Random(seed)
     kind, placement = random_.choice(KINDS), random_.choice(PLACEMENTS)
-    is_fused, padding = random_.random() < 0.8, random_.choice(("right", "middle", "left"))
+    is_fused, padding = random_.random() < 0.8, random_.choice(("middle", "middle", "left"))
     never = "never"
     if placement:
         # Without its forward pre-hooks, nothing is carried to a block, and torch says so.
