@@ -271,7 +271,7 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     if old.is_floating_point():
         new = torch.randn(old.shape).to(old) * 0.3 - float(name == "IGNORE")
     is_parameter = isinstance(old, nn.Parameter)
-    if how == "tensor":  # which torch refuses in the place of a parameter
+    if how == "tensor" and is_parameter:  # in whose place torch refuses one
         delattr(module, name)
     do: dict[str, Callable[[], Any]] = {
         "in place": lambda: torch.no_grad()(old.copy_)(new),
