@@ -187,7 +187,7 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Bool) 
     name = next(name for name in dir(transformer_lens) if name.endswith("KeyValueCache"))
     cache = getattr(transformer_lens, name).init_cache(trial.model.cfg, trial.model.cfg.device, 2)
     with getattr(torch, grad)():
-        logits = []
+        logits: list[torch.Tensor] = []
         for k in (n, more, 1):
             mask = mask_of(trial, k, padded and not logits)
             logits.append(trial.model(tokens(k), past_kv_cache=cache, attention_mask=mask))
@@ -271,7 +271,7 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     if old.is_floating_point():
         new = torch.randn(old.shape).to(old) * 0.3 - float(name == "IGNORE")
     is_parameter = isinstance(old, nn.Parameter)
-    if how == "tensor":  # which torch refuses in the place of a parameter
+    if how == "tensor" and is_parameter:  # in whose place torch refuses one
         delattr(module, name)
     do: dict[str, Callable[[], Any]] = {
         "in place": lambda: torch.no_grad()(old.copy_)(new),
