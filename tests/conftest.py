@@ -294,9 +294,8 @@ def load(
         where = {"device", "device_map", "n_devices", "max_memory"}
         is_anywhere = spread is None and where.isdisjoint(options)
         if model_class == HOOKED:
-            source = (
-                checkpoints if placement_devices.joined_hosts() else hf_models
-            )  # because workers load from files
+            # With other hosts from files, because workers load from these.
+            source = checkpoints if placement_devices.joined_hosts() else hf_models
             source = source if hf_model is None else lambda _: hf_model
             return load_kind(kind, source, tokenizer, 4 if is_anywhere else spread, **options)
         if is_anywhere:
@@ -359,7 +358,7 @@ def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[...
 def on_one(model_class: str, references: Any) -> Callable[..., Any]:
     """`on_one("gpt2")`: as unpatched TransformerLens loads it on one CPU; a copy of its own.
 
-    A HookedTransformer is processed but with `folded=False`, a Bridge with `folded=True`.
+    A HookedTransformer is processed unless `folded=False`, a Bridge only if `folded=True`.
     """
     return lambda kind, **options: copy.deepcopy(references(model_class, kind, **options))
 
@@ -399,7 +398,7 @@ def at_home(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def config() -> Callable[..., Any]:
-    """`config(n_layers=26, d_vocab=500)`."""
+    """`config(n_layers=26, d_vocab=500)`: a HookedTransformer's config, without a checkpoint."""
     sizes = {"n_layers": 6, "d_mlp": 24, "n_ctx": 8, "act_fn": "relu", "init_weights": True}
     return lambda **options: architectures.toy_config(**{**sizes, **options})
 

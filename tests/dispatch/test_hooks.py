@@ -107,7 +107,8 @@ def test_hook_reads_weights_and_caches_within_gather_on(model, reference, tokens
         ),
         (lambda x, hook: x.cpu(), f"returned a tensor on cpu, .* on {device(3)}"),
         (lambda x, hook: (x.cpu(),), f"returned a tensor on cpu, .* on {device(3)}"),
-        (  # because its running statistics would be those of a copy
+        # Refused, because its running statistics would be those of a copy.
+        (
             lambda x, hook: torch.nn.BatchNorm1d(9).to(device(0))(x),
             rf"mixes devices: .* on {device(3)}",
         ),

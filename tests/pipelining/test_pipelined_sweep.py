@@ -202,8 +202,9 @@ def test_weight_changed_between_runs_of_a_sweep_is_refused(model, tokens):
 MLP_OUT = "blocks.3.hook_mlp_out"
 WITHOUT_HOOKS = {
     r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
-    rf"a list of \(name, function\), but has '{MLP_OUT}'": (MLP_OUT, print),
-    rf"has \(<built-in function print>, '{MLP_OUT}'\) in it": [(print, MLP_OUT)],
+    rf"a list of \(name, function\), but '{MLP_OUT}' in \('{MLP_OUT}', <": (MLP_OUT, print),
+    rf"but \(<built-in function print>, '{MLP_OUT}'\) in \[\(": [(print, MLP_OUT)],
+    rf"but 'b' in '{MLP_OUT}' is none": MLP_OUT,
 }
 
 

@@ -9,7 +9,7 @@ from racing import RaceError
 from tl_devicefix.demo import selfcheck
 from tl_devicefix.placement.workers import each_on_its_device
 
-pytestmark = pytest.mark.hooked
+pytestmark = pytest.mark.once
 
 
 def test_unordered_use_of_memory_names_both_operations(sim):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tl_devicefix.placement.devices import resolve
 from tl_devicefix.simulation import simulate
 
 pytestmark = pytest.mark.once
@@ -171,6 +172,8 @@ def test_tensors_of_a_left_machine_compute_only_after_cpu(kept):
         assert (other + x.detach().cpu().to("sim:1")).tolist() == [1, 3, 5, 7]
     with pytest.raises(RuntimeError, match="no sim device here"):
         torch.ones(2, device="sim:1")
+    with pytest.raises(ValueError, match=r"does not exist: .*load within `with tl_dev"):
+        resolve("sim:1")
 
 
 FACTORIES = {

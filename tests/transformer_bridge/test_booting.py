@@ -247,6 +247,7 @@ def test_one_device_is_left_to_transformer_lens(machine, load):
         ({"device_map": {"embed": 0}}, ValueError, "leaves out"),
         ({"dtype": "bf17"}, ValueError, "bf17"),
         ({"n_devices": 2, "fold_ln": False}, TypeError, r"'fold_ln': give it to enable_compat.*$"),
+        ({"device": "sim:7"}, ValueError, "device 'sim:7' does not exist: this machine has 4"),
     ],
     ids=str,
 )

@@ -114,7 +114,8 @@ def _checked(runs: Iterable[Hooks], model: Model, progress: bool) -> Iterator[Ho
         for item in hooks:
             if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
                 raise ValueError(
-                    f"a run must be a list of (name, function), but has {shown(item)} in it"
+                    f"a run must be a list of (name, function), but {shown(item)} in {shown(run)} "
+                    "is none"
                 )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(

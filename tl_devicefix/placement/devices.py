@@ -294,7 +294,8 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
         reason = str(error).splitlines()[0]  # such as "Torch not compiled with CUDA enabled"
         if reason.startswith("Expected one of cpu, cuda"):  # and twenty types that nobody has
             reason = (
-                "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'"
+                "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'; "
+                "'sim:0' is there within `with tl_devicefix.simulate(4):`"
             )
         raise ValueError(
             f"device {str(device)!r} cannot be used here: {reason}{and_there_are()}"
@@ -311,8 +312,11 @@ def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
 
 def _existing(device: torch.device, named: str) -> torch.device:
     if (device.index or 0) >= device_count(device.type) and not is_elsewhere(device):
-        there_are = _there_are(device.type)
-        raise ValueError(f"device {named!r} does not exist: {there_are}; name one that is there")
+        is_left = device.type == DEVICE_TYPE and simulated_device() is None
+        remedy = (
+            "load within `with tl_devicefix.simulate(n):`" if is_left else "name one that is there"
+        )
+        raise ValueError(f"device {named!r} does not exist: {_there_are(device.type)}; {remedy}")
     return device
 
 

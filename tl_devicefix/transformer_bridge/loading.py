@@ -208,6 +208,8 @@ def _boot_checkpoint(
                 stack.enter_context(_without_all_values())
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
+        else:
+            resolve(options["device"])  # because TransformerLens asserts that torch has the device
         bridge = boot(**arguments)
     if planned.placement is None:
         settle_bridge(bridge, placement_as_it_lies(bridge))
