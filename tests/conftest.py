@@ -268,7 +268,7 @@ def kind() -> str:
 
 @pytest.fixture
 def spread() -> int | str:
-    """Over how many devices `model` lies; parametrise it for others."""
+    """Over how many devices `model` lies, or one of `kinds.Spread`; parametrise it for others."""
     return 4
 
 

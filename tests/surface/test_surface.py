@@ -7,6 +7,7 @@ A row of a table is a name, two spaces, and an expression of this file's functio
     decompose_resid   cache.decompose_resid(apply_ln=True)
                       cache.decompose_resid(4, mode="attn", return_labels=True)
     decompose_resid as_numbers  ...  # a word after the name tells calls of one name apart
+    block_every again           ...  # after "again", it runs with `--full` only
     ssm_layers        # a reason in place of an expression leaves the name out
 
 To compare a new public name, add a row.
