@@ -104,7 +104,7 @@ class Draws(NamedTuple):
         # TransformerLens's raises, and torch ends the process if simulated devices do.
         never = f"'in place'|parametrized|float64|{_16_BITS}"
         if IS_BRIDGE:  # because a fused one refuses a block that is not fused
-            never += r"|exchange', 'blocks\.\d', '(?!copy)"
+            never += r"|exchange', 'blocks\.\d', (?!'copy)"
         point = self.random.choice([name for name in self.pools[Point] if where in name])
         while True:
             change = self.one_of(CHANGES)
