@@ -7,6 +7,7 @@ import threading
 import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import runs_of_users as users
