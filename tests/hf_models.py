@@ -150,13 +150,13 @@ def make_hf_model(config: PretrainedConfig, *dtypes: torch.dtype) -> PreTrainedM
 
 
 @torch.no_grad()
-def randomize(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Give every parameter random values: vectors of order one, matrices that keep the scale.
 
     Norm weights and biases become non-trivial, and no matrix has a mean of zero, so that a
     folding or centring step that is left out shows in the results.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() > 1:

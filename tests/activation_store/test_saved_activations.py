@@ -267,7 +267,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"of booleans \[1, 9\].* returned torch.int64 \[1, 9\]",
     ),
     ({"token_mask": lambda tokens: tokens[0] > 3}, r"of booleans \[1, 9\].* torch.bool \[9\]"),
-    ({"token_mask": "mask"}, "'str' object is not callable"),
+    ({"token_mask": "mask"}, "token_mask must be 'attention_mask' or a function .* but is 'mask'"),
     ({"names_filter": PATTERN, "token_mask": "attention_mask"}, f"leave tokens out of {PATTERN}"),
     ({"data": []}, "batches has no batch"),
     ({"data": 5}, "batches must be a list or another iterable, but is 5"),
@@ -291,6 +291,12 @@ def test_bad_arguments_are_refused_before_an_index_is_written(
     with pytest.raises((ValueError, TypeError), match=message):
         run(model, options.pop("data"), **options)
     assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_a_file_in_place_of_the_directory_is_refused(on_one, run, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(FileExistsError, match="out cannot be made, because a file is there"):
+        run(on_one("llama", folded=True), [IDS[None]], RESID)
 
 
 def test_a_token_mask_without_tokens_is_refused_at_the_end(on_one, run, tmp_path):
@@ -320,6 +326,7 @@ def test_a_directory_without_shards_is_used_again(on_one, run, tmp_path):
 
 
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
+    (lambda h: h.cache(0).accumulated_resid(), r"no model, .* saved\.cache\(examples, model\)"),
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
     (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),

@@ -114,8 +114,11 @@ def test_hook_reads_weights_and_caches_within_gather_on(model, reference, tokens
     ],
     ids=["mixes", "returns", "returns a tuple", "running statistics"],
 )
-def test_error_names_the_hook_that_mixes_foreign_devices(hook, message, direction, model, tokens):
-    """On one GPU, a tensor on the CPU fails too."""
+def test_error_names_the_hook_that_mixes_foreign_devices(
+    hook, message, direction, model, load, tokens
+):
+    """On one GPU, a tensor on the CPU fails too; another model there makes no difference."""
+    _another = load("llama", device="cpu")
     with (
         model.hooks(**{f"{direction}_hooks": [(LAST, hook)]}),
         pytest.raises(RuntimeError, match=r"hook on blocks\.4\.hook_resid_post " + message),

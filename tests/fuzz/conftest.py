@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
-from cases import Installed
-from pools import IS_BRIDGE
+from models import IS_BRIDGE
 
 
 def pytest_addoption(parser):
@@ -21,6 +23,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="session")
-def installed():
-    with Installed() as process:
-        yield process
+def elsewhere():
+    """An executor with a process in which importing the package is an error."""
+    prepare = "import sys, torch; sys.modules['tl_devicefix'] = None; torch.set_num_threads(1)"
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, exec, (prepare,)) as executor:
+        yield executor

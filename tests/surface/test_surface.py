@@ -589,6 +589,9 @@ NOT_IN_3 |= {"analysis.attribution_patch", "JacobianLens.occupancy"}
 """What a Bridge of TransformerLens 3 has only in part, or runs on no simulated device."""
 
 
+NOT_ON_ONE = "evals.ioi_eval", "ActivationCache.to"
+
+
 def places_of(model_class, call):
     """Return the kinds of models that a call has, and over how many devices."""
     if HOOKED in CLASSES and call.split()[0] in NOT_IN_3:
@@ -600,8 +603,9 @@ def places_of(model_class, call):
         if kind.startswith(KIND_OF.get(name, ""))
         if kind == AS_BOOTED or owner != "JacobianLens"  # which refuses folded weights
         if kind != AS_BOOTED or name != "direct_logit_attribution"  # which refuses others
-        # A patch is a forward for each layer, head and position; ioi_eval gives tokens on the CPU.
-        if n_devices > 1 or (owner != "patching" and name != "ioi_eval")
+        # A patch is a forward for each layer, head and position. ioi_eval gives tokens on the CPU,
+        # and `to` leaves the weights on the one device.
+        if n_devices > 1 or (owner != "patching" and f"{owner}.{name}" not in NOT_ON_ONE)
     ]
 
 

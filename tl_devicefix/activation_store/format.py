@@ -135,7 +135,7 @@ def read_index(directory: Path) -> Index:
         fields = json.loads((directory / INDEX).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"there are no saved activations in {directory}, which has no {INDEX}: give a "
+            f"there are no saved activations in {directory}, which has no {INDEX}: give the "
             "directory in which save_activations has saved a batch"
         ) from None
     if fields["version"] != VERSION:

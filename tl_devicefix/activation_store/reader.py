@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tl_devicefix.activation_store.format import (
     MASK,
@@ -44,6 +44,16 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
     """
     path = Path(directory)
     return SavedActivations(path, read_index(path))
+
+
+class _NoModel:
+    """Stands in for the model of a cache without one; its error says what to write."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"this cache has no model, whose {name} is needed here: open it with "
+            "saved.cache(examples, model)"
+        )
 
 
 class SavedActivations:
@@ -142,7 +152,7 @@ class SavedActivations:
         self.tokens.numbers(examples)  # raises for other indices
         # Any, because a cache calls its partials, so that its readers see tensors only.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
-        of_model: Any = model  # or None, where no method needs it
+        of_model: Any = _NoModel() if model is None else model
         has_batch_dim = not isinstance(examples, int)
         return ActivationCache(CacheAtHome(home).of(reads), of_model, has_batch_dim)
 

@@ -28,7 +28,10 @@ _FIELDS = (
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and lock it against other processes within a `with` block."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise type(error)(f"{directory} cannot be made, because a file is there") from error
     with open(directory / LOCK, "ab") as file:
         try:
             # Without waiting, because the other process may save for hours.

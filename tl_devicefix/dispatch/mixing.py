@@ -261,7 +261,7 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
 @patches(
     "HookPoint",
     takes="self hook dir is_permanent",
-    why="a hook may use tensors of all devices in use",
+    why="a hook may use tensors of all the model's devices",
 )
 def add_hook(
     original: Callable[..., object],
@@ -273,7 +273,7 @@ def add_hook(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Wrap `HookPoint.add_hook`, so that hooks may mix the devices in use.
+    """Wrap `HookPoint.add_hook`, so that hooks may mix the devices of a model.
 
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
@@ -319,10 +319,10 @@ def only_looks(hook: object) -> bool:
 
 
 def _across_devices(user_hook: HookFunction, activation: Any, *, hook: HookPoint) -> object:
-    """Call a user's hook, which may use tensors of all devices in use."""
-    devices = devices_in_use()
+    """Call a user's hook, which may use tensors of all the model's devices."""
     # A Bridge's hook points may hand out tuples, or None.
     device = getattr(activation, "device", None)
+    devices = frozenset() if device is None else devices_in_use(beside=device)
     if device not in devices or len(devices) == 1:
         return user_hook(activation, hook=hook)
     try:

@@ -340,10 +340,11 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if start + count <= len(sites):
         return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > device_count(first.type):
+        left = f", {max(device_count(first.type) - start, 0)} from there on" if start else ""
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {_there_are(first.type)}; lower n_devices, or load on simulated "
-            f"ones, within `with tl_devicefix.simulate({start + count}):`"
+            f"{first.type!r}, but {_there_are(first.type)}{left}; lower n_devices, or load on "
+            f"simulated ones, within `with tl_devicefix.simulate({start + count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -67,10 +67,15 @@ def use(placement: Placement) -> None:
     _placements[id(placement)] = placement
 
 
-def devices_in_use() -> frozenset[torch.device]:
-    """Return the devices of all placed models, offloaded blocks' too, and of `gather_on`."""
+def devices_in_use(beside: torch.device | None = None) -> frozenset[torch.device]:
+    """Return the devices of all placed models, offloaded blocks' too, and of `gather_on`.
+
+    Args:
+        beside: count only models that use this device.
+    """
     placements = placements_in_use()
-    devices = frozenset(device for placement in placements for device in placement.here.memories)
+    memories = (placement.here.memories for placement in placements)
+    devices = frozenset(d for own in memories if beside is None or beside in own for d in own)
     chosen = chosen_device(placements[-1].home if placements else None)
     return devices if chosen is None else devices | {chosen}
 

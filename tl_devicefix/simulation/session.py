@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -80,6 +81,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
+        _refuse_to_compile(stack)
         # For a machine that stays open until Python ends, because later its modules are gone.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
@@ -189,6 +191,25 @@ def _open_safetensors(stack: ExitStack) -> None:
 
     for module in (safetensors, safetensors.torch):
         _replace(stack, module, "safe_open", safe_open)
+
+
+def _refuse_to_compile(stack: ExitStack) -> None:
+    """Refuse a simulated model at once, because inductor's errors name neither it nor a reason."""
+    own: Any = torch.compile
+
+    @functools.wraps(own)
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(model, "__self__", model)  # a module's method, of `module.compile()`
+        weights = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        is_simulated = any(type(weight) is SimTensor for weight in weights)
+        if is_simulated and kwargs.get("backend", "inductor") == "inductor":
+            raise RuntimeError(
+                f"torch.compile cannot compile a {type(module).__name__} on simulated devices: "
+                "leave it out here, and use it on real devices"
+            )
+        return own(model, *args, **kwargs)
+
+    _replace(stack, torch, "compile", compile)
 
 
 def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
