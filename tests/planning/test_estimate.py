@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import a_bridge_by_name, peaks_of
+from by_name import a_bridge_by_name, peaks_of
 from hf_models import N_CTX
 
 from tl_devicefix import estimate, plan, simulate
