@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from by_name import NAME, a_bridge_by_name, peaks_of
+from model_classes import fuses
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -220,6 +221,7 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name, load):
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
 
 
+@fuses
 def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
     tokens, peaks = torch.zeros(1, 512, dtype=torch.long), []
     listen = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
