@@ -294,7 +294,7 @@ def load(
         where = {"device", "device_map", "n_devices", "max_memory"}
         is_anywhere = spread is None and where.isdisjoint(options)
         if model_class == HOOKED:
-            # With other hosts from files, because workers load from these.
+            # Workers of other hosts load from files.
             source = checkpoints if placement_devices.joined_hosts() else hf_models
             source = source if hf_model is None else lambda _: hf_model
             return load_kind(kind, source, tokenizer, 4 if is_anywhere else spread, **options)

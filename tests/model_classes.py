@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 
 HOOKED, BRIDGE = "hooked", "bridge"
 CLASSES = [*([HOOKED] if has_hooked_transformer() else []), *([BRIDGE] if has_bridge() else [])]
 """The ids of the classes that the installed TransformerLens has."""
+fuses = pytest.mark.skipif(installed() < Version("3.8"), reason="fuse_blocks needs 3.8")
 
 if has_hooked_transformer():
     from transformer_lens import HookedTransformer  # noqa: F401

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hf_models import padded
 
 LAST = "blocks.4.hook_resid_post"
 Run = Callable[[Any, torch.Tensor], Any]
@@ -31,10 +30,6 @@ def generated(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model.generate(batch[:1].to(model.cfg.device), stop_at_eos=False, **options)
 
 
-def with_a_mask(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch, attention_mask=padded(batch))
-
-
 def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
     seen: list[float] = []
 
@@ -43,36 +38,6 @@ def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
 
     model.run_with_hooks(batch, fwd_hooks=[(f"blocks.{i}.hook_resid_pre", look) for i in (1, 4)])
     return seen
-
-
-def a_forward_within_a_hook(model: Any, batch: torch.Tensor) -> Any:
-    inner: list[torch.Tensor] = []
-
-    def add(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-        inner.append(model(batch.flip(0), stop_at_layer=1))
-        return activation + inner[0].to(activation.device)
-
-    return model.run_with_hooks(batch, fwd_hooks=[(LAST, add)]), inner
-
-
-def gradients_of_activations(model: Any, batch: torch.Tensor) -> Any:
-    result: dict[str, torch.Tensor] = {}
-
-    def keep(gradient: torch.Tensor, hook: Any) -> None:
-        result[hook.name] = gradient.clone()
-
-    names = ("blocks.0.hook_resid_pre", LAST)
-    with torch.enable_grad(), model.hooks(bwd_hooks=[(name, keep) for name in names]):
-        model(batch).square().mean().backward()
-    return result
-
-
-def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:
-    with torch.enable_grad():
-        vector = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
-        hook = lambda activation, hook: activation + vector  # noqa: E731
-        out = model.run_with_hooks(batch, fwd_hooks=[(LAST, hook)])
-        return torch.autograd.grad(out.square().mean(), vector)
 
 
 def gradients_of_weights(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:

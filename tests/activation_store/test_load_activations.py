@@ -67,6 +67,12 @@ def test_safetensors_alone_reads_the_shards(written, all_of_it):
     assert torch.equal(torch.cat([shard["tokens"] for shard in shards]), written.tokens[:])
 
 
+def test_path_of_index_json_is_refused_naming_its_directory(written):
+    with pytest.raises(FileNotFoundError, match="is a file: give the directory, such as '") as it:
+        tl_devicefix.load_activations(written.directory / INDEX)
+    assert str(it.value).endswith(f"'{written.directory}'")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

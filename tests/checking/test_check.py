@@ -9,14 +9,6 @@ import torch
 from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config, build_toy
 from comparison import assert_agrees
 from devices import device
-from faults import (
-    backward_hook_left,
-    block_moved,
-    block_replaced,
-    identity,
-    parameter_replaced,
-    some_parameters_moved,
-)
 from hf_models import D_MODEL, randomize
 from model_classes import HookedTransformer
 from torch import nn
@@ -57,17 +49,9 @@ def test_interrupted_processing_is_found(model, monkeypatch):
     assert findings(model) == [("processing", "model")]
 
 
-def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
-    model.add_hook(lambda name: "resid" in name, identity)
-    report = check(model)
-    assert len(report.findings) == 3 * len(model.blocks)
-    assert f"and {len(report.findings) - 8} more of this kind" in repr(report)
-    assert len(repr(report).splitlines()) == 10
-
-
 def test_check_accepts_aliases_of_parts_and_permanent_hooks(model):
     model.probe = model.blocks[3].mlp
-    model.blocks[2].hook_resid_post.add_perma_hook(identity)
+    model.blocks[2].hook_resid_post.add_perma_hook(lambda activation, hook: None)
     assert check(model), check(model)
 
 
@@ -127,40 +111,6 @@ def test_model_not_yet_on_its_device_is_found_and_repaired(home, machine):
     assert f'model.to("{device(1)}")' in str(finding)
     assert check(model, repair=True)
     assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
-
-
-def everything_in(model):
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    places = {name: (id(tensor), tensor.device) for name, tensor in tensors.items()}
-    modules = {name: set(vars(module)) for name, module in model.named_modules()}
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return places, modules, hooks, repr(model.cfg), id(model.placement)
-
-
-def test_a_check_changes_nothing_and_copies_nothing(model, machine):
-    for fault in (block_moved, some_parameters_moved, backward_hook_left):
-        fault(model)
-    before = everything_in(model)
-    machine.reset_transfers()
-    assert {kind for kind, _ in findings(model)} == {"device", "hooks"}
-    assert machine.transfers == []
-    assert everything_in(model) == before
-
-
-def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, reference, tokens):
-    model(tokens, return_type="loss").backward()
-    model.blocks[3].to(device(0))
-    for fault in (block_moved, parameter_replaced, block_replaced, backward_hook_left):
-        fault(model)
-
-    report = check(model, repair=True)
-
-    assert [item.kind for item in report.findings] == ["hooks"]
-    gradients = [p.grad for p in model.blocks[3].parameters() if p.grad is not None]
-    assert {gradient.device for gradient in gradients} == {torch.device(device(2))}
-    model.reset_hooks()
-    assert check(model)
-    assert_agrees(model(tokens), reference(tokens), model.placement.home)
 
 
 def test_the_documented_example_prints_what_is_documented(capsys):

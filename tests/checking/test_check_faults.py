@@ -1,14 +1,23 @@
 """`tl_devicefix.check` of either class: each fault is found and named, the given line mends it."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import pytest
+import torch
 from comparison import assert_agrees
 from devices import device
-from faults import FAULTS, MISPLACED, parameter_replaced
+from hf_models import D_MODEL
 from model_classes import BRIDGE, CLASSES, HOOKED
 from torch import nn
 
 from tl_devicefix import check
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+if has_hooked_transformer():
+    from transformer_lens.components import TransformerBlock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 
@@ -30,6 +39,101 @@ UNPATCHED = {
 )
 def test_check_finds_no_fault_in_an_unpatched_model(name, folded, on_one):
     assert repr(check(on_one(name, folded=folded))) == "all is well"
+
+
+class Fault(NamedTuple):
+    """How a model is broken, what is found, how the given line begins, and whether it mends."""
+
+    breaks: Callable[[Any], Any]
+    kind: str
+    name: str
+    says: tuple[str, ...]
+    fix: str
+    mends: bool = True
+
+
+def block_moved(model: Any) -> None:
+    model.blocks[2].to(device(0))
+
+
+def home_renamed(model: Any) -> None:
+    model.cfg.device = device(1)
+
+
+def identity(activation: Any, hook: Any) -> None:
+    pass
+
+
+def pytorch_hook_left(model: Any) -> None:
+    model.blocks[2].register_forward_hook(lambda *args: None)
+
+
+def parameter_replaced(model: Any) -> None:
+    model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to(device(2)))
+
+
+def some_parameters_moved(model: Any) -> None:
+    for name in ("_W_K", "W_Q"):
+        parameter = getattr(model.blocks[4].attn, name)
+        parameter.data = parameter.data.to("cpu")
+
+
+def block_replaced(model: Any) -> None:
+    weights = model.blocks[2].state_dict()
+    model.blocks[2] = TransformerBlock(model.cfg, 2).to(device(2))
+    model.blocks[2].load_state_dict(weights, strict=False)
+
+
+def backward_hook_left(model: Any) -> None:
+    model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
+
+
+def mlp_replaced_in_the_wrapped_model(model: Any) -> None:
+    model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to(device(0))
+
+
+def weight_moved(model: Any) -> None:
+    weight = model.blocks[4].attn.q._original_component.weight
+    weight.data = weight.data.to("cpu")
+
+
+def hook_left(model: Any) -> None:
+    model.add_hook("blocks.2.hook_resid_post", identity)
+
+
+OF_EITHER = [
+    Fault(block_moved, "device", "blocks.2",
+          (f"is on {device(0)}", f"placement puts it on {device(2)}"),
+          f'model.blocks[2].to("{device(2)}")'),
+    Fault(pytorch_hook_left, "hooks", "blocks.2", ("PyTorch forward hook", "lambda"),
+          "del model.blocks[2]._forward_hooks["),
+    Fault(home_renamed, "config", "cfg.device", (f"'{device(1)}'", f"home is {device(0)}"),
+          f'model.cfg.device = "{device(0)}"'),
+]  # fmt: skip
+FAULTS = {
+    HOOKED: [
+        *OF_EITHER,
+        Fault(parameter_replaced, "device", "unembed.W_U",
+              (f"is on {device(2)}", f"puts it on {device(0)}", "2.5 KiB"),
+              f'model.unembed.to("{device(0)}")'),
+        Fault(some_parameters_moved, "device", "W_Q, _W_K of blocks.4.attn",
+              ("is on cpu", f"puts it on {device(3)}"), f'model.blocks[4].attn.to("{device(3)}")'),
+        Fault(block_replaced, "setup", "blocks.2", ("has changed since",), "model.setup()"),
+        Fault(backward_hook_left, "hooks", "blocks.2.hook_resid_post", ("identity",),
+              "model.reset_hooks()"),
+    ],
+    BRIDGE: [
+        *OF_EITHER,
+        Fault(mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
+              (f"is on {device(0)}", f"puts it on {device(2)}"),
+              f'model.blocks[2]._original_component.mlp.to("{device(2)}")', mends=False),
+        Fault(weight_moved, "device", "blocks.4.attn.q", ("is on cpu", f"puts it on {device(3)}"),
+              f'model.blocks[4].attn.q.to("{device(3)}")'),
+        Fault(hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"),
+    ],
+}  # fmt: skip
+MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, weight_moved, home_renamed)
+"""What a repair brings back."""
 
 
 @pytest.mark.parametrize(
@@ -77,6 +181,51 @@ def test_each_fault_is_named_and_mended_by_its_fix_and_by_repair(
                 assert [machine.memory_allocated(device) for device in machine.devices] == held
         assert_agrees(model(tokens), reference(tokens), model.placement.home)
         assert_agrees(model.run_with_cache(tokens)[1], reference.run_with_cache(tokens)[1])
+
+
+def everything_in(model):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    places = {name: (id(tensor), tensor.device) for name, tensor in tensors.items()}
+    modules = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return places, modules, hooks, repr(model.cfg), id(model.placement)
+
+
+@pytest.mark.hooked
+def test_many_faults_of_a_kind_are_all_found_and_a_few_printed(model):
+    model.add_hook(lambda name: "resid" in name, identity)
+    report = check(model)
+    assert len(report.findings) == 3 * len(model.blocks)
+    assert f"and {len(report.findings) - 8} more of this kind" in repr(report)
+    assert len(repr(report).splitlines()) == 10
+
+
+@pytest.mark.hooked
+def test_a_check_changes_nothing_and_copies_nothing(model, machine):
+    for fault in (block_moved, some_parameters_moved, backward_hook_left):
+        fault(model)
+    before = everything_in(model)
+    machine.reset_transfers()
+    assert {finding.kind for finding in check(model).findings} == {"device", "hooks"}
+    assert machine.transfers == []
+    assert everything_in(model) == before
+
+
+@pytest.mark.hooked
+def test_repair_of_everything_at_once_leaves_what_it_cannot_mend(model, reference, tokens):
+    model(tokens, return_type="loss").backward()
+    model.blocks[3].to(device(0))
+    for fault in (block_moved, parameter_replaced, block_replaced, backward_hook_left):
+        fault(model)
+
+    report = check(model, repair=True)
+
+    assert [item.kind for item in report.findings] == ["hooks"]
+    gradients = [p.grad for p in model.blocks[3].parameters() if p.grad is not None]
+    assert {gradient.device for gradient in gradients} == {torch.device(device(2))}
+    model.reset_hooks()
+    assert check(model)
+    assert_agrees(model(tokens), reference(tokens), model.placement.home)
 
 
 CLASS_NAMES = {HOOKED: "HookedTransformer", BRIDGE: "TransformerBridge"}

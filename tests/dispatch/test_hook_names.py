@@ -47,6 +47,7 @@ def test_an_unknown_hook_point_is_named_with_the_nearest(name, model_class, mode
         ([MISSPELT, "hook_embed"], SENTENCE),
         (["resid_post", "hook_embed"], "did you mean 'blocks.0.hook_resid_post', or that"),
         (["blocks.80.hook_resid_post", "hook_embed"], "; the model has blocks 0 to"),
+        (lambda name: name == MISSPELT, "names_filter selects no hook point"),
     ],
 )
 def test_names_filter_of_unknown_names_warns(names_filter, says, model, tokens):

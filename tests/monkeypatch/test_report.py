@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from model_classes import fuses
 from packaging.version import Version
 
 import tl_devicefix
@@ -11,8 +12,6 @@ from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
 if has_hooked_transformer():
     from architectures import build_toy, solu_config
-
-fuses = pytest.mark.skipif(installed() < Version("3.8"), reason="fuse_blocks needs 3.8")
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:

@@ -109,10 +109,8 @@ def test_method_gives_scattered_weights_what_one_device_gives(
     if method == "fold_layer_norm" and name == "mixtral" and not installed_conventions().folds_moe:
         pytest.skip("this TransformerLens cannot fold the norms of a mixture of experts")
     argument = scattered(on_one(name, folded=False).state_dict(), machine.devices)
-    if name == "bloom":
-        argument[
-            "pos_embed.W_pos"
-        ].zero_()  # nobody reads it, and TransformerLens leaves it as it is
+    if name == "bloom":  # nobody reads it, and TransformerLens leaves it as it is
+        argument["pos_embed.W_pos"].zero_()
     exact = {key: t.double() if t.is_floating_point() else t for key, t in on_cpu(argument).items()}
     with tl_devicefix.disabled():
         expected = getattr(on_one(name, folded=False), method)(exact, **options)

@@ -7,6 +7,7 @@ import threading
 import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import runs_of_users as users
@@ -14,6 +15,7 @@ import torch
 import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
 from devices import device
+from hf_models import padded
 from runs_of_users import LAST, logits
 
 import tl_devicefix
@@ -39,11 +41,45 @@ def assert_nothing_is_left(model):
         assert not point.bwd_hooks
 
 
+def with_a_mask(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch, attention_mask=padded(batch))
+
+
+def a_forward_within_a_hook(model: Any, batch: torch.Tensor) -> Any:
+    inner: list[torch.Tensor] = []
+
+    def add(activation: torch.Tensor, hook: Any) -> torch.Tensor:
+        inner.append(model(batch.flip(0), stop_at_layer=1))
+        return activation + inner[0].to(activation.device)
+
+    return model.run_with_hooks(batch, fwd_hooks=[(LAST, add)]), inner
+
+
+def gradients_of_activations(model: Any, batch: torch.Tensor) -> Any:
+    result: dict[str, torch.Tensor] = {}
+
+    def keep(gradient: torch.Tensor, hook: Any) -> None:
+        result[hook.name] = gradient.clone()
+
+    names = ("blocks.0.hook_resid_pre", LAST)
+    with torch.enable_grad(), model.hooks(bwd_hooks=[(name, keep) for name in names]):
+        model(batch).square().mean().backward()
+    return result
+
+
+def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        vector = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
+        hook = lambda activation, hook: activation + vector  # noqa: E731
+        out = model.run_with_hooks(batch, fwd_hooks=[(LAST, hook)])
+        return torch.autograd.grad(out.square().mean(), vector)
+
+
 FORWARDS = (users.some_of_the_cache, users.steered_at_a_block_elsewhere)
-FORWARDS += (users.generated, users.with_a_mask)
-WAITING = (users.a_number_that_is_waited_for, users.a_forward_within_a_hook)
-GRADIENTS = (users.gradients_of_activations, users.gradients_of_weights)
-GRADIENTS += (users.gradients_without_backward,)
+FORWARDS += (users.generated, with_a_mask)
+WAITING = (users.a_number_that_is_waited_for, a_forward_within_a_hook)
+GRADIENTS = (gradients_of_activations, users.gradients_of_weights)
+GRADIENTS += (gradients_without_backward,)
 
 
 @pytest.mark.parametrize(("runs", "n"), [(FORWARDS, 3), (WAITING, 2), (GRADIENTS, 2)])

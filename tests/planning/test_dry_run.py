@@ -3,16 +3,77 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import CASES, NAME, TOKENS, a_bridge_by_name, fold, forward, n_transfers, peaks_of
+from by_name import NAME, a_bridge_by_name, peaks_of
+from model_classes import fuses
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
+Job = Callable[[Any], Any]
+TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
+
+
+def forward(model: Any) -> Any:
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def keep_all(model: Any) -> Any:
+    with torch.no_grad():
+        return model.run_with_cache(TOKENS)
+
+
+def generate(model: Any) -> None:
+    model.generate(TOKENS.to(model.cfg.device), max_new_tokens=3, stop_at_eos=False, verbose=False)
+
+
+def backward(model: Any) -> None:
+    model(TOKENS, return_type="loss").backward()
+
+
+def steer(model: Any) -> Any:
+    vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
+    hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
+    with torch.no_grad():
+        return model.run_with_hooks(TOKENS, fwd_hooks=[hook])
+
+
+def analyse(model: Any) -> Any:
+    with torch.no_grad():
+        _, cache = model.run_with_cache(TOKENS)
+        return cache.accumulated_resid(apply_ln=True), cache.stack_head_results(), model.W_Q
+
+
+def fold(bridge: Any) -> Any:
+    """A Bridge's, which is booted before it is folded."""
+    bridge.enable_compatibility_mode()
+    return forward(bridge)
+
+
+JOBS = (forward, keep_all, generate, backward, steer)
+CASES: list[tuple[str, int, Job]] = [("llama", 1, generate), *(("llama", 3, job) for job in JOBS)]
+"""An architecture, over how many devices, and what is done with it."""
+if has_hooked_transformer():
+    CASES += [("llama", 3, analyse), ("gpt2", 3, analyse), ("pythia", 3, backward)]
+    CASES += [("gpt2", 1, keep_all), ("gemma-2", 3, keep_all)]
+else:
+    CASES += [("llama", 3, fold)]
+    CASES += [(n, 3, job) for n in ("gpt2", "gemma-2", "pythia") for job in (keep_all, fold)]
+
+
+def n_transfers(transfers: Iterable[Any]) -> int:
+    """How many there are; a Bridge's without those of tokens.
+
+    These accelerate takes by way of a device that it takes by chance.
+    """
+    least = 0 if has_hooked_transformer() else 2 * TOKENS.nbytes
+    return sum(item.bytes > least for item in transfers)
 
 
 @pytest.mark.parametrize(("name", "n_devices", "job"), CASES)
@@ -160,6 +221,7 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name, load):
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
 
 
+@fuses
 def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
     tokens, peaks = torch.zeros(1, 512, dtype=torch.long), []
     listen = ("blocks.1.attn.hook_pattern", lambda value, hook: None)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import a_bridge_by_name, peaks_of
+from by_name import a_bridge_by_name, peaks_of
 from hf_models import N_CTX
+from model_classes import fuses
 
 from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.__main__ import main
@@ -86,12 +87,12 @@ def test_estimate_equals_the_memory_of_a_loaded_model(name, cache, n_devices, lo
     assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
 
 
+@fuses
 @pytest.mark.parametrize("gradients", [False, True])
 def test_estimate_of_fused_blocks_has_no_attention_patterns(gradients, long_llama):
     sizes: dict[str, Any] = {"seq_len": 2048, "gradients": gradients}
     with simulate(2) as machine:
         model = load(long_llama, n_devices=2, fuse_blocks=True)
-        run(model, Job(seq_len=8))  # TransformerLens 2 keeps a mask, which is looked at once
         peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
 
     result = estimate(long_llama, 2, **sizes, fuse_blocks=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_run_jobs import NAME, TINY
+from by_name import NAME, TINY
 
 from tl_devicefix import dry_run, estimate, plan
 from tl_devicefix.__main__ import main

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental._config as meta_config
-from dry_run_jobs import NAME
+from by_name import NAME
 
 from tl_devicefix import dry_run, estimate, simulate
 from tl_devicefix.simulation.machine import Machine

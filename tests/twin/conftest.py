@@ -28,15 +28,3 @@ def save(tokenizer, tmp_path):
         return path, read.eval()
 
     return save
-
-
-@pytest.fixture
-def difference(tokens):
-    """The largest difference of two models' log probabilities."""
-
-    @torch.no_grad()
-    def difference(model, hf_model, tokens=tokens):
-        logp = model(tokens).cpu().log_softmax(-1)
-        return (logp - hf_model(tokens).logits.log_softmax(-1)).abs().max().item()
-
-    return difference

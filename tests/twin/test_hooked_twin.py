@@ -23,6 +23,18 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers":
 OTHER_NUMBERS = "gives other numbers than transformers"
 
 
+@pytest.fixture
+def difference(tokens):
+    """The largest difference of two models' log probabilities."""
+
+    @torch.no_grad()
+    def difference(model, hf_model, tokens=tokens):
+        logp = model(tokens).cpu().log_softmax(-1)
+        return (logp - hf_model(tokens).logits.log_softmax(-1)).abs().max().item()
+
+    return difference
+
+
 def load(path, **options):
     return HookedTransformer.from_pretrained(path, center_unembed=False, **options)
 

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, load_hooked
+from architectures import NO_PROCESSING, TOYS
 from comparison import assert_same_tensors
 from hf_models import N_LAYERS
+from kinds import load_kind
 from model_classes import HOOKED, HookedTransformer
 from parameters import in_turn
 
@@ -63,8 +64,8 @@ def load_in_slices(hf_models, references, tokenizer):
                 model.load_and_process_state_dict(weights, **options)
             else:
                 options |= {"dtype": torch.float64, "device": "cpu"}
-                architecture, hf_model = ALL_ARCHITECTURES[name], hf_models(name, torch.float64)
-                model = load_hooked(architecture, hf_model, tokenizer, **options)
+                hf_model = hf_models(name, torch.float64)
+                model = load_kind(name, lambda _, made=hf_model: made, tokenizer, **options)
         return dict(model.named_parameters())
 
     return cache(load)

@@ -134,9 +134,11 @@ def read_index(directory: Path) -> Index:
     try:
         fields = json.loads((directory / INDEX).read_text())
     except (FileNotFoundError, NotADirectoryError):
+        why = f"has no {INDEX}: give the directory in which save_activations has saved a batch"
+        if directory.is_file():
+            why = f"is a file: give the directory, such as {str(directory.parent)!r}"
         raise FileNotFoundError(
-            f"there are no saved activations in {directory}, which has no {INDEX}: give the "
-            "directory in which save_activations has saved a batch"
+            f"there are no saved activations in {directory}, which {why}"
         ) from None
     if fields["version"] != VERSION:
         raise ValueError(

@@ -31,7 +31,9 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise type(error)(f"{directory} cannot be made, because a file is there") from error
+        raise type(error)(
+            f"{directory} cannot be made, because a file is there: give another directory"
+        ) from error
     with open(directory / LOCK, "ab") as file:
         try:
             # Without waiting, because the other process may save for hours.

@@ -71,6 +71,16 @@ def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
             warnings.warn(f"names_filter: {_sentence(model, name)}", stacklevel=4)
 
 
+def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
+    """Warn of a `names_filter` function that has selected nothing."""
+    if callable(names_filter) and not selected:
+        warnings.warn(
+            "names_filter selects no hook point, so the cache is empty: names are in "
+            "model.hook_dict",
+            stacklevel=4,
+        )
+
+
 def _is_known(model: Model, name: object) -> bool:
     """Return True for the name of a hook point, and for a function."""
     # Not by hook_dict, because a Bridge makes it at each look: 75 ms for 80 layers.

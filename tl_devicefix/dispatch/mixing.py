@@ -288,7 +288,7 @@ def add_hook(
         handle.user_hook = hook
         self.fwd_hooks.append(handle)
         return handle
-    across = functools.partial(_across_devices, hook)
+    across = _HookAcrossDevices(hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
     # Users know their hooks in `list_hooks()` by this.
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
@@ -318,24 +318,38 @@ def only_looks(hook: object) -> bool:
     return getattr(hook, "func", None) is _keep
 
 
-def _across_devices(user_hook: HookFunction, activation: Any, *, hook: HookPoint) -> object:
-    """Call a user's hook, which may use tensors of all the model's devices."""
-    # A Bridge's hook points may hand out tuples, or None.
-    device = getattr(activation, "device", None)
-    devices = frozenset() if device is None else devices_in_use(beside=device)
-    if device not in devices or len(devices) == 1:
-        return user_hook(activation, hook=hook)
-    try:
-        with JoinedAt(device, devices):
-            result = user_hook(activation, hook=hook)
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
-        raise RuntimeError(
-            f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
-            f"so bring other tensors there with .to(activation.device) ({error})"
-        ) from error
-    return _at(result, device, devices, hook.name)
+class _HookAcrossDevices:
+    """A user's hook, which may use tensors of all the model's devices."""
+
+    holds_users_hook = True  # because a view of the model has its own
+
+    def __init__(self, user_hook: HookFunction) -> None:
+        self._user_hook = user_hook
+
+    def __repr__(self) -> str:
+        # As in TransformerLens, which names its own wrapper by this.
+        if isinstance(self._user_hook, functools.partial):
+            return f"partial({self._user_hook.func!r},...)"
+        return repr(self._user_hook)
+
+    def __call__(self, activation: Any, *, hook: HookPoint) -> object:
+        """Call the hook."""
+        # A Bridge's hook points may hand out tuples, or None.
+        device = getattr(activation, "device", None)
+        devices = frozenset() if device is None else devices_in_use(beside=device)
+        if device not in devices or len(devices) == 1:
+            return self._user_hook(activation, hook=hook)
+        try:
+            with JoinedAt(device, devices):
+                result = self._user_hook(activation, hook=hook)
+        except RuntimeError as error:
+            if "same device" not in str(error):
+                raise
+            raise RuntimeError(
+                f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
+                f"so bring other tensors there with .to(activation.device) ({error})"
+            ) from error
+        return _at(result, device, devices, hook.name)
 
 
 def _at(

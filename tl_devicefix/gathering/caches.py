@@ -17,7 +17,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.SVDInterpreter import SVDInterpreter
 
 from tl_devicefix.dispatch.carrying import bring_home, move
-from tl_devicefix.dispatch.hook_names import warn_of_unknown
+from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.gathering.gathering import home_of, read_together, spread_placement
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import DeviceLike, with_index
@@ -123,10 +123,14 @@ def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kw
     device, and a dict that the caller brings, are left as they are.
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
-    warn_of_unknown(self, call.arguments.get("names_filter"))
+    names_filter = call.arguments.get("names_filter")
+    warn_of_unknown(self, names_filter)
     if call.arguments.get("cache") is None:
         call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
-    return original(*call.args, **call.kwargs)
+    result = original(*call.args, **call.kwargs)
+    if isinstance(result, tuple):  # `add_caching_hooks` returns no hooks
+        warn_of_empty(names_filter, result[1])
+    return result
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.hook_names import warn_of_unknown
+from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.fusing.listening import unsupported_mode
@@ -107,12 +107,14 @@ def run_with_cache(
 
     With `device`, they are moved there as they are computed, and read there.
     """
-    warn_of_unknown(self, kwargs.get("names_filter"))
+    names_filter = kwargs.get("names_filter")
+    warn_of_unknown(self, names_filter)
     at_home = cache_for(self, kwargs.get("device"))
     with warnings.catch_warnings():
         if at_home is not None:  # TransformerLens says so, but does not ignore it
             warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
+    warn_of_empty(names_filter, cache)
     if at_home is None:
         return output, cache
     if isinstance(cache, ActivationCache):

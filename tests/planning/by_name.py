@@ -1,0 +1,27 @@
+"""Models that are named without a network, and the memory that a run of one takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+
+TINY = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+NAME: Any = "gpt2" if has_hooked_transformer() else TINY
+"""A model that needs no network: a HookedTransformer by its name, or a Bridge by its config."""
+a_bridge_by_name = pytest.mark.skipif(
+    has_hooked_transformer(), reason="names are loaded as a TransformerBridge in TransformerLens 4"
+)
+
+
+def peaks_of(machine: Any, run: Callable[[], Any]) -> list[int]:
+    """What each device had at most while something ran and its result was kept."""
+    devices = range(len(machine.devices))
+    for index in devices:
+        machine.reset_peak_memory_stats(index)
+    _kept = run()
+    return [machine.max_memory_allocated(index) for index in devices]
