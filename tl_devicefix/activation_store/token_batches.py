@@ -66,8 +66,8 @@ class TokenBatches(Iterator[torch.Tensor]):
     ) -> None:
         if shuffle not in (True, False):
             raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
-        if type(batch_size) is not int or batch_size < 1:
-            raise ValueError(f"batch_size must be an int of 1 or more, but is {shown(batch_size)}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, but is {shown(batch_size)}")
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
