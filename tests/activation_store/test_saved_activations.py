@@ -336,7 +336,7 @@ READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
     (lambda h: h[WRITTEN][3, 5], "indexed by examples only"),
     (lambda h: h[WRITTEN][[True, False]], "not by bool"),
     (lambda h: h.activations(WRITTEN, device="cpuu"), "'cpuu' cannot be used here"),
-    (lambda h: h.activations(WRITTEN, batch_size=0), "batch_size must be 1 or more, but is 0"),
+    (lambda h: h.activations(WRITTEN, -1, epochs=None), "batch_size must be 1 or more, but is -1"),
     (lambda h: h.activations(WRITTEN).load_state_dict({}), "the state has batch_size=None, but"),
 ]
 

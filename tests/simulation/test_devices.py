@@ -71,6 +71,15 @@ def test_moved_or_copied_module_keeps_ties_and_gradients(machine):
     assert twin[0].weight.any()
 
 
+def test_copies_of_a_tensor_are_as_torchs_own(machine):
+    tensor = torch.ones(2, device="sim:1", requires_grad=True)
+    (3 * tensor).sum().backward()
+    assert copy.deepcopy(tensor).grad.tolist() == [3, 3]
+    shallow = copy.copy(tensor)
+    shallow.data.zero_()
+    assert (shallow.device, tensor.tolist()) == (tensor.device, [0, 0])
+
+
 def test_shapes_and_data_changed_in_place_are_seen(machine):
     x, out = torch.zeros(3, device="sim:1").unsqueeze_(0), torch.empty(0, device="sim:1")
     torch.mul(x, 2, out=out)

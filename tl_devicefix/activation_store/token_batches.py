@@ -49,7 +49,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: True if the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for another `shuffle`, or a device that is not here.
+        ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class TokenBatches(Iterator[torch.Tensor]):
     ) -> None:
         if shuffle not in (True, False):
             raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be 1 or more, but is {shown(batch_size)}")
+        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
+            if value is not None and value < 1:  # of which batches would be none, or never come
+                raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle

@@ -81,10 +81,18 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         copied = wrap(copy.deepcopy(read(self), memo), machine, device)
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
+        # As torch does: its copy of a plain tensor has the gradient, that of a parameter none.
+        if self.grad is not None and not getattr(self, "_is_param", False):
+            copied.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             if name not in ("_cpu", "_allocation"):
                 copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
+
+    def __copy__(self) -> torch.Tensor:
+        """Return another tensor on the same storage."""
+        # By default, this would go through `__reduce_ex__`, and so to the CPU.
+        return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Save as a CPU tensor, because a simulated device does not outlive its machine."""
