@@ -61,6 +61,7 @@ def _file(path: Path) -> tuple[int, str]:
             ranges = [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
         for start, end in ranges:
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
-            for first in range(start, end, distance):
+            # The last sample of a range too, because the steps may miss its end.
+            for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()
