@@ -94,3 +94,9 @@ def test_a_home_with_room_for_the_embeddings_only_has_no_block(config):
 def test_shares_are_equal_where_nothing_has_to_be_offloaded():
     sizes = [ComponentSize(f"blocks.{layer}", 10, 0) for layer in range(6)]
     assert [share.blocks for share in shares(sizes, [100, 100])] == [3, 3]
+
+
+def test_shares_count_buffers_that_blocks_have_together():
+    sizes = [ComponentSize(f"blocks.{layer}", 10, 5, shared="masks") for layer in range(6)]
+    assert not any(share.offloaded for share in shares(sizes, [35, 35]))
+    assert any(share.offloaded for share in shares(sizes, [34, 34]))
