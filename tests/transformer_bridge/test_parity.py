@@ -60,3 +60,12 @@ def test_one_device_changes_no_bit(load):
     with tl_devicefix.disabled():
         _, expected = bridge.run_with_cache(tokens, return_cache_object=False)
     assert_bit_equal(cache, expected)
+
+
+@pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 starts at no other block")
+def test_a_forward_that_starts_at_a_block_is_on_its_device(load, tokens):
+    bridge = load("llama", n_devices=4)
+    residual, seen = bridge(tokens, stop_at_layer=3), []
+    hook = ("blocks.3.hook_in", lambda value, hook: seen.append(value.device))
+    bridge.run_with_hooks(residual, start_at_layer=3, fwd_hooks=[hook])
+    assert seen == [bridge.placement.device_of("blocks.3")] != [residual.device]
