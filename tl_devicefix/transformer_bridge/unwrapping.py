@@ -267,7 +267,9 @@ class NormOfBridge(nn.Module):
         """Return the normalised activations."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         is_mixed = any(p is not None and p.dtype != x.dtype for p in (weight, bias))
-        if not self._is_usual or weight is None or is_mixed:
+        # A plain tensor may stand in the place of a parameter.
+        is_missing = weight is None or not (self._is_rms or "bias" in self._parameters)
+        if not self._is_usual or is_missing or is_mixed:
             return self._in_steps(x)
         eps = getattr(self.config, "eps", 1e-5)
         if self._is_rms:

@@ -228,3 +228,14 @@ def test_bridges_of_equal_width_split_heads_by_their_own_config(name, tokens, to
         save_checkpoint(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
         bridge = TransformerBridge.boot_transformers(str(tmp_path), device="cpu", fuse_blocks=True)
         assert_agrees(bridge(tokens), unfused(bridge, lambda model: model(tokens)))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_plain_tensor_in_place_of_a_norms_parameter_acts(name, load, tokens):
+    bridge = load("gpt2", device="cpu")
+    norm = bridge.ln_final.original_component
+    value = getattr(norm, name).detach() + 0.5
+    delattr(norm, name)
+    setattr(norm, name, value)
+    expected = bridge(tokens)
+    torch.testing.assert_close(tl_devicefix.fuse_blocks(bridge)(tokens), expected)
