@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tl_devicefix.fusing.fused import fuse_blocks, unfuse_blocks
     from tl_devicefix.multihost.init_hosts import init_hosts
     from tl_devicefix.patches import disable, disabled, enable, enabled, report
+    from tl_devicefix.pipelining.patching import batch_sweeps
     from tl_devicefix.pipelining.pipeline_map import pipeline_map
     from tl_devicefix.pipelining.sweep import sweep
     from tl_devicefix.placement.in_use import gather_on
@@ -34,6 +35,7 @@ __all__ = [
     "DryRun",
     "Estimate",
     "Placement",
+    "batch_sweeps",
     "check",
     "disable",
     "disabled",
@@ -60,6 +62,7 @@ _LAZY = {
     **dict.fromkeys(("fuse_blocks", "unfuse_blocks"), "tl_devicefix.fusing.fused"),
     **dict.fromkeys(("Estimate", "estimate"), "tl_devicefix.planning.estimation"),
     **dict.fromkeys(("DryRun", "dry_run"), "tl_devicefix.planning.dry_run"),
+    "batch_sweeps": "tl_devicefix.pipelining.patching",
     "check": "tl_devicefix.checking",
     "gather_on": "tl_devicefix.placement.in_use",
     "init_hosts": "tl_devicefix.multihost.init_hosts",

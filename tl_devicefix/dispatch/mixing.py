@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs
-from tl_devicefix.dispatch.scheduler import refuse_in_run
+from tl_devicefix.dispatch.scheduler import note_hooked
 from tl_devicefix.monkeypatch.patch import package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
@@ -278,7 +278,7 @@ def add_hook(
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
     """
-    refuse_in_run(self)
+    note_hooked(self)
     # In fewer steps, because there are hundreds of them, and each uses its activation alone.
     if _is_caching(hook):
         if dir != "fwd" or args or kwargs:  # before other hooks, or by several names

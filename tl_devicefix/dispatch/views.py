@@ -27,7 +27,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.fusing.fused import BOUND
+from tl_devicefix.fusing.fused import BOUND, IN_VIEW
+from tl_devicefix.fusing.listening import count_assignment
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -51,28 +52,73 @@ class View(Generic[Module]):
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
         builder = ViewBuilder() if builder is None else builder
         self.model: Module = builder.of(viewed)
-        self._attributes = [(vars(holder), dict(vars(holder))) for holder in builder.holders]
-        # Apart, because a model of 80 layers has 38 000 empty ones, which `any` checks in 1 ms.
-        self._empty = [container for container in builder.containers if not container]
-        self._filled = [(each, contents_of(each)) for each in builder.containers if each]
+        self._states = [_State(holder, own) for holder, own in builder.holders]
+        self._changed = builder.changed
+        self._changed.clear()  # filling the containers has noted them
+        # The config is shared, and a hook may write to the context of its hook point unnoticed.
+        self._always = {0, *(n for n, state in enumerate(self._states) if state.is_hooked())}
+        self._config = getattr(viewed, "cfg", None)
+        self._settings = dict(vars(self._config)) if self._config else {}
 
     def restore(self) -> None:
-        """Bring the view back to its state when it was made: modules, hooks, contexts, attributes.
+        """Undo what a run changed: hooks, contexts, modules, and the attributes of the view itself.
 
-        Values of weights, the config and all else that it shares with the model stay as they are.
+        Only modules whose containers were written to are visited. Values of weights, and all else
+        that the view shares with the model, stay as they are.
         """
-        if any(self._empty):
-            for container in self._empty:
-                container.clear()
-        for container, contents in self._filled:
+        for number in self._always | self._changed:
+            self._states[number].restore()
+        self._changed.clear()
+
+    def shared_setting(self) -> str | None:
+        """Return the config flag that has changed since the view was made, if any."""
+        now = vars(self._config) if self._config else {}
+        return next((name for name in now if now[name] is not self._settings.get(name)), None)
+
+    def kept_setting(self) -> str | None:
+        """Return the attribute of a module, such as `training`, that a run has set, if any.
+
+        It visits all modules, so it is for the end of all runs.
+        """
+        for state in self._states:
+            if (name := state.kept_setting()) is not None:
+                return name
+        return None
+
+
+class _State:
+    """A counterpart's attributes and containers when its view was made."""
+
+    def __init__(self, holder: object, containers: list[Any]) -> None:
+        self._kind, self._attributes = type(holder), vars(holder)
+        self._as_made = dict(self._attributes)
+        self._containers = [(each, contents_of(each)) for each in containers]
+
+    def is_hooked(self) -> bool:
+        """Return True for a hook point with hooks, or with something in its context."""
+        return any(self._as_made.get(name) for name in _OF_HOOK_POINTS)
+
+    def restore(self) -> None:
+        """Give the counterpart what it had."""
+        for container, contents in self._containers:
             now = contents_of(container)
-            # By identity, because `==` of two tensors is a tensor.
+            # By identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
-        for attributes, as_made in self._attributes:
-            attributes.update(as_made)
-            for name in attributes.keys() - as_made.keys():
-                del attributes[name]
+                if container is self._as_made.get("_modules"):
+                    count_assignment()
+        bound = self._attributes.get(BOUND)
+        if len(self._attributes) != len(self._as_made) + (bound is not None):
+            for name in self._attributes.keys() - self._as_made.keys() - {BOUND}:
+                del self._attributes[name]
+        self._attributes.update(self._as_made)
+
+    def kept_setting(self) -> str | None:
+        """See `View`."""
+        for name, value in self._as_made.items():
+            if type(value) in _SETTINGS and self._attributes.get(name) is not value:
+                return f"{name} of a {self._kind.__name__}"
+        return None
 
 
 # Classes of values that lead to no module. They come first, because most values are of them.
@@ -84,6 +130,32 @@ _PLAIN = frozenset(
     )
 )
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
+_SETTINGS = frozenset((bool, int, float, str))
+
+
+def _noting(kind: type) -> type:
+    """Return a subclass of a dict's class that notes whose it is before it changes."""
+
+    def noting(name: str) -> Callable[..., object]:
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def change(self: Any, *args: object, **kwargs: object) -> object:
+            self.changed.add(self.owner)
+            return original(self, *args, **kwargs)
+
+        return change
+
+    changes = "__setitem__ __delitem__ __ior__ clear move_to_end pop popitem setdefault update"
+    methods: dict[str, Any] = {
+        name: noting(name) for name in changes.split() if hasattr(kind, name)
+    }
+    # A copy of a view's module is no part of the view.
+    methods["__reduce__"] = lambda self: (kind, (), None, None, iter(self.items()))
+    return type(kind.__name__, (kind,), {"__slots__": ("changed", "owner"), **methods})
+
+
+_NOTING = {kind: _noting(kind) for kind in (dict, OrderedDict)}
 
 _LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes get counterparts, because they know modules, or keep a run's
@@ -105,13 +177,15 @@ class ViewBuilder:
     """Makes the counterparts in one view: of a model's modules, and of what leads to them."""
 
     def __init__(self) -> None:
-        self.holders: list[object] = []
-        """Counterparts with attributes: modules, and objects such as a Bridge's conversions."""
-        self.containers: list[Any] = []
-        """Dicts, lists and sets of the counterparts' own."""
+        self.holders: list[tuple[object, list[Any]]] = []
+        """Counterparts with attributes (modules, and objects such as a Bridge's conversions), each
+        with the dicts, lists and sets that are its own."""
+        self.changed: set[int] = set()
+        """The numbers of the holders whose dicts were written to."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
-        self._to_fill: list[tuple[type, dict[str, object]]] = []
+        self._to_fill: list[tuple[int, type, dict[str, object]]] = []
+        self._owner = 0  # the number of the holder that is being filled
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
 
     def of(self, model: nn.Module) -> Any:
@@ -151,16 +225,25 @@ class ViewBuilder:
         kind = type(value)
         # Known before it is filled, because what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
-        attributes = dict(vars(value))
-        attributes.pop(BOUND, None)  # because the view's block binds its own modules
+        attributes = {**vars(value), IN_VIEW: True}
+        attributes.pop(BOUND, None)  # the view's block binds its own modules
         # Not by setattr, because classes of modules have their own.
         object.__setattr__(counterpart, "__dict__", attributes)
-        self._to_fill.append((kind, attributes))
-        self.holders.append(counterpart)
+        self._to_fill.append((len(self.holders), kind, attributes))
+        self.holders.append((counterpart, []))
         return counterpart
 
-    def _fill(self, kind: type, attributes: dict[str, object]) -> None:
+    def _new(self, kind: type) -> Any:
+        """Return an empty container of the holder that is being filled."""
+        container = _NOTING.get(kind, kind)()
+        if kind in _NOTING:
+            container.changed, container.owner = self.changed, self._owner
+        self.holders[self._owner][1].append(container)
+        return container
+
+    def _fill(self, owner: int, kind: type, attributes: dict[str, object]) -> None:
         """Put counterparts in the places of a counterpart's attributes."""
+        self._owner = owner
         for name, value in attributes.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
@@ -176,8 +259,7 @@ class ViewBuilder:
         """Return a container that is the counterpart's own, whatever is in it."""
         counterpart = self._counterparts.get(id(value))
         if counterpart is None:
-            counterpart = self._counterparts[id(value)] = type(value)()
-            self.containers.append(counterpart)
+            counterpart = self._counterparts[id(value)] = self._new(type(value))
             if value:
                 refill(counterpart, list(map(self, contents_of(value))))
         return counterpart
@@ -192,9 +274,13 @@ class ViewBuilder:
         if isinstance(value, tuple):
             counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
-            counterpart = copy.copy(value)
+            is_plain = type(value) in _CONTAINERS
+            if is_plain:
+                counterpart = self._new(type(value))
+            else:
+                counterpart = copy.copy(value)
+                self.holders[self._owner][1].append(counterpart)
             refill(counterpart, counterparts)
-            self.containers.append(counterpart)
         self._counterparts[id(value)] = counterpart
         return counterpart
 

@@ -19,6 +19,8 @@ from tl_devicefix.monkeypatch.applying import is_enabled, original
 Module = TypeVar("Module", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
 """The attribute of a fused module for cached facts about it. Copies and views have none."""
+IN_VIEW = "_tl_devicefix_in_view"
+"""The attribute of a module of a run's view. Fusing it would leak into later runs."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
 """The attribute that says why a module asked to fuse cannot; None if it can. Others lack it."""
 
@@ -188,6 +190,11 @@ def is_fused(module: nn.Module) -> bool:
 def set_fused(module: nn.Module, asked: bool) -> None:
     """Fuse or unfuse a module; for a block on another host, only record it."""
     attributes, unfused = vars(module), class_of(module)
+    if IN_VIEW in attributes:
+        raise RuntimeError(
+            "a run in flight may not fuse or unfuse blocks of its view, which later runs get: do "
+            "so before pipeline_map, or pass max_in_flight=1"
+        )
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
     attributes.pop(BOUND, None)  # because fusing again has to find exchanged code
     attributes.pop(_WHY_NOT, None)
@@ -212,3 +219,13 @@ def report_of(module: nn.Module) -> str:
         return f"not fused: {why}"
     pattern = kind.why_pattern(module)
     return "fused" if pattern is None else f"fused, with a pattern: {pattern}"
+
+
+def applies_dropout(module: nn.Module) -> bool:
+    """Return True if a module is in training mode and drops activations."""
+    if not module.training:
+        return False
+    rates = [value for name, value in vars(module).items() if "dropout" in name]
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates.append(module.p)
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

@@ -115,7 +115,7 @@ def remove_all_hook_fns(
 ) -> None:
     """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks."""
     # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`.
-    for point in self.hook_points():
+    for point in [each for each in self.hook_points() if each.fwd_hooks or each.bwd_hooks]:
         for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
             if handles and direction in (one_way, "both"):
                 point.remove_hooks(one_way, including_permanent=including_permanent, level=level)

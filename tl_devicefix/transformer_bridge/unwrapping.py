@@ -33,7 +33,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tl_devicefix.fusing.fused import class_of
+from tl_devicefix.fusing.fused import applies_dropout, class_of
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 
 
@@ -62,7 +62,8 @@ class Unwrapped:
                 _check_wrapper(module, is_block=module is block)
             elif "forward" in vars(module) and not _is_carried_by_accelerate(module):
                 raise NotPlain(f"it contains a {type(module).__name__} with a forward of its own")
-            _check_dropout(module)
+            if applies_dropout(module):  # the Bridge draws in another order
+                raise NotPlain("it applies dropout in training")
         self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
         self.layer = self._of(block)
         used = self._wrapped.union(map(id, self.layer.modules()), self._made)
@@ -220,17 +221,6 @@ def _check_wrapper(wrapper: GeneralizedComponent, is_block: bool) -> None:
         parts = (part for part in own.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
-
-
-def _check_dropout(module: nn.Module) -> None:
-    """Check that a module has no dropout now, because the Bridge draws in another order."""
-    if not module.training:
-        return
-    rates = [value for name, value in vars(module).items() if "dropout" in name]
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        rates.append(module.p)
-    if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
-        raise NotPlain("it applies dropout in training")
 
 
 def computes_itself(wrapper: GeneralizedComponent) -> bool:
