@@ -69,7 +69,9 @@ class RefuseShared(OutsideBlocks, TorchFunctionMode):
         kwargs = kwargs or {}
         self._run.queue.check()
         if (shared := _shared_by(func, args, kwargs)) is not None:
-            raise RuntimeError(_REMEDIES[shared].format(getattr(func, "__name__", "this")))
+            name = getattr(func, "__name__", "")
+            called = "reading or setting it" if name.startswith("__") else name
+            raise RuntimeError(_REMEDIES[shared].format(called))
         return func(*args, **kwargs)
 
 
@@ -80,7 +82,7 @@ _REMEDIES = {
         "own, or pass max_in_flight=1"
     ),
     ".grad": (
-        "{} uses the .grad that all runs in flight share: use torch.autograd.grad(loss, tensors), "
+        "{} uses .grad, which all runs in flight share: use torch.autograd.grad(loss, tensors), "
         "or pass max_in_flight=1"
     ),
 }
