@@ -9,17 +9,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
-from transformer_lens.hook_points import HookPoint
-
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import pausing_modes
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
-from tl_devicefix.fusing.listening import hooks_of
-from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.placement import Placement
@@ -74,7 +68,7 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
     # A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
-    with pausing_modes(lambda: _has_any_global_hook() or _runs_users_code(self)):
+    with pausing_modes(self):
         return _forward(original, self, *args, **kwargs)
 
 
@@ -94,22 +88,6 @@ def _forward(original: Callable[..., T], self: Model, *args: object, **kwargs: A
             output = original(self, *args, **kwargs)
         with moving_to(placement.home):
             return bring_home(output, placement.home)
-
-
-def _runs_users_code(model: Model) -> bool:
-    """Return True if users' hooks of torch's, or `forward`s, are called in a model's forward."""
-    modules: dict[nn.Module, None] = {model: None}
-    for module in (pending := list(modules)):  # which grows meanwhile
-        attributes = vars(module)
-        hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
-        if any(map(is_of_user, hooks)) or is_of_user(attributes.get("forward", nn.Module)):
-            return True
-        # Hook points are left out: their hooks resume what the forward pauses.
-        inner = [m for m in module._modules.values() if type(m) is not HookPoint]
-        new = [m for m in inner if m is not None and m not in modules]
-        modules.update(dict.fromkeys(new))
-        pending += new
-    return False
 
 
 @contextlib.contextmanager

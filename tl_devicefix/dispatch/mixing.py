@@ -11,9 +11,11 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -24,9 +26,11 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.scheduler import note_hooked
-from tl_devicefix.monkeypatch.patch import package_of, patches
+from tl_devicefix.fusing.listening import hooks_of
+from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
+from tl_devicefix.types import Model
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
@@ -35,11 +39,12 @@ Tensors = list[torch.Tensor]
 class OutsideBlocks:
     """Marks modes that change nothing within a block, so that remote blocks run without them.
 
-    One that pauses in forwards is off in a model's forward, and on again in users' hooks and
-    modules there.
+    One that pauses in a model's forward is on again in users' hooks and modules there.
     """
 
-    pauses_in_forwards: ClassVar[bool] = False
+    def pauses_in(self, model: Model) -> bool:
+        """Return True if the mode is off in a model's forward."""
+        return False
 
 
 class _Paused(threading.local):
@@ -50,15 +55,31 @@ _paused = _Paused()
 """The modes that are off in this thread's forward."""
 
 
-def pausing_modes(
-    runs_users_code: Callable[[], bool],
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context for a model's forward: without modes that pause, unless it needs them."""
+def pausing_modes(model: Model) -> contextlib.AbstractContextManager[None]:
+    """Return a context for a model's forward, without the modes that pause there."""
     stack = _get_current_function_mode_stack()
-    pausing = tuple(mode for mode in stack if getattr(mode, "pauses_in_forwards", False))
-    if not pausing or runs_users_code():
+    pausing = tuple(m for m in stack if isinstance(m, OutsideBlocks) and m.pauses_in(model))
+    if not pausing:
         return contextlib.nullcontext()
     return _within([mode for mode in stack if mode not in pausing], pausing)
+
+
+def runs_users_code(model: Model) -> bool:
+    """Return True if users' hooks of torch's, or `forward`s, are called in a model's forward."""
+    if _has_any_global_hook():
+        return True
+    modules: dict[nn.Module, None] = {model: None}
+    for module in (pending := list(modules)):  # which grows meanwhile
+        attributes = vars(module)
+        hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
+        if any(map(is_of_user, hooks)) or is_of_user(attributes.get("forward", nn.Module)):
+            return True
+        # Hook points are left out: their hooks resume what the forward pauses.
+        inner = [m for m in module._modules.values() if type(m) is not HookPoint]
+        new = [m for m in inner if m is not None and m not in modules]
+        modules.update(dict.fromkeys(new))
+        pending += new
+    return False
 
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
@@ -251,7 +272,9 @@ _TABLES = {
 class _Mixing(JoinedAt):
     """The mode of `mix_devices`."""
 
-    pauses_in_forwards = True
+    def pauses_in(self, model: Model) -> bool:
+        """Return True unless users' code may run there that cannot resume the mode."""
+        return not runs_users_code(model)
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None

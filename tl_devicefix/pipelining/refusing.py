@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.scheduler import Run
+from tl_devicefix.types import Model
 
 # By name: torch, torch.Tensor and torch.nn.functional have each another object for one name.
 _RANDOM = {
@@ -57,11 +58,20 @@ class RefuseShared(OutsideBlocks, TorchFunctionMode):
     """A mode for a run in flight: using state of all runs raises, and so does a run that is over.
 
     A model's own forward draws no random numbers outside of training, so it runs without the mode.
+
+    Args:
+        run: the run.
+        pauses: False if users' hooks of torch's, or their `forward`s, run in the model's forward.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, pauses: bool) -> None:
         super().__init__()
         self._run = run
+        self._pauses = pauses
+
+    def pauses_in(self, model: Model) -> bool:
+        """Return True if the mode is off in a model's forward."""
+        return self._pauses
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
