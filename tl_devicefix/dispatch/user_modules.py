@@ -107,6 +107,15 @@ class Watch:
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         return copy.copy(self)  # with the same set, because each view of a model has such a copy
 
+    def of_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
+        """Return the same for a view of the model, by the counterparts of its modules."""
+        watch = Watch(self._is_own, self._warned_of)
+        if self.is_as_seen():
+            modules = (module for reference in self._modules if (module := reference()) is not None)
+            watch._modules = [weakref.ref(counterpart_of(module)) for module in modules]
+            watch._seen = watch._now()
+        return watch
+
     def is_as_seen(self) -> bool:
         """Return True if modules, and the devices of tensors, are those of the last check."""
         return self._seen is not None and self._now() == self._seen

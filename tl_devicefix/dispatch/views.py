@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
+from tl_devicefix.dispatch.user_modules import WATCH, Watch
 from tl_devicefix.fusing.fused import BOUND, IN_VIEW
 from tl_devicefix.fusing.listening import count_assignment
 from tl_devicefix.monkeypatch.patch import LIBRARIES
@@ -52,11 +53,17 @@ class View(Generic[Module]):
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
         builder = ViewBuilder() if builder is None else builder
         self.model: Module = builder.of(viewed)
-        self._states = [_State(holder, own) for holder, own in builder.holders]
-        self._changed = builder.changed
-        self._changed.clear()  # filling the containers has noted them
+        watch: Watch | None = vars(viewed).get(WATCH)
+        if watch is not None:
+            vars(self.model)[WATCH] = watch.of_view(builder.counterpart_of)
+        self._changed, self._states = builder.changed, builder.states
         # The config is shared, and a hook may write to the context of its hook point unnoticed.
-        self._always = {0, *(n for n, state in enumerate(self._states) if state.is_hooked())}
+        for state in self._states:
+            state.as_made = dict(state.attributes)
+        self._begin()
+        self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked()]
+        for state in self._always:
+            state.contents = list(map(contents_of, state.containers))
         self._config = getattr(viewed, "cfg", None)
         self._settings = dict(vars(self._config)) if self._config else {}
 
@@ -66,8 +73,14 @@ class View(Generic[Module]):
         Only modules whose containers were written to are visited. Values of weights, and all else
         that the view shares with the model, stay as they are.
         """
-        for number in self._always | self._changed:
-            self._states[number].restore()
+        for state in (*self._changed, *self._always):
+            state.restore()
+        self._begin()
+
+    def _begin(self) -> None:
+        # An OrderedDict is filled by its `__setitem__`, which notes it.
+        for state in self._changed:
+            state.is_noted = False
         self._changed.clear()
 
     def shared_setting(self) -> str | None:
@@ -80,45 +93,55 @@ class View(Generic[Module]):
 
         It visits all modules, so it is for the end of all runs.
         """
-        for state in self._states:
-            if (name := state.kept_setting()) is not None:
-                return name
-        return None
+        return next(filter(None, (state.kept_setting() for state in self._states)), None)
 
 
 class _State:
-    """A counterpart's attributes and containers when its view was made."""
+    """A counterpart's attributes when its view was made, and its containers' contents.
 
-    def __init__(self, holder: object, containers: list[Any]) -> None:
-        self._kind, self._attributes = type(holder), vars(holder)
-        self._as_made = dict(self._attributes)
-        self._containers = [(each, contents_of(each)) for each in containers]
+    The contents are noted before the first change of a run: an 80-layer model has 38 000 empty
+    containers.
+    """
+
+    __slots__ = "as_made", "attributes", "changed", "containers", "contents", "is_noted", "kind"
+
+    def __init__(self, kind: type, attributes: dict[str, object], changed: list[_State]) -> None:
+        self.kind, self.attributes, self.changed = kind, attributes, changed
+        self.as_made: dict[str, object] = {}
+        self.containers: list[Any] = []
+        self.contents: list[list[Any]] = []
+        self.is_noted = False
 
     def is_hooked(self) -> bool:
         """Return True for a hook point with hooks, or with something in its context."""
-        return any(self._as_made.get(name) for name in _OF_HOOK_POINTS)
+        return any(map(self.as_made.get, _OF_HOOK_POINTS))
+
+    def note(self) -> None:
+        """Note the contents, before one of them changes for the first time in a run."""
+        if not self.is_noted:
+            self.is_noted = True
+            self.contents = list(map(contents_of, self.containers))
+            self.changed.append(self)
 
     def restore(self) -> None:
         """Give the counterpart what it had."""
-        for container, contents in self._containers:
+        for container, contents in zip(self.containers, self.contents):
             now = contents_of(container)
             # By identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
-                if container is self._as_made.get("_modules"):
+                if container is self.as_made.get("_modules"):
                     count_assignment()
-        bound = self._attributes.get(BOUND)
-        if len(self._attributes) != len(self._as_made) + (bound is not None):
-            for name in self._attributes.keys() - self._as_made.keys() - {BOUND}:
-                del self._attributes[name]
-        self._attributes.update(self._as_made)
+        for name in self.attributes.keys() - self.as_made.keys() - {BOUND}:
+            del self.attributes[name]
+        self.attributes.update(self.as_made)
 
     def kept_setting(self) -> str | None:
         """See `View`."""
-        for name, value in self._as_made.items():
+        for name, value in self.as_made.items():
             is_setting = type(value) in _SETTINGS and not name.startswith("_")
-            if is_setting and self._attributes.get(name) is not value:
-                return f"{name} of a {self._kind.__name__}"
+            if is_setting and self.attributes.get(name) is not value:
+                return f"{name} of a {self.kind.__name__}"
         return None
 
 
@@ -135,14 +158,14 @@ _SETTINGS = frozenset((bool, int, float, str))
 
 
 def _noting(kind: type) -> type:
-    """Return a subclass of a dict's class that notes whose it is before it changes."""
+    """Return a subclass of a dict's class that has its owner noted before it changes."""
 
     def noting(name: str) -> Callable[..., object]:
         original = getattr(kind, name)
 
         @functools.wraps(original)
         def change(self: Any, *args: object, **kwargs: object) -> object:
-            self.changed.add(self.owner)
+            self.owner.note()
             return original(self, *args, **kwargs)
 
         return change
@@ -153,7 +176,7 @@ def _noting(kind: type) -> type:
     }
     # A copy of a view's module is no part of the view.
     methods["__reduce__"] = lambda self: (kind, (), None, None, iter(self.items()))
-    return type(kind.__name__, (kind,), {"__slots__": ("changed", "owner"), **methods})
+    return type(kind.__name__, (kind,), {"__slots__": ("owner",), **methods})
 
 
 _NOTING = {kind: _noting(kind) for kind in (dict, OrderedDict)}
@@ -178,15 +201,14 @@ class ViewBuilder:
     """Makes the counterparts in one view: of a model's modules, and of what leads to them."""
 
     def __init__(self) -> None:
-        self.holders: list[tuple[object, list[Any]]] = []
-        """Counterparts with attributes (modules, and objects such as a Bridge's conversions), each
-        with the dicts, lists and sets that are its own."""
-        self.changed: set[int] = set()
-        """The numbers of the holders whose dicts were written to."""
+        self.states: list[_State] = []
+        """Of counterparts with attributes: modules, and objects such as a Bridge's conversions."""
+        self.changed: list[_State] = []
+        """Those whose dicts were written to."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
-        self._to_fill: list[tuple[int, type, dict[str, object]]] = []
-        self._owner = 0  # the number of the holder that is being filled
+        self._to_fill: list[_State] = []
+        self._owner: _State  # of the counterpart that is being filled
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
 
     def of(self, model: nn.Module) -> Any:
@@ -196,7 +218,7 @@ class ViewBuilder:
         counterpart = self(model)
         # In a loop, because recursion would go as deep as modules lead from one to another.
         while self._to_fill:
-            self._fill(*self._to_fill.pop())
+            self._fill(self._to_fill.pop())
         # Last, because a handle refers to its dict of hooks, whose counterpart has to be there.
         for handle, its_counterpart in self._handles:
             hooks, number, *others = handle.__getstate__()
@@ -226,31 +248,34 @@ class ViewBuilder:
         kind = type(value)
         # Known before it is filled, because what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
-        attributes = {**vars(value), IN_VIEW: True}
+        attributes = dict(vars(value))
+        if issubclass(kind, nn.Module):
+            attributes[IN_VIEW] = True
         attributes.pop(BOUND, None)  # the view's block binds its own modules
         # Not by setattr, because classes of modules have their own.
         object.__setattr__(counterpart, "__dict__", attributes)
-        self._to_fill.append((len(self.holders), kind, attributes))
-        self.holders.append((counterpart, []))
+        state = _State(kind, attributes, self.changed)
+        self._to_fill.append(state)
+        self.states.append(state)
         return counterpart
 
     def _new(self, kind: type) -> Any:
         """Return an empty container of the holder that is being filled."""
         container = _NOTING.get(kind, kind)()
         if kind in _NOTING:
-            container.changed, container.owner = self.changed, self._owner
-        self.holders[self._owner][1].append(container)
+            container.owner = self._owner
+        self._owner.containers.append(container)
         return container
 
-    def _fill(self, owner: int, kind: type, attributes: dict[str, object]) -> None:
+    def _fill(self, state: _State) -> None:
         """Put counterparts in the places of a counterpart's attributes."""
-        self._owner = owner
+        self._owner, kind, attributes = state, state.kind, state.attributes
         for name, value in attributes.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
-                attributes[name] = self._own(value)
+                attributes[name] = self._own(value) if value else self._new(its_kind)
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -280,7 +305,7 @@ class ViewBuilder:
                 counterpart = self._new(type(value))
             else:
                 counterpart = copy.copy(value)
-                self.holders[self._owner][1].append(counterpart)
+                self._owner.containers.append(counterpart)
             refill(counterpart, counterparts)
         self._counterparts[id(value)] = counterpart
         return counterpart
@@ -371,11 +396,14 @@ def contents_of(container: Any) -> list[Any]:
 
 def refill(container: Any, contents: list[Any]) -> None:
     """Give a dict, list or set these contents, in place, because others may hold it."""
-    container.clear()
-    if isinstance(container, dict):
+    kind = next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), None)
+    if kind is not None:  # by the class's own methods, which note nothing
         n = len(contents) // 2
-        container.update(zip(contents[:n], contents[n:]))
-    elif isinstance(container, set):
+        kind.clear(container)
+        kind.update(container, zip(contents[:n], contents[n:]))
+        return
+    container.clear()
+    if isinstance(container, set):
         container.update(contents)
     else:
         container.extend(contents)
