@@ -77,9 +77,10 @@ class Batch:
     def run(self, model: Model) -> list[Any]:
         """Run all on a model, or a view of it, and return each run's result."""
         written = _Written()
+        of_runs = [_Rows(number, self._rows, self._n, written) for number in range(self._n)]
         hooks = [
-            (names, _HookOfRun(hook, number, self._rows, self._n, written))
-            for number, run in enumerate(self._runs)
+            (names, partial(rows.call, hook))
+            for rows, run in zip(of_runs, self._runs)
             for names, hook in run
         ]
         # The library's own loss, of each run's rows.
@@ -136,30 +137,31 @@ class _Written:
         return self.activation
 
 
-class _HookOfRun:
-    """A hook that sees and edits the rows of its run."""
+class _Rows:
+    """The rows of a run in a batch, which its hooks see and edit."""
 
-    def __init__(
-        self, hook: Callable[..., Any], run: int, rows: int, n_runs: int, written: _Written
-    ) -> None:
-        self._hook, self._run, self._n_runs, self._written = hook, run, n_runs, written
+    def __init__(self, run: int, rows: int, n_runs: int, written: _Written) -> None:
+        self._run, self._n_runs, self._written = run, n_runs, written
         self._rows = slice(run * rows, (run + 1) * rows)
         self._total = n_runs * rows
         self._points: dict[HookPoint, _PointOfRun] = {}
 
-    def __call__(self, activation: Any, *, hook: HookPoint) -> torch.Tensor | None:
+    def call(
+        self, user_hook: Callable[..., Any], activation: Any, *, hook: HookPoint
+    ) -> torch.Tensor | None:
+        """Call a hook of the run with its rows `[batch, ...]` of `[run * batch, ...]`."""
         shape = tuple(getattr(activation, "shape", ()))
-        # A batch's rows are routed to experts, and may be as many by chance.
+        # The rows that are routed to an expert may be as many by chance.
         if shape[:1] != (self._total,) or ".experts." in f"{hook.name}.":
             what = f"a tensor {list(shape)}" if shape else f"a {type(activation).__name__}"
             raise ValueError(
                 f"{hook.name} has no rows for each of {self._n_runs} runs of a batch, as it gives "
                 f"{what} instead of {self._total} rows: {_ALONE}"
             )
+        rows = activation[self._rows]
         if hook not in self._points:
             self._points[hook] = _PointOfRun(hook)
-        rows = activation[self._rows]
-        result = self._hook(rows, hook=self._points[hook])
+        result = user_hook(rows, hook=self._points[hook])
         if result is None or result is rows:
             written = None
         elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
