@@ -19,6 +19,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.carrying import repeated
 from tl_devicefix.misspelt import shown
+from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
 
 Hooks = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
@@ -30,6 +31,7 @@ _KEPT = (
     *("clear_contexts", "loss_per_token", "padding_side", "prepend_bos", "return_type"),
     "stop_at_layer",
 )
+_OF_NORMS = (".hook_normalized", ".hook_scale")
 _RETURN_TYPES = ("logits", "loss", "both", None)
 _ALONE = "pass batch_size=1"
 
@@ -77,7 +79,9 @@ class Batch:
     def run(self, model: Model) -> list[Any]:
         """Run all on a model, or a view of it, and return each run's result."""
         written = _Written()
-        of_runs = [_Rows(number, self._rows, self._n, written) for number in range(self._n)]
+        # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
+        kept = _OF_NORMS if hasattr(model, "original_model") else ()
+        of_runs = [_Rows(number, self._rows, self._n, written, kept) for number in range(self._n)]
         hooks = [
             (names, partial(rows.call, hook))
             for rows, run in zip(of_runs, self._runs)
@@ -140,8 +144,10 @@ class _Written:
 class _Rows:
     """The rows of a run in a batch, which its hooks see and edit."""
 
-    def __init__(self, run: int, rows: int, n_runs: int, written: _Written) -> None:
-        self._run, self._n_runs, self._written = run, n_runs, written
+    def __init__(
+        self, run: int, rows: int, n_runs: int, written: _Written, kept: tuple[str, ...]
+    ) -> None:
+        self._run, self._n_runs, self._written, self._kept = run, n_runs, written, kept
         self._rows = slice(run * rows, (run + 1) * rows)
         self._total = n_runs * rows
         self._points: dict[HookPoint, _PointOfRun] = {}
@@ -161,9 +167,16 @@ class _Rows:
         rows = activation[self._rows]
         if hook not in self._points:
             self._points[hook] = _PointOfRun(hook)
+        version = version_of(rows)
         result = user_hook(rows, hook=self._points[hook])
         if result is None or result is rows:
             written = None
+            is_edited = version is None or version != version_of(rows)
+            if is_edited and f"{hook.name}".endswith(self._kept):
+                raise ValueError(
+                    f"a hook on {hook.name} edits in place, which a TransformerBridge ignores "
+                    f"there: return a new tensor, or {_ALONE}"
+                )
         elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
             given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)
             raise ValueError(
