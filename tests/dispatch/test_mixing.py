@@ -11,7 +11,7 @@ from devices import device
 
 import tl_devicefix
 from tl_devicefix import plan
-from tl_devicefix.dispatch.mixing import JoinedAt
+from tl_devicefix.dispatch.mixing import JoinedAt, _Mixing
 from tl_devicefix.placement import in_use
 
 pytestmark = pytest.mark.hooked
@@ -43,6 +43,70 @@ def test_mix_devices_is_on_until_its_outermost_with_ends(model):
     with pytest.raises(ZeroDivisionError), mixing:
         raise ZeroDivisionError
     assert not mixes(model)
+
+
+def test_mix_devices_as_a_statement_is_on_until_turned_off(model):
+    def in_a_thread():
+        thread = threading.Thread(target=lambda: seen.append(mixes(model)))
+        thread.start()
+        thread.join()
+        return seen.pop()
+
+    seen = []
+    try:
+        tl_devicefix.mix_devices()
+        with torch.device("cpu"), tl_devicefix.mix_devices():
+            assert mixes(model)
+        assert mixes(model)
+        with tl_devicefix.mix_devices(False):
+            assert not mixes(model)
+        assert mixes(model)
+        assert not in_a_thread()
+        with torch.device("cpu"):
+            tl_devicefix.mix_devices(False)
+            assert not mixes(model)
+            tl_devicefix.mix_devices()
+        assert mixes(model)
+        tl_devicefix.mix_devices(False)
+        torch.set_default_device("cpu")
+        tl_devicefix.mix_devices()
+        torch.set_default_device(None)
+        assert mixes(model)
+    finally:
+        tl_devicefix.mix_devices(False)
+    assert not mixes(model)
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_mix_devices_is_off_in_a_forward_but_for_users_code(model, at_home, monkeypatch):
+    def calls(run=lambda: model(at_home)):
+        before = len(seen)
+        run()
+        return len(seen) - before
+
+    def called(*args, **kwargs):
+        seen.append(args)
+        return own(*args, **kwargs)
+
+    def run_again(activation, hook):
+        return activation + model(at_home, stop_at_layer=1).sum()
+
+    def fail(activation, hook):
+        raise ZeroDivisionError
+
+    own, seen = _Mixing.__torch_function__, []
+    monkeypatch.setattr(_Mixing, "__torch_function__", called)
+    point = "blocks.1.hook_resid_post"
+    with tl_devicefix.mix_devices():
+        assert calls() == 0
+        of_one_hook = calls(lambda: model.run_with_hooks(at_home, fwd_hooks=[(point, run_again)]))
+        assert 0 < of_one_hook < 30
+        with pytest.raises(ZeroDivisionError):
+            model.run_with_hooks(at_home, fwd_hooks=[(point, fail)])
+        assert calls(lambda: torch.ones(1) + 1) > 0
+        with model.blocks[2].mlp.register_forward_hook(lambda *_: None):
+            assert calls() > 50
+    assert calls(lambda: torch.ones(1) + 1) == 0
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

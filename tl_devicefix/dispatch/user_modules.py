@@ -22,7 +22,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.mixing import JoinedAt, tensor_bytes, tensors_in
+from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.prefetch import pin
@@ -49,7 +49,7 @@ class RunWhereItIs(Around):
         device = device_of_weights(module) or back
         if back is None or device is None:
             return run(*args, **kwargs)
-        with JoinedAt(device, devices_in_use() | {device}):
+        with resuming_modes(), JoinedAt(device, devices_in_use() | {device}):
             return bring_home(run(*args, **kwargs), back)
 
 

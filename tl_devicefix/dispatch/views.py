@@ -116,7 +116,8 @@ class _State:
     def kept_setting(self) -> str | None:
         """See `View`."""
         for name, value in self._as_made.items():
-            if type(value) in _SETTINGS and self._attributes.get(name) is not value:
+            is_setting = type(value) in _SETTINGS and not name.startswith("_")
+            if is_setting and self._attributes.get(name) is not value:
                 return f"{name} of a {self._kind.__name__}"
         return None
 

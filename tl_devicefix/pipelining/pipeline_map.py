@@ -21,6 +21,7 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.adapters import adapter_of
+from tl_devicefix.dispatch.mixing import runs_users_code
 from tl_devicefix.dispatch.naming import WRAPPED, each_module, join_path
 from tl_devicefix.dispatch.scheduler import (
     DeviceQueue,
@@ -178,7 +179,7 @@ def _pipelined(
 ) -> Generator[Result, None, None]:
     """Start as many runs as may be in flight, and one more for each result that is fetched."""
     _refuse_dropout(model)
-    devices = _devices_of(model, here=True)
+    devices, pauses = _devices_of(model, here=True), not runs_users_code(model)
     queue = DeviceQueue()
 
     def start(number: int, item: Item) -> Future[Result]:
@@ -190,7 +191,7 @@ def _pipelined(
         view, streams = viewed
         this_run = Run(number, queue, streams)
         try:
-            with running(this_run), RefuseShared(this_run):
+            with running(this_run), RefuseShared(this_run, pauses):
                 result = run(view.model, item)
             if (name := view.shared_setting()) is not None:
                 raise RuntimeError(

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.scheduler import Run
+from tl_devicefix.types import Model
 
 # By name: torch, torch.Tensor and torch.nn.functional have each another object for one name.
 _RANDOM = {
@@ -57,11 +58,20 @@ class RefuseShared(OutsideBlocks, TorchFunctionMode):
     """A mode for a run in flight: using state of all runs raises, and so does a run that is over.
 
     A model's own forward draws no random numbers outside of training, so it runs without the mode.
+
+    Args:
+        run: the run.
+        pauses: False if users' hooks of torch's, or their `forward`s, run in the model's forward.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, pauses: bool) -> None:
         super().__init__()
         self._run = run
+        self._pauses = pauses
+
+    def pauses_in(self, model: Model) -> bool:
+        """Return True if the mode is off in a model's forward."""
+        return self._pauses
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -69,7 +79,9 @@ class RefuseShared(OutsideBlocks, TorchFunctionMode):
         kwargs = kwargs or {}
         self._run.queue.check()
         if (shared := _shared_by(func, args, kwargs)) is not None:
-            raise RuntimeError(_REMEDIES[shared].format(getattr(func, "__name__", "this")))
+            name = getattr(func, "__name__", "")
+            called = "reading or setting it" if name.startswith("__") else name
+            raise RuntimeError(_REMEDIES[shared].format(called))
         return func(*args, **kwargs)
 
 
@@ -80,7 +92,7 @@ _REMEDIES = {
         "own, or pass max_in_flight=1"
     ),
     ".grad": (
-        "{} uses the .grad that all runs in flight share: use torch.autograd.grad(loss, tensors), "
+        "{} uses .grad, which all runs in flight share: use torch.autograd.grad(loss, tensors), "
         "or pass max_in_flight=1"
     ),
 }
