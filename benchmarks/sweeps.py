@@ -87,7 +87,7 @@ def hooks(arguments: argparse.Namespace) -> Results:
             continue
         with on(n_devices):
             model = load_on(n_devices, kind, arguments.bridge)
-            calls = {name: partial(way, model, tokens, runs) for name, way in ways.items()}
+            calls: Calls = {name: partial(way, model, tokens, runs) for name, way in ways.items()}
             results = [torch.cat(call()).cpu() for call in calls.values()]
             check(torch.equal(results[0], each) for each in results)
             took = in_turns(calls, arguments.rounds)
