@@ -211,6 +211,28 @@ def test_patched_function_changes_for_those_who_imported_it():
         assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
 
 
+def test_function_that_somebody_decorated_is_patched_and_restored(monkeypatch):
+    tl_devicefix.disable()
+    for patch in (patch for patch in table() if patch.owner is None):
+        calls = []
+
+        @functools.wraps(undecorated := named(patch.name))
+        def decorated(*args, calls_of=calls.append, **kwargs):
+            calls_of(patch)  # of its closure
+
+        for place in places_of(patch.name):
+            monkeypatch.setattr(place, patch.name, decorated)
+        code, signature = decorated.__code__, inspect.signature(undecorated)
+        with tl_devicefix.enabled():
+            assert named(patch.name) is decorated
+            assert decorated.__code__ is not code
+            assert inspect.signature(decorated) == signature
+            decorated(*[None] * sum(it.default is it.empty for it in signature.parameters.values()))
+        assert calls == [patch]
+        assert decorated.__code__ is code
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
 def test_next_enable_or_disable_mends_an_interrupted_enable(mends, monkeypatch):
     mends()
