@@ -35,6 +35,7 @@ FORMS = ["hf_model", "checkpoint"]
 @pytest.fixture(params=FORMS)
 def load(request, hf_models, checkpoints, load):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
+
     def load_form(name, dtype=torch.float32, **options):
         if request.param == "checkpoint":
             directory = str(checkpoints(name, dtype))

@@ -78,9 +78,7 @@ def test_devices_are_named_as_for_hooked_transformer(options, used, machine, loa
     assert_agrees(bridge(tokens.to(home)), on_one("llama")(tokens), home)
 
 
-@pytest.mark.parametrize(
-    "by_index", [pytest.param(False, marks=pytest.mark.fails_unpatched), True]
-)
+@pytest.mark.parametrize("by_index", [pytest.param(False, marks=pytest.mark.fails_unpatched), True])
 def test_a_map_of_hugging_face_modules_is_honoured(by_index, machine, load, on_one, tokens):
     """The unpatched release honours it too, and then fails to read its cache."""
     spread = balanced_map("llama", machine.devices)
