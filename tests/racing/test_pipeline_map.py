@@ -39,6 +39,39 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, load, toke
     assert sum(stream not in default for stream in machine.executor.copies) >= 2 * len(batches)
 
 
+@pytest.mark.hooked
+def test_cache_moved_to_its_blocks_is_read_before_it_is_freed(machine, load, tokens):
+    from kinds import new_kv_cache  # here, because it needs a HookedTransformer
+
+    def run(view, batch):
+        cache = new_kv_cache(view, len(batch))
+        view(batch, past_kv_cache=cache)
+        for entry in cache.entries:  # the next forward moves them, and drops those at home
+            entry.past_keys = entry.past_keys.to(machine.devices[0])
+        return view(batch, past_kv_cache=cache)
+
+    model, batches = load("llama", 2), [tokens, tokens.roll(1, 1)]
+    with torch.no_grad():
+        expected = [run(model, batch) for batch in batches]
+        assert_bit_equal(list(pipeline_map(model, run, batches, 2)), expected)
+
+
+@pytest.mark.hooked
+def test_mask_edited_between_blocks_is_sent_after_the_edit(machine, load, tokens):
+    def run(view, batch):
+        mask = torch.ones_like(batch, device=machine.devices[0])
+
+        def edit(activation, hook):  # on blocks.2 to 3, which have the mask already
+            mask[0, 4] = 0
+
+        with view.hooks([("blocks.2.hook_resid_pre", edit)]):
+            return view(batch, attention_mask=mask)
+
+    model, batches = load("llama", 3), [tokens, tokens.roll(1, 1)]
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, run, batches, 2)), expected)
+
+
 def test_run_has_the_callers_current_device(sim, load):
     model = load("gpt2", 2, folded=True)
     with sim.stream(sim.Stream("sim:2")):
