@@ -60,7 +60,7 @@ class Blueprint(Protocol):
         """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return the bytes that loading needs on a device beside the weights."""
+        """Return the most bytes that loading needs on a device beside the weights."""
 
     def generation(self, model: Model, batch_size: int, seq_len: int) -> Generation:
         """Return the generation from prompts of `seq_len` tokens."""
