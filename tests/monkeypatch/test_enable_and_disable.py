@@ -220,7 +220,7 @@ def remembering(calls):
     return function
 
 
-def test_function_that_somebody_decorated_is_patched_and_restored(monkeypatch):
+def test_a_function_that_somebody_decorated_is_patched(monkeypatch):
     tl_devicefix.disable()
     for patch in (patch for patch in table() if patch.owner is None):
         calls, undecorated = [], named(patch.name)
