@@ -138,12 +138,6 @@ class BoundBlock:
         self._names = list(map(tuple, self._all_parameters))
         unknown = (name for name, part in self.modules.items() if not _is_known(name, part))
         self.as_modules = self.always.union(unknown)
-        # Not for an offloaded block, because its weights are elsewhere next time.
-        self._keeps = "forward" not in block.__dict__
-        parts = (self.modules.get(name) for name in ("attn", "mlp"))
-        self._parameters = [part._parameters for part in parts if part is not None]
-        # One assignment, because several threads may run a model.
-        self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
         self._ignored: tuple[object, object, bool] = None, None, False
 
     def is_current(self) -> bool:
@@ -161,21 +155,6 @@ class BoundBlock:
             # The tensor is kept, because a freed address may be reused.
             self._ignored = state, ignored.detach(), is_inf
         return self._ignored[2]
-
-    def weights(self) -> _Weights:
-        """Return views of the weights, in the shapes that matmuls take."""
-        if torch.is_grad_enabled():
-            return _Weights(self.modules, self.as_modules)
-        now = [w for named in self._parameters for w in named.values() if w is not None]
-        weights, as_of = self._kept
-        # The same memory, seen in the same way.
-        are_same = len(now) == len(as_of) and all(map(torch.Tensor.is_set_to, now, as_of))
-        if weights is not None and are_same:
-            return weights
-        weights = _Weights(self.modules, self.as_modules)
-        if self._keeps and weights.are_views:
-            self._kept = weights, [weight.detach() for weight in now]
-        return weights
 
 
 def _is_foreign(name: str, module: nn.Module) -> bool:
@@ -226,10 +205,9 @@ def _why_pattern(attn: Any) -> str | None:
 
 
 class _Weights:
-    """Views of a block's weights. A view that would be a copy is made at each use."""
+    """A block's weights as `F.linear` takes them."""
 
     def __init__(self, modules: Modules, as_modules: frozenset[str]) -> None:
-        self.are_views = True
         if "attn" not in as_modules:
             self._of_attention(modules["attn"])
         if "mlp" in modules and "mlp" not in as_modules:
@@ -239,15 +217,11 @@ class _Weights:
         named = attn._parameters
         W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = (named[n] for n in _ATTENTIONS[type(attn)])
         # [head, d_model, d_head] -> [head * d_head, d_model], as nn.Linear has it
-        self.q = self._view(W_Q, W_Q.mT.flatten(0, 1)), self._view(b_Q, b_Q.flatten())
-        self.k = self._view(W_K, W_K.mT.flatten(0, 1)), self._view(b_K, b_K.flatten())
-        self.v = self._view(W_V, W_V.mT.flatten(0, 1)), self._view(b_V, b_V.flatten())
-        self.o = self._view(W_O, W_O.flatten(0, 1)).T  # [d_model, head * d_head]
+        self.q = W_Q.mT.flatten(0, 1), b_Q.flatten()
+        self.k = W_K.mT.flatten(0, 1), b_K.flatten()
+        self.v = W_V.mT.flatten(0, 1), b_V.flatten()
+        self.o = W_O.flatten(0, 1).T  # [d_model, head * d_head]
         self.n_heads, self.n_kv_heads, self.d_head = b_Q.shape[0], b_K.shape[0], b_K.shape[1]
-
-    def _view(self, of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        self.are_views &= view.data_ptr() == of.data_ptr()
-        return view
 
     def _of_mlp(self, mlp: Any) -> None:
         named = mlp._parameters
@@ -265,7 +239,7 @@ def _block(
 ) -> Residual:
     modules, hooked = bound.modules, bound.listeners.look() | bound.always
     called = bound.as_modules | hooked
-    weights = bound.weights()
+    weights = _Weights(modules, bound.as_modules)
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
         return modules[name](x) if name in hooked else x
