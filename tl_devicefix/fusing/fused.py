@@ -14,7 +14,8 @@ from typing import Any, SupportsIndex, TypeVar
 import torch
 from torch import nn
 
-from tl_devicefix.monkeypatch.applying import is_enabled, original
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
 Module = TypeVar("Module", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
@@ -70,32 +71,24 @@ class Fused(nn.Module):
         return super()._apply(fn, recurse)
 
 
-class Methods:
-    """A snapshot of the methods of TransformerLens's classes."""
-
-    def __init__(self, classes: Iterable[type]) -> None:
-        self._methods = [
-            (cls, name, value)
-            for cls in classes
-            for name, value in vars(cls).items()
-            if isinstance(value, FunctionType)
-        ]
-
-    def why_not(self) -> str | None:
-        """Return the method that has been replaced, if any."""
-        for cls, name, value in self._methods:
-            if vars(cls).get(name) is not value and original(cls, name) is not value:
-                return f"{cls.__name__}.{name} was replaced"
-        return None
+def why_replaced(classes: Iterable[type]) -> str | None:
+    """Return which method of these classes of TransformerLens's was defined elsewhere, if any."""
+    for cls in classes:
+        for name, value in vars(cls).items():
+            if isinstance(value, FunctionType):
+                owner = owner_of(value)
+                if owner != cls.__module__ and not owner.startswith("tl_devicefix."):
+                    return f"{cls.__name__}.{name} was replaced"
+    return None
 
 
 def own_method(module: nn.Module) -> str | None:
-    """Return the name of a method that a module has in place of its class's, but for `forward`."""
+    """Return the name of a method that a module has in place of its class's; not this package's."""
     for name, value in vars(module).items():
-        is_method = isinstance(getattr(type(module), name, None), FunctionType)
-        # Not `forward`, because an offloaded block has its own, which callers look for themselves.
-        if is_method and name != "forward" and callable(value):
-            return name
+        if callable(value) and not isinstance(value, nn.Module):
+            is_method = isinstance(getattr(type(module), name, None), (FunctionType, property))
+            if is_method and package_of(value) != "tl_devicefix":
+                return name
     return None
 
 

@@ -31,7 +31,7 @@ from transformer_lens.components import (
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.fusing import kv_cache, sdpa
-from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of, own_method
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, own_method, why_replaced
 from tl_devicefix.fusing.kv_cache import Heads, Padding
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import made_once, state_of
@@ -91,7 +91,7 @@ class FusedBlock(Fused):
             return f"a {class_of(module).__name__} is not TransformerLens's"
         if (name := own_method(module)) is not None:
             return f"its {name} is not TransformerLens's"
-        return _METHODS.why_not()
+        return why_replaced(_CLASSES)
 
     def forward(
         self,
@@ -113,7 +113,7 @@ class FusedBlock(Fused):
 
 
 KINDS.append(FusedBlock)
-_METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint))
+_CLASSES = TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint
 
 
 def _why_flags(cfg: HookedTransformerConfig) -> str | None:
@@ -158,9 +158,8 @@ class BoundBlock:
 
 
 def _is_foreign(name: str, module: nn.Module) -> bool:
-    is_point = type(module) is HookPoint
-    has_own = "forward" in vars(module) or (not is_point and own_method(module) is not None)
-    return has_own or (".hook_" in f".{name}" and not is_point)
+    is_other = ".hook_" in f".{name}" and type(module) is not HookPoint
+    return is_other or own_method(module) is not None
 
 
 def _part(name: str) -> str:
