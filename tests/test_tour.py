@@ -175,7 +175,8 @@ def test_offloaded_blocks_live_in_cpu_memory(one_device):
 
 @fuses
 def test_fused_blocks_run_hooks_until_unfused(one_device):
-    model = tl_devicefix.fuse_blocks(load(MODEL, n_devices=4))
+    model = load(MODEL, n_devices=4)
+    tl_devicefix.fuse_blocks(model)
     assert set(tl_devicefix.report(model).values()) == {"fused"}
     hooks = [(RESID, steer)]
     steered = model.run_with_hooks(CLEAN, fwd_hooks=hooks)

@@ -25,7 +25,7 @@ from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.offload.prefetch import pin
+from tl_devicefix.offload.prefetch import attach_parts, pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.in_use import devices_in_use
 from tl_devicefix.placement.memory import gib
@@ -152,6 +152,8 @@ class Watch:
             if moved:  # some perhaps to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
+            for root in roots:  # outermost: `RunWhereItIs` asks where the weights are
+                attach_parts(root, root)
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
         _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])

@@ -120,7 +120,9 @@ def boot_transformers(
             snapshot(name, _LISTED, **options)  # which raises if there is none
         raise
     bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
-    return fused.fuse_blocks(bridge) if fuse_blocks else bridge
+    if fuse_blocks:
+        fused.fuse_blocks(bridge)
+    return bridge
 
 
 def _check_components(bridge: TransformerBridge) -> None:
