@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import Any
 
 import torch
 import transformers
@@ -22,10 +21,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 from transformers.utils import cached_file
 
 from tl_devicefix.misspelt import did_you_mean, shown
+from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
@@ -117,14 +114,14 @@ def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> It
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
     """
-    fetch, options = AutoTokenizer.from_pretrained, hub_arguments(kwargs)
+    options = hub_arguments(kwargs)
 
-    def fetch_tokenizer(name: str, **own: object) -> PreTrainedTokenizerBase:
+    def fetch(original: Callable[..., object], name: str, **own: object) -> object:
         own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
-        return fetch(name, **own)
+        return original(name, **own)
 
     # Of the class, because TransformerLens fetches them in several modules.
-    with mock.patch.object(AutoTokenizer, "from_pretrained", fetch_tokenizer):
+    with replaced_in_thread(AutoTokenizer, "from_pretrained", fetch):
         yield
 
 

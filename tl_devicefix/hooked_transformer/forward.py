@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_lens import HookedTransformer
 
@@ -109,13 +109,13 @@ def _differs(value: object, default: object) -> bool:
 )
 def remove_all_hook_fns(
     self: HookedTransformer,
-    direction: str = "both",
+    direction: Literal["fwd", "bwd", "both"] = "both",
     including_permanent: bool = False,
     level: int | None = None,
 ) -> None:
     """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks."""
-    # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`.
-    for point in [each for each in self.hook_points() if each.fwd_hooks or each.bwd_hooks]:
-        for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
-            if handles and direction in (one_way, "both"):
-                point.remove_hooks(one_way, including_permanent=including_permanent, level=level)
+    # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`. The first
+    # is visited in any case: `remove_hooks` checks the direction.
+    points = self.hook_points()
+    for point in points[:1] + [each for each in points if each.fwd_hooks or each.bwd_hooks]:
+        point.remove_hooks(direction, including_permanent, level)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+from unittest import mock
 
 from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
 
@@ -212,3 +214,30 @@ def _classmethod_like(target: _Function, replacement: _Function) -> object:
     method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
     method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]
     return classmethod(method)
+
+
+@contextlib.contextmanager
+def replaced_in_thread(owner: object, name: str, replacement: _Function) -> Iterator[None]:
+    """Replace a function for this thread's calls, within a `with` block; others call it as it is.
+
+    Only one thread at a time may be within it: hold `one_load`.
+
+    Args:
+        owner: the module that has the function, or the class of the method.
+        name: its name there.
+        replacement: called with the function, which needs no class, and with its arguments.
+    """
+    installed: Any = vars(owner)[name]
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: object) -> object:
+        function = installed
+        if isinstance(installed, classmethod):
+            function, args = installed.__get__(None, args[0]), args[1:]
+        if threading.get_ident() != thread:
+            return function(*args, **kwargs)
+        return replacement(function, *args, **kwargs)
+
+    is_bound = isinstance(installed, classmethod | staticmethod)
+    with mock.patch.object(owner, name, type(installed)(call) if is_bound else call):
+        yield

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.misspelt import shown
 
@@ -398,3 +399,18 @@ def storage_of(tensor: torch.Tensor) -> int:
 def has_values(tensor: torch.Tensor) -> bool:
     """Return True if a tensor has values; one of a dry run has none."""
     return getattr(tensor, "has_values", True)
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Makes this thread's empty tensors on meta, within a `with` block.
+
+    The weights of transformers' modules begin so, and take no memory; rotary tables have values.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
