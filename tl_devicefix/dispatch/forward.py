@@ -15,7 +15,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
-from tl_devicefix.dispatch.mixing import pausing_modes
+from tl_devicefix.dispatch.mixing import noting_unlike, pausing_modes
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
 from tl_devicefix.fusing.listening import hooks_of
@@ -74,7 +74,7 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
     # A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
-    with pausing_modes(lambda: _has_any_global_hook() or _runs_users_code(self)):
+    with noting_unlike(), pausing_modes(lambda: _has_any_global_hook() or _runs_users_code(self)):
         return _forward(original, self, *args, **kwargs)
 
 
