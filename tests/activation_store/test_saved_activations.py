@@ -325,10 +325,10 @@ def test_a_directory_without_shards_is_used_again(on_one, run, tmp_path):
     assert saved[name].dtype == torch.bfloat16
 
 
-def test_only_a_path_is_a_directory_of_activations(on_one):
+def test_only_a_path_is_a_directory_of_activations(run, on_one):
     model = on_one("llama")
     for use in (load_activations, lambda model: run(model, [IDS[None]], RESID, directory=model)):
-        with pytest.raises(TypeError, match="^directory must be a path, but is a "):
+        with pytest.raises(TypeError, match=r"^directory must be a path, but is a "):
             use(model)
 
 
