@@ -210,6 +210,11 @@ def test_dry_run_tries_a_function_without_weights():
     assert dry.error is None
 
 
+def test_a_misspelt_public_name_is_suggested():
+    with pytest.raises(AttributeError, match="'save_activation'; did you mean 'save_activations'"):
+        _ = tl_devicefix.save_activation
+
+
 def test_disable_undoes_every_patch():
     assert tl_devicefix.report().is_enabled
     with tl_devicefix.disabled():

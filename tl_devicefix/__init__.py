@@ -12,6 +12,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from tl_devicefix.misspelt import did_you_mean
+
 if TYPE_CHECKING:
     from tl_devicefix.activation_store.reader import load_activations
     from tl_devicefix.activation_store.save import save_activations
@@ -80,7 +82,8 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     """Import what needs TransformerLens or torch only when it is asked for."""
     if name not in _LAZY:
-        raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
+        meant = did_you_mean(name, __all__, 0.8)
+        raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}{meant}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from comparison import assert_agrees
 from devices import device
 
 import tl_devicefix
@@ -109,6 +110,39 @@ def test_mix_devices_is_off_in_a_forward_but_for_users_code(model, at_home, monk
     assert calls(lambda: torch.ones(1) + 1) == 0
 
 
+def test_one_line_runs_a_notebook_that_mixes_devices(load, on_one, tokens):
+    def notebook(model, tokens):
+        kept, mask = [], torch.arange(model.cfg.d_model) > 3  # on the CPU
+        names = [f"blocks.{i}.hook_resid_post" for i in range(model.cfg.n_layers)]
+        keep = lambda x, hook: kept.append(x * mask)  # noqa: E731
+        with torch.no_grad():
+            _, cache = model.run_with_cache(tokens)
+            model.run_with_hooks(tokens, fwd_hooks=[(name, keep) for name in names])
+            key, value = model.W_in[4].mean(0), model.W_E.mean(0)  # at home
+            edit = torch.outer(key, value)
+            model.blocks[4].mlp.W_out += edit
+            return [
+                torch.stack(kept),
+                torch.stack([block.attn.W_Q for block in model.blocks]),
+                sum(p.norm() for p in model.parameters()),
+                torch.einsum("vd,hde->hve", model.W_E, model.blocks[4].attn.W_V),
+                cache["post", 4] @ model.blocks[4].mlp.W_out,
+                model(tokens),
+            ]
+
+    expected = notebook(on_one("llama"), tokens)
+    model = load("llama")
+    at_home = tokens.to(device(0))
+    with pytest.raises(RuntimeError, match="same device"):
+        notebook(model, at_home)
+    model = load("llama")
+    tl_devicefix.mix_devices()
+    try:
+        assert_agrees(notebook(model, at_home), expected, tolerance=1e-4)
+    finally:
+        tl_devicefix.mix_devices(False)
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
     def hook(gradient):
@@ -155,7 +189,7 @@ def test_changed_or_indexed_tensors_stay_on_their_device(model):
 def test_a_device_that_is_not_in_use_is_left_to_torch(model):
     with tl_devicefix.mix_devices():
         with pytest.raises(RuntimeError, match="same device"):
-            torch.ones(3) + torch.ones(3, device=device(0))
+            torch.ones(3, device="meta") + torch.ones(3, device=device(0))
         with pytest.raises(RuntimeError, match=r"shapes|size"):  # and so is another error
             torch.ones(2, 3, device=device(0)) @ torch.ones(2, 3, device=device(1))
 

@@ -101,8 +101,9 @@ def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for name, says in (
-        ("gpt22", r"neither a model .*lists nor a local directory.*did you mean 'gpt2'\?$"),
-        ("./my_model", r"'./my_model' is neither a model .*lists nor a local directory"),
+        ("gpt22", r"lists nor a local directory; did you mean 'gpt2'\? It cannot be fetched"),
+        ("gpt2", r"^the config of 'gpt2' cannot be fetched: check the connection"),
+        ("./my_model", r"^there is no directory './my_model'"),
         ("empty", "the directory 'empty' has no config.json"),
     ):
         for options in ({}, {"n_devices": 2}):

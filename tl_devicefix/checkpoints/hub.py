@@ -64,8 +64,12 @@ def check_model(model_name: object, hf_model: object) -> None:
 
 
 def refuse_directory(model_name: str) -> None:
-    """Refuse a local directory in which there is no checkpoint."""
+    """Refuse a local directory that is not there, or in which there is no checkpoint."""
     directory = Path(model_name)
+    # As no name on the hub is.
+    is_path = model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1
+    if is_path and not directory.exists():
+        raise ValueError(f"there is no directory {model_name!r}: give one with a checkpoint")
     if not directory.is_dir() or is_checkpoint_directory(model_name):
         return
     if (directory / "adapter_config.json").is_file():
@@ -86,10 +90,16 @@ def snapshot(name: str, listed: Collection[str] = (), **kwargs: object) -> Path:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
     except (OSError, ValueError) as error:
+        if name in listed:
+            why = f"the config of {name!r} cannot be fetched: check the connection, or give a local"
+            raise ValueError(
+                f"{why} directory with its config.json: {in_one_line(error)}"
+            ) from error
+        meant = did_you_mean(name, listed, 0.85 if "/" in name else 0.6)
         raise ValueError(
-            f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "
-            f"cannot be fetched from the hub: {in_one_line(error)}"
-            f"{did_you_mean(name, listed, 0.85)}"
+            f"{name!r} is neither a model that TransformerLens lists nor a local directory"
+            f"{meant + ' It' if meant else ', and it'} cannot be fetched from the hub: "
+            f"{in_one_line(error)}"
         ) from error
 
 

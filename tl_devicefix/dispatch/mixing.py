@@ -27,9 +27,12 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.scheduler import note_hooked
 from tl_devicefix.fusing.listening import hooks_of
+from tl_devicefix.fusing.one_forward import kept_in_forward
+from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
+from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
@@ -285,8 +288,8 @@ class _Mixing(JoinedAt):
         return super().__torch_function__(func, types, args, kwargs)
 
     def devices(self) -> frozenset[torch.device]:
-        """Return the devices in use; none in code that torch compiles."""
-        return frozenset() if torch.compiler.is_compiling() else devices_in_use()
+        """Return the devices in use, and the CPU; none in code that torch compiles."""
+        return frozenset() if torch.compiler.is_compiling() else devices_in_use() | {CPU}
 
     def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
         """Return home, or the device of an operand that is larger than all others together."""
@@ -310,9 +313,8 @@ class mix_devices:
     others together: then it is that operand's device. A tensor that the function changes in place
     (or by ``out=``), or indexes, stays where it is. Gradients return to each operand's device.
 
-    It acts on the devices of loaded models (the CPU if blocks are offloaded), and on that of
-    `gather_on`, which is then home. Tensors of other devices, such as the CPU, are not copied, so
-    torch raises as usual.
+    It acts on the devices of loaded models, on the CPU, and on the device of `gather_on`, which is
+    then home. Tensors of other devices are not copied, so torch raises as usual.
 
     As a statement, such as in a notebook's first cell, it stays on until ``mix_devices(False)``.
     Like `torch.set_grad_enabled`, it acts in this thread only: call it in each thread that mixes.
@@ -462,22 +464,52 @@ class _HookAcrossDevices:
     def __call__(self, activation: Any, *, hook: HookPoint) -> object:
         """Call the hook."""
         # A Bridge's hook points may hand out tuples, or None.
-        device = getattr(activation, "device", None)
+        device: Any = getattr(activation, "device", None)
         devices = frozenset() if device is None else devices_in_use(beside=device)
-        if device not in devices or len(devices) == 1:
-            with resuming_modes():
-                return self._user_hook(activation, hook=hook)
+        mixes = device in devices and len(devices) > 1
+        joined = JoinedAt(device, devices) if mixes else contextlib.nullcontext()
         try:
-            with resuming_modes(), JoinedAt(device, devices):
+            with resuming_modes(), joined:
                 result = self._user_hook(activation, hook=hook)
-        except RuntimeError as error:
-            if "same device" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
-                f"so bring other tensors there with .to(activation.device) ({error})"
-            ) from error
-        return _at(result, device, devices, hook.name)
+        except Exception as error:
+            if mixes and isinstance(error, RuntimeError) and "same device" in str(error):
+                raise RuntimeError(
+                    f"the hook on {hook.name} mixes devices: its activation is on "
+                    f"{printed(device)}, so bring other tensors there with "
+                    f".to(activation.device) ({error})"
+                ) from error
+            got = f"{list(activation.shape)} on {printed(device)}" if device else shown(activation)
+            note(error, f"this error is from the hook on {hook.name}, whose activation is {got}")
+            raise
+        if result is not None and device is not None:
+            _keep_if_unlike(hook.name, activation, result)
+        return _at(result, device, devices, hook.name) if mixes else result
+
+
+_UNLIKE = "unlike"
+"""The key of a sentence about a hook's result, of another shape or class than its activation."""
+
+
+def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: Any) -> None:
+    """Keep a sentence about a hook's result that the forward may fail with."""
+    is_tensor = isinstance(result, torch.Tensor)
+    if not is_tensor or result.shape != activation.shape:
+        returned = list(result.shape) if is_tensor else f"a {type(result).__name__}"
+        kept_in_forward()[_UNLIKE] = (
+            f"the hook on {name} returned {returned} for an activation of "
+            f"{list(activation.shape)}: let it return a tensor of that shape, or nothing"
+        )
+
+
+@contextlib.contextmanager
+def noting_unlike() -> Iterator[None]:
+    """Note on errors which hook returned something unlike its activation, within a forward."""
+    try:
+        yield
+    except Exception as error:
+        if _UNLIKE in kept_in_forward():
+            note(error, kept_in_forward()[_UNLIKE])
+        raise
 
 
 def _at(

@@ -134,7 +134,7 @@ _MODULES = (
     "transformer_lens",
     "transformer_lens.components",  # of 2.x and 3.x
     *(f"transformer_lens.{name}" for name in ("hook_points", "weight_processing", "patching")),
-    *(f"transformer_lens.utilities{name}" for name in (".multi_gpu", ".devices", "")),
+    *(f"transformer_lens.utilities{name}" for name in (".attention", ".multi_gpu", ".devices", "")),
     "transformer_lens.train",
 )
 _OF_2 = ("transformer_lens.utils",)

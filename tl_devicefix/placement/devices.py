@@ -298,6 +298,8 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
                 "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'; "
                 "'sim:0' is there within `with tl_devicefix.simulate(4):`"
             )
+        elif simulated_device() is not None:
+            reason += "; leave device out, as this is within tl_devicefix.simulate"
         raise ValueError(
             f"device {str(device)!r} cannot be used here: {reason}{and_there_are()}"
         ) from error
@@ -345,11 +347,15 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if start + count <= len(sites):
         return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > device_count(first.type):
+        simulated = (
+            f"load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
+            if simulated_device() is None or first.type == DEVICE_TYPE
+            else "leave device out, as this is within tl_devicefix.simulate"
+        )
         left = f", {max(device_count(first.type) - start, 0)} from there on" if start else ""
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {_there_are(first.type)}{left}; lower n_devices, or load on "
-            f"simulated ones, within `with tl_devicefix.simulate({start + count}):`"
+            f"{first.type!r}, but {_there_are(first.type)}{left}; lower n_devices, or {simulated}"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -116,8 +116,7 @@ def boot_transformers(
             f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
         ) from error
     except OSError:
-        if (name := str(options["model_name"])) not in _LISTED:
-            snapshot(name, _LISTED, **options)  # which raises if there is none
+        snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if there is none
         raise
     bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
     if fuse_blocks:
