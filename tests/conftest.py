@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ torch.set_num_threads(1)  # the models are tiny, and threads that wait cost more
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     for option, meaning in {
-        "--unpatched": "run only tests marked fails_unpatched, without the patches: they fail",
+        "--unpatched": "run only tests marked fails_unpatched, without the patches, where each has "
+        "to fail: it is reported as passed if it does, and as failed if not",
         "--asynchronous": "run on simulated devices that run behind the host (tests/racing)",
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
@@ -99,6 +100,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in items if not fails_unpatched(item)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With `--unpatched`, swap "passed" and "failed"; an error in a fixture stays one."""
+    report = yield
+    if item.config.getoption("--unpatched") and call.when == "call" and not report.skipped:
+        # It says nothing of the patches that a model without them lacks an attribute of ours.
+        lacks_ours = call.excinfo and "no attribute 'placement'" in str(call.excinfo.value)
+        if report.passed:
+            report.outcome, report.longrepr = "failed", "marked fails_unpatched, and passes"
+        elif not lacks_ours:
+            report.outcome, report.longrepr = "passed", None
+    return report
 
 
 def parameters_of(test: pytest.Item) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import traceback
 from collections.abc import Collection, Iterator
 
@@ -36,7 +35,8 @@ ON_MIXED_DEVICES = (
 def note(error: BaseException, text: str) -> None:
     """Add a note to an error, or to the end of its message."""
     if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(text)
+        if text not in getattr(error, "__notes__", ()):  # one error may be raised again and again
+            error.add_note(text)
     elif error.args == (str(error),):
         error.args = (f"{error}\n{text}",)
 
@@ -55,7 +55,6 @@ def note_mixed_devices(error: RuntimeError) -> None:
     """Append the remedy to the message of an error about several devices."""
     about_devices = "same device" in str(error) or "expected device" in str(error)
     is_noted = ON_MIXED_DEVICES in str(error)
-    # Not if a tensor is on the CPU, because `mix_devices` does not bring it from there.
-    if about_devices and not is_noted and not re.search(r"\bcpu\b", str(error)):
+    if about_devices and not is_noted:
         # Not by `note`, because notes are lost where `str(error)` is logged.
         error.args = (f"{error}\n{ON_MIXED_DEVICES}",)

@@ -30,12 +30,12 @@ from typing import Any, Literal
 import torch
 import transformers
 import transformers.utils.logging as hf_logging
-from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
+from tl_devicefix.placement.devices import EmptyOnMeta
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Twin:
             del config.quantization_config  # weights arrive dequantised
         of_class: Any = model_class or transformers.AutoModelForCausalLM
         make = getattr(of_class, "from_config", None) or of_class._from_config
-        with init_empty_weights(include_buffers=False):
+        with EmptyOnMeta():
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MOST_PARAMETERS:
             raise ValueError(f"its twin would have {count} parameters")
@@ -340,7 +340,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     live = LiveWeights(hf_model)
     # Modules are compared, not numbers, because the twin is made of the config and lacks them too.
     try:
-        with undisturbed(), init_empty_weights(include_buffers=False):
+        with undisturbed(), EmptyOnMeta():
             config = copy.deepcopy(live.model.config)
             made: nn.Module = class_in_transformers(live.model)._from_config(config)
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config

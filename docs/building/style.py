@@ -26,7 +26,7 @@ USER_PAGES = {
     "docs/single_device_code.md": 680,
     "docs/transformer_bridge.md": 600,
     "docs/offload.md": 500,
-    "docs/many_inputs.md": 700,
+    "docs/many_inputs.md": 950,
     "docs/save_activations.md": 800,
     "docs/train_saes.md": 250,
     "docs/long_contexts.md": 500,

@@ -68,7 +68,6 @@ def a_pytorch_hook(model, tokens, to):
         handle.remove()
 
 
-@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     "script",
     [

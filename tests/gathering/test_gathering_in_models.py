@@ -81,7 +81,7 @@ def keep(model, tokens, *layers):
 
 @pytest.fixture
 def model(machine, load):
-    return load("llama", 4, folded=True)
+    return load("llama")
 
 
 @pytest.mark.fails_unpatched

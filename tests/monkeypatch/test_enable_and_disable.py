@@ -211,6 +211,34 @@ def test_patched_function_changes_for_those_who_imported_it():
         assert (dict(vars(function)), function.__code__, function.__kwdefaults__) == before
 
 
+def remembering(calls):
+    """A function with a closure, which remembers its calls."""
+
+    def function(*args, **kwargs):
+        calls.append("called")
+
+    return function
+
+
+def test_a_function_that_somebody_decorated_is_patched(monkeypatch):
+    tl_devicefix.disable()
+    for patch in (patch for patch in table() if patch.owner is None):
+        calls, undecorated = [], named(patch.name)
+        decorated = functools.wraps(undecorated)(remembering(calls))
+        for place in places_of(patch.name):
+            monkeypatch.setattr(place, patch.name, decorated)
+        code, signature = decorated.__code__, inspect.signature(undecorated)
+        with tl_devicefix.enabled():
+            assert named(patch.name) is decorated
+            assert decorated.__code__ is not code
+            assert inspect.signature(decorated) == signature
+            required = [it for it in signature.parameters.values() if it.default is it.empty]
+            decorated(*[None] * len(required))
+        assert calls == ["called"]
+        assert decorated.__code__ is code
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
 def test_next_enable_or_disable_mends_an_interrupted_enable(mends, monkeypatch):
     mends()

@@ -44,7 +44,6 @@ def reference(kind, folded, on_one):
     return on_one(kind, folded=folded)
 
 
-@pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("model_class", "kind", "spread", "folded"), [case for case in CASES if case[0] in CLASSES]
 )

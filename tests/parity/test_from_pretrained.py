@@ -35,8 +35,6 @@ FORMS = ["hf_model", "checkpoint"]
 @pytest.fixture(params=FORMS)
 def load(request, hf_models, checkpoints, load):
     """`load("gpt2", n_devices=4)`: from a model in memory, or from a checkpoint directory."""
-    if request.param == "checkpoint" and request.config.getoption("--unpatched"):
-        pytest.skip("unpatched TransformerLens cannot load a directory")
 
     def load_form(name, dtype=torch.float32, **options):
         if request.param == "checkpoint":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_same_weights
 from kinds import home_of
-from offloads import assert_at_rest
+from offloads import assert_at_rest, weights_of
 from packaging.version import Version
 
 from tl_devicefix.monkeypatch.versions import installed
@@ -32,6 +32,7 @@ def gradient(model, residual):
 RUNS = {
     "forward": lambda model, residual: model(residual, start_at_layer=1),
     "block": lambda model, residual: model.blocks[-1](residual),
+    "part": lambda model, residual: model.blocks[-1].mlp(residual),
     "backward": gradient,
 }
 
@@ -113,16 +114,31 @@ def test_threads_may_run_one_model_on_streams_of_their_own(model, reference, tok
 
 def test_fused_block_on_a_stream_of_its_own_shares_no_mask(load, reference, tokens, sim):
     model = load("llama", "all of one device", fuse_blocks=installed() >= Version("3.8"))
+    mask = torch.ones_like(tokens)
+    mask[0, 4] = 0  # without padding, there is no mask to share
+    at_home = mask.to(DEVICE)
 
     def run_the_next(activation, hook):
         side = sim.Stream(DEVICE)
         side.wait_stream(sim.current_stream(DEVICE))
         activation.record_stream(side)
         with sim.stream(side):
-            model.blocks[1](activation)
+            model.blocks[1](activation, attention_mask=at_home)
 
-    hooks = [("blocks.0.hook_resid_pre", run_the_next)]
-    with torch.no_grad():
-        logits = model.run_with_hooks(tokens.to(DEVICE), fwd_hooks=hooks)
+    with torch.no_grad(), model.hooks([("blocks.0.hook_resid_pre", run_the_next)]):
+        logits = model(tokens.to(DEVICE), attention_mask=at_home)
+    sim.synchronize(DEVICE)  # before what both streams read is freed
 
-    assert_agrees(logits, reference(tokens))
+    assert_agrees(logits, reference(tokens, attention_mask=mask))
+
+
+def test_error_of_a_forward_keeps_no_prefetched_block(model, machine, tokens):
+    def fail(activation, hook):
+        raise LookupError
+
+    model.add_hook("blocks.1.hook_resid_pre", fail)
+    before = machine.memory_allocated(DEVICE)
+    with torch.no_grad(), pytest.raises(LookupError) as caught:
+        model(tokens)
+    # The error keeps activations, which its traceback's frames hold; these are less than a block.
+    assert machine.memory_allocated(DEVICE) - before < weights_of(model.blocks[2]), caught

@@ -5,7 +5,6 @@ import torch
 from comparison import assert_bit_equal
 from runs_of_users import (
     a_number_that_is_waited_for,
-    gradients_of_weights,
     some_of_the_cache,
     steered_at_a_block_elsewhere,
 )
@@ -18,7 +17,7 @@ FORWARDS = a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_el
 
 @pytest.mark.parametrize(
     ("where", "runs"),
-    [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, (gradients_of_weights,))],
+    [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, FORWARDS)],
 )
 def test_pipelined_runs_on_async_devices_equal_a_loops_bits(where, runs, machine, load, tokens):
     def all_of_them(model, batch):
@@ -38,6 +37,39 @@ def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, load, toke
         list(pipeline_map(model, lambda view, batch: view(batch), batches))
     default = {*map(sim.current_stream, machine.devices)}
     assert sum(stream not in default for stream in machine.executor.copies) >= 2 * len(batches)
+
+
+@pytest.mark.hooked
+def test_cache_moved_to_its_blocks_is_read_before_it_is_freed(machine, load, tokens):
+    from kinds import new_kv_cache  # here, because it needs a HookedTransformer
+
+    def run(view, batch):
+        cache = new_kv_cache(view, len(batch))
+        view(batch, past_kv_cache=cache)
+        for entry in cache.entries:  # the next forward moves them, and drops those at home
+            entry.past_keys = entry.past_keys.to(machine.devices[0])
+        return view(batch, past_kv_cache=cache)
+
+    model, batches = load("llama", 2), [tokens, tokens.roll(1, 1)]
+    with torch.no_grad():
+        expected = [run(model, batch) for batch in batches]
+        assert_bit_equal(list(pipeline_map(model, run, batches, 2)), expected)
+
+
+@pytest.mark.hooked
+def test_mask_edited_between_blocks_is_sent_after_the_edit(machine, load, tokens):
+    def run(view, batch):
+        mask = torch.ones_like(batch, device=machine.devices[0])
+
+        def edit(activation, hook):  # on blocks.2 to 3, which have the mask already
+            mask[0, 4] = 0
+
+        with view.hooks([("blocks.2.hook_resid_pre", edit)]):
+            return view(batch, attention_mask=mask)
+
+    model, batches = load("llama", 3), [tokens, tokens.roll(1, 1)]
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, run, batches, 2)), expected)
 
 
 def test_run_has_the_callers_current_device(sim, load):
