@@ -14,6 +14,7 @@ import copy
 import functools
 import operator
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,12 +72,16 @@ SETTINGS += 8 * [(f"{block}.{name}", value) for block in BLOCKS for name, value 
 
 @dataclass
 class Trial:
-    """A model, and what was seen of it so far: labels, and tensors over their largest number."""
+    """A model, and what was seen of it so far.
+
+    That is a label, whether the model had numbers of 16 bits, the largest number, and tensors
+    divided by it.
+    """
 
     model: Any
     other: Callable[[], Any]  # makes another model of the same shapes
     padding: str
-    seen: list[tuple[str, float, list[Any]]] = field(default_factory=list)
+    seen: list[tuple[str, bool, float, list[Any]]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
 
     def at(self, path: str) -> Any:
@@ -93,7 +98,8 @@ class Trial:
         parts = [_plain(part) for part in tree_leaves(values)]
         numbers = [x[x.abs() < 1e30] for x in parts if _is_float(x)]  # without masked scores
         scale = max([1.0, *(float(x.abs().max()) for x in numbers if x.numel())])
-        self.seen.append((label, scale, [x / scale if _is_float(x) else x for x in parts]))
+        parts = [x / scale if _is_float(x) else x for x in parts]
+        self.seen.append((label, _has_16_bits(self.model), scale, parts))
 
     def note_activations(self, label: str, *values: Any) -> None:
         """Note values; not with padding on the left, because a row that sees none may differ."""
@@ -101,18 +107,25 @@ class Trial:
             self.note(label, *values)
 
     def do(self, operation: tuple[Any, ...]) -> None:
-        """Do an operation, and note the type of its error if it raises one."""
+        """Do an operation, and note its error if it raises one."""
         name, *arguments = operation
         torch.manual_seed(0)  # of dropout, sampling and new weights
         try:
             globals()[name](self, *arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
-            # Which of these a module gives that is not there, or of another kind, does not matter.
-            is_lookup = isinstance(error, (KeyError, AttributeError, TypeError))
-            error_name = "LookupError" if is_lookup else type(error).__name__
-            self.note(f"{name} raises {error_name}", None)
+            # Without addresses, and without what torch calls a tensor of a device.
+            of_device = r"0x\w+|(sim|torch\.|CPU)(?=\w+(Type|Tensor))|(?<=\w)(Type|Tensor)\b"
+            says = re.sub(of_device, "", f"{type(error).__name__}: {error}")
+            self.note(f"{name} raises {says}", None)
             self.model.zero_grad()
             print(f"pid {os.getpid()}: {operation} raised {type(error).__name__}: {error}")
+
+
+def _has_16_bits(model: Any) -> bool:
+    """Return True if a model computes with numbers of 16 bits anywhere."""
+    dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
+    dtypes |= {getattr(getattr(part, "cfg", None), "dtype", None) for part in model.modules()}
+    return torch.bfloat16 in dtypes
 
 
 def _is_float(x: Any) -> bool:
