@@ -32,7 +32,7 @@ from hf_models import (
 )
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
-from machines import as_installed, transformer_lens_alone
+from machines import transformer_lens_alone
 from model_classes import BRIDGE, CLASSES, HOOKED
 from racing import asynchronous
 
@@ -363,7 +363,7 @@ def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[...
             return copy.deepcopy(hf_models(name, options.get("dtype", torch.float32)))
 
         options |= {"device": "cpu"}
-        with as_installed():
+        with tl_devicefix.disabled():
             if model_class == BRIDGE:
                 return boot(checkpoints(kind), **options)
             return load_kind(kind, source, tokenizer, **options)

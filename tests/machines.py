@@ -1,10 +1,10 @@
-"""Unpatched TransformerLens: as it is installed, and with a simulated machine."""
+"""Unpatched TransformerLens with a simulated machine."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -46,31 +46,4 @@ def transformer_lens_alone(machine: Machine) -> Iterator[None]:
         mock.patch.object(tl_loading, "get_pretrained_model_config", configure_on_first_device),
         mock.patch.object(owner, name, get_best_available_device),
     ):
-        yield
-
-
-_load_state_dict = torch.nn.Module.load_state_dict
-
-
-def _load_one_where_it_belongs(
-    model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> Any:
-    """torch's `load_state_dict`, on the module whose weight it is.
-
-    TransformerLens loads a weight at a time, and torch looks at every module each time: a sixth of
-    what these tests took.
-    """
-    if len(state_dict) == 1 and not strict:
-        ((key, weight),) = state_dict.items()
-        path, _, name = key.rpartition(".")
-        with contextlib.suppress(AttributeError):  # of no module here: torch leaves it out
-            model, state_dict = model.get_submodule(path), {name: weight}
-    return _load_state_dict(model, state_dict, strict, assign)
-
-
-@contextlib.contextmanager
-def as_installed() -> Iterator[None]:
-    """Within it, TransformerLens is unpatched, but loads weights faster."""
-    sooner = mock.patch.object(torch.nn.Module, "load_state_dict", _load_one_where_it_belongs)
-    with tl_devicefix.disabled(), sooner:
         yield

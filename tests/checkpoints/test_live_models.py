@@ -20,13 +20,14 @@ from architectures import ALL_ARCHITECTURES, PROCESSING, Architecture, load_hook
 from comparison import Snapshot, assert_same_logits, assert_same_model, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, N_CTX
-from machines import as_installed
 from model_classes import HookedTransformer
 from packaging.version import Version
 from parameters import in_turn
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+import tl_devicefix
 
 pytestmark = pytest.mark.hooked
 
@@ -314,7 +315,7 @@ def reference_of(tokenizer):
     """`reference_of("gpt2", plain_model)`: as unpatched TransformerLens loads it on one CPU."""
 
     def reference_of(name, hf_model, **options):
-        with as_installed():
+        with tl_devicefix.disabled():
             return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, device="cpu", **options)
 
     return reference_of
