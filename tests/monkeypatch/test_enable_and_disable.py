@@ -233,8 +233,10 @@ def test_a_function_that_somebody_decorated_is_patched(monkeypatch):
             assert decorated.__code__ is not code
             assert inspect.signature(decorated) == signature
             required = [it for it in signature.parameters.values() if it.default is it.empty]
-            decorated(*[None] * len(required))
-        assert calls == ["called"]
+            # Others compute in place of TransformerLens's function, and cannot with None.
+            if next(iter(inspect.signature(patch.replacement).parameters)) == "original":
+                decorated(*[None] * len(required))
+                assert calls == ["called"]
         assert decorated.__code__ is code
         monkeypatch.undo()
 
