@@ -11,8 +11,9 @@ A call of blocks.8, which lives on cuda:1:
       BringHome.post_forward  brings the output home            a forward hook of torch's
       users' hooks            see it at home
 
-`RunWhereItIs.forward` is around modules that users put into a block, `AlibiAt.pre_forward` around
-blocks that need a table on their device. A fused block's forward and a remote block's are those of
+`RunWhereItIs.forward` is around modules that users put into a block, `OffloadedPart.forward` around
+all modules in an offloaded one, `AlibiAt.pre_forward` around blocks that need a table on their
+device. A fused block's forward and a remote block's are those of
 a class, because copies and pickles of a block keep its class. A dry run adds hooks of torch's own
 while it lasts, because it notes which component runs even where a pre-hook fails.
 """

@@ -124,7 +124,7 @@ assert set(tl_devicefix.report(model).values()) == {"not fused: MLP.forward was 
 
 @fuses
 @pytest.mark.hooked
-def test_blocks_with_a_method_replaced_before_the_import_are_unfused():
+def test_a_method_replaced_before_the_import_is_not_ignored():
     done = subprocess.run(
         [sys.executable, "-c", REPLACED_BEFORE], capture_output=True, text=True, timeout=900
     )

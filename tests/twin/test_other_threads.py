@@ -93,7 +93,7 @@ class Greeter:
 
 
 @pytest.mark.once
-def test_replaced_function_is_the_installed_one_for_other_threads():
+def test_other_threads_call_the_installed_function_meanwhile():
     calls = {
         "greet": lambda: Greeter().greet("you"),
         "greet_all": lambda: Greeter.greet_all("you"),
