@@ -289,6 +289,13 @@ def asynchronous(session: nox.Session) -> None:
 
 
 @nox.session
+def unpatched(session: nox.Session) -> None:
+    """Tests marked `fails_unpatched`, with the patches off: each has to fail."""
+    install_tests(session, "3.9.0")
+    session.run("pytest", "-n", "2", "--unpatched", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Compare 2 000 random cases with the installed TransformerLens; outside CI, which has 60.
 

@@ -23,6 +23,21 @@ def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
     gc.collect()  # because models, which the frames held, refer to themselves
 
 
+def raised_in(error: BaseException) -> str:
+    """Return the top-level package of the code that raised an error: "transformers"."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def is_own_bug(error: BaseException) -> bool:
+    """Return True for an error that this package raised, and did not mean to.
+
+    Wherever errors of other packages are turned into a sentence about a file, it has to pass.
+    """
+    kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
+    return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"
+
+
 ON_MIXED_DEVICES = (
     "The model is on several devices, and this operation has tensors of two of them: run it within "
     "`with tl_devicefix.mix_devices():`, which brings them together; or write "

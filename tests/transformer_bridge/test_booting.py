@@ -234,6 +234,15 @@ def test_boot_refuses_a_model_that_no_bridge_can_be_of(
         TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
 
 
+def test_an_assertion_of_others_is_not_transformer_lenses(load, monkeypatch):
+    def fails(bridge):
+        raise AssertionError("of somebody else")
+
+    monkeypatch.setattr("tl_devicefix.transformer_bridge.loading._check_components", fails)
+    with pytest.raises(AssertionError, match="of somebody else"):
+        load("llama", device="cpu")
+
+
 def test_one_device_is_left_to_transformer_lens(machine, load):
     for options in ({"device": None}, {"n_devices": 1}, {"device": device(2)}):
         bridge = load("llama", **options)

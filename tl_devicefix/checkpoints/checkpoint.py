@@ -27,6 +27,7 @@ from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.devices import EmptyOnMeta
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.tracebacks import is_own_bug
 from tl_devicefix.types import Config
 
 
@@ -55,7 +56,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
                 **kwargs,
             )
     except UNREADABLE as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_own_bug(error):
             raise
         stored_tensors(model_name, kwargs)  # because it names a file that is damaged
         raise ValueError(

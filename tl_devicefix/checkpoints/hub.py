@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.tracebacks import is_own_bug
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
@@ -178,7 +179,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
     except (ImportError, NotImplementedError):  # because the config itself is fine
         raise
     except errors as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_own_bug(error):
             raise
         # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")

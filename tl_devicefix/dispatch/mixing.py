@@ -39,7 +39,7 @@ T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 
-class OutsideBlocks:
+class OutsideBlocks(TorchFunctionMode):
     """Marks modes that change nothing within a block, so that remote blocks run without them.
 
     One that pauses in a model's forward is on again in users' hooks and modules there.
@@ -114,7 +114,7 @@ def _replace_stack(stack: Sequence[TorchFunctionMode]) -> None:
         _push_mode(mode)
 
 
-class JoinedAt(OutsideBlocks, TorchFunctionMode):
+class JoinedAt(OutsideBlocks):
     """A mode in which torch functions that mix these devices get all arguments on one of them.
 
     A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
@@ -464,10 +464,10 @@ class _HookAcrossDevices:
     def __call__(self, activation: Any, *, hook: HookPoint) -> object:
         """Call the hook."""
         # A Bridge's hook points may hand out tuples, or None.
-        device: Any = getattr(activation, "device", None)
-        devices = frozenset() if device is None else devices_in_use(beside=device)
-        mixes = device in devices and len(devices) > 1
-        joined = JoinedAt(device, devices) if mixes else contextlib.nullcontext()
+        is_tensor = isinstance(activation, torch.Tensor)
+        devices = devices_in_use(beside=activation.device) if is_tensor else frozenset()
+        mixes = len(devices) > 1 and activation.device in devices
+        joined = JoinedAt(activation.device, devices) if mixes else contextlib.nullcontext()
         try:
             with resuming_modes(), joined:
                 result = self._user_hook(activation, hook=hook)
@@ -475,30 +475,34 @@ class _HookAcrossDevices:
             if mixes and isinstance(error, RuntimeError) and "same device" in str(error):
                 raise RuntimeError(
                     f"the hook on {hook.name} mixes devices: its activation is on "
-                    f"{printed(device)}, so bring other tensors there with "
+                    f"{printed(activation.device)}, so bring other tensors there with "
                     f".to(activation.device) ({error})"
                 ) from error
-            got = f"{list(activation.shape)} on {printed(device)}" if device else shown(activation)
+            got = shown(activation)
+            if is_tensor:
+                got = f"{list(activation.shape)} on {printed(activation.device)}"
             note(error, f"this error is from the hook on {hook.name}, whose activation is {got}")
             raise
-        if result is not None and device is not None:
+        if result is not None and is_tensor:
             _keep_if_unlike(hook.name, activation, result)
-        return _at(result, device, devices, hook.name) if mixes else result
+        return _at(result, activation.device, devices, hook.name) if mixes else result
 
 
 _UNLIKE = "unlike"
 """The key of a sentence about a hook's result, of another shape or class than its activation."""
 
 
-def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: Any) -> None:
+def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) -> None:
     """Keep a sentence about a hook's result that the forward may fail with."""
-    is_tensor = isinstance(result, torch.Tensor)
-    if not is_tensor or result.shape != activation.shape:
-        returned = list(result.shape) if is_tensor else f"a {type(result).__name__}"
-        kept_in_forward()[_UNLIKE] = (
-            f"the hook on {name} returned {returned} for an activation of "
-            f"{list(activation.shape)}: let it return a tensor of that shape, or nothing"
-        )
+    returned = f"a {type(result).__name__}"
+    if isinstance(result, torch.Tensor):
+        if result.shape == activation.shape:
+            return
+        returned = str(list(result.shape))
+    kept_in_forward()[_UNLIKE] = (
+        f"the hook on {name} returned {returned} for an activation of "
+        f"{list(activation.shape)}: let it return a tensor of that shape, or nothing"
+    )
 
 
 @contextlib.contextmanager

@@ -112,7 +112,8 @@ def owner_of(item: object) -> str:
     """
     while True:
         # Not __module__ of a function, which functools.wraps() sets to that of what is wrapped.
-        name = getattr(item, "__globals__", {}).get("__name__")
+        scope = getattr(item, "__globals__", None)
+        name = scope.get("__name__") if isinstance(scope, dict) else None  # a class's is no dict
         owner: str = name or getattr(item, "__module__", None) or type(item).__module__
         wrapped = getattr(item, "__wrapped__", None)
         if wrapped is None or owner.partition(".")[0] not in ("tl_devicefix", *LIBRARIES):

@@ -45,7 +45,7 @@ def by_device(
 
 
 def _parse_limit(limit: int | str, called: str) -> int:
-    if (n_bytes := parse_bytes(limit, called)) in range(1, 2**10):
+    if (n_bytes := parse_bytes(limit, called)) in range(1, 1000):  # no device has so few
         raise ValueError(f"{called} is {n_bytes} bytes: did you mean '{n_bytes}GiB'?")
     return n_bytes
 

@@ -40,6 +40,7 @@ from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
+from tl_devicefix.tracebacks import raised_in
 from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
     placement_as_it_lies,
@@ -109,7 +110,9 @@ def boot_transformers(
     try:
         bridge = _boot(original, bound)
         _check_components(bridge)
-    except AssertionError as error:  # TransformerLens asserts what its architectures have
+    except AssertionError as error:
+        if raised_in(error) != "transformer_lens":  # which asserts what its architectures have
+            raise
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(
             f"TransformerLens {installed()} cannot make a TransformerBridge of "
