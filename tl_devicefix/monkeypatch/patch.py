@@ -112,8 +112,10 @@ def owner_of(item: object) -> str:
     """
     while True:
         # Not __module__ of a function, which functools.wraps() sets to that of what is wrapped.
-        name = getattr(item, "__globals__", {}).get("__name__")
-        owner: str = name or getattr(item, "__module__", None) or type(item).__module__
+        defined_in = {} if isinstance(item, type) else getattr(item, "__globals__", {})
+        owner: str = (
+            defined_in.get("__name__") or getattr(item, "__module__", None) or type(item).__module__
+        )
         wrapped = getattr(item, "__wrapped__", None)
         if wrapped is None or owner.partition(".")[0] not in ("tl_devicefix", *LIBRARIES):
             return owner
