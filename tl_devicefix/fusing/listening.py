@@ -60,20 +60,21 @@ class Listeners:
     """Finds the modules of a fused block that have hooks.
 
     Args:
+        block: the fused block. Assigning a module to one within it makes this out of date.
         named: the modules, each with the name that `look` gives for it. Several may have one name.
         are_harmless: returns True for a dict of hooks that need not be called.
     """
 
     def __init__(
         self,
+        block: nn.Module,
         named: Iterable[tuple[str, nn.Module]],
         are_harmless: Callable[[dict[int, Any]], bool] = operator.not_,
     ) -> None:
         _count_assignments()
         self._n_assigned = _n_assigned
-        modules = list(named)
-        _watched.update(module for _, module in modules)
-        self._named = [(name, vars(module)) for name, module in modules]
+        _watched.update(block.modules())
+        self._named = [(name, vars(module)) for name, module in named]
         self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless

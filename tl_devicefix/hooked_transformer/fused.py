@@ -130,7 +130,7 @@ class BoundBlock:
     def __init__(self, block: nn.Module) -> None:
         self.modules: Modules = block._modules
         named = [(name, module) for name, module in block.named_modules() if name]
-        self.listeners = Listeners((_part(name), module) for name, module in named)
+        self.listeners = Listeners(block, [(_part(name), module) for name, module in named])
         self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
         """Modules that are always called, because they may do anything."""
         parametrized = (m for m in block.modules() if type(m) is not HookPoint)

@@ -206,7 +206,7 @@ class BoundWrapper:
         # TransformerLens's list. It is read late, because the block's first forward fills it.
         self._wired = vars(wrapper).get("_capture_hook_handles", ())
         named = ((around.get(module, "within"), module) for module in modules)
-        self._listeners = Listeners(named, self._only_wires)
+        self._listeners = Listeners(wrapper, named, self._only_wires)
         try:
             if wrapper.is_list_item:
                 self._make_layer(wrapper)
