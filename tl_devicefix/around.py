@@ -5,7 +5,7 @@ A call of blocks.8, which lives on cuda:1:
     CarryTo.pre_forward       brings the arguments to cuda:1    a forward pre-hook of torch's
       users' pre-hooks        see them on cuda:1
         SkipBlock.forward     returns what is known, or         the instance's `forward`
-        StopAfter.forward     keeps the output, and ends the forward
+        StopAfter.forward     passes the output on, and ends the forward
           OffloadedForward    brings the weights, and takes them away again
             the class's forward: TransformerLens's, a fused block's, or a remote block's
       BringHome.post_forward  brings the output home            a forward hook of torch's

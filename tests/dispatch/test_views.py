@@ -258,3 +258,12 @@ def test_restoring_a_view_undoes_everything_a_run_changed(model, at_home):
     view.hook_dict[RESIDUAL].fwd_hooks[0].hook.remove()
     assert len(view.hook_dict[RESIDUAL]._forward_hooks) == 4
     assert len(model.hook_dict[RESIDUAL]._forward_hooks) == 5
+
+
+def test_contexts_that_a_run_clears_are_restored_afterwards(model):
+    of_run = view_of(model)
+    of_run.model.reset_hooks(clear_contexts=True)
+    of_run.restore()
+    of_run.model.hook_dict[RESIDUAL].ctx["of a run"] = 1
+    of_run.restore()
+    assert not of_run.model.hook_dict[RESIDUAL].ctx

@@ -145,6 +145,22 @@ def test_what_a_hook_keeps_is_not_edited_by_other_hooks(on_one, tokens):
     assert_agrees([by_batch[n] for n in (1, 4, 5)], by_loop, tolerance=1e-5)
 
 
+def test_a_hook_point_that_passes_a_tensor_on_keeps_what_it_got(on_one, tokens):
+    """A Bridge's residual stream is the tensor that its block's first norm gets, too."""
+    model = on_one("llama")
+    names = ["blocks.3.hook_resid_pre", "blocks.3.hook_in", "blocks.3.ln1.hook_in"]
+    names = [name for name in names if name in model.hook_dict]
+    runs = [[(name, returned)] for name in (*names, *reversed(names))]
+    assert_agrees(batched(model, tokens, runs), in_turn(model, tokens, runs), tolerance=2e-5)
+
+
+def test_a_batch_asks_the_models_own_loss(on_one, tokens):
+    model = on_one("llama")
+    own = vars(model)["loss_fn"] = lambda *args, **kwargs: torch.tensor(7.0)
+    assert batched(model, tokens, [[], [], []], return_type="loss") == [7, 7, 7]
+    assert vars(model)["loss_fn"] is own
+
+
 def test_gradients_of_what_hooks_return_reach_each_run(on_one, tokens):
     model = on_one("llama")
     with torch.enable_grad():
@@ -169,6 +185,27 @@ def test_a_batch_starts_at_the_first_block_of_its_runs(on_one, tokens, monkeypat
     batched(model, tokens, [on_stream(4), on_stream(3), on_stream(4), on_stream(4)], 2)
     # The unpatched run up to block 3, from there to block 4, and a batch from each of these.
     assert len(skipped) == 3 + 3 + 4
+
+
+@pytest.mark.parametrize(("fitting", "blocks"), [(9, 4), (4, 5), (0, 7)])
+def test_a_sweep_backwards_computes_few_blocks_again(fitting, blocks, on_one, tokens, monkeypatch):
+    """Each once if all streams fit; from block 2 with room for every second; else from block 0."""
+    model = on_one("llama")
+    size = tokens.numel() * model.cfg.d_model * 4
+    monkeypatch.setattr("tl_devicefix.pipelining.sweep.MAX_KEPT_BYTES", max(1, fitting * size))
+    counted, model_class = [], type(model.blocks[0])
+    own = model_class.forward
+
+    def forward(self, *args, **kwargs):
+        counted.append(self)
+        return own(self, *args, **kwargs)
+
+    runs = [on_stream(4), on_stream(3)]
+    expected = in_turn(model, tokens, runs)
+    monkeypatch.setattr(model_class, "forward", forward)
+    assert_agrees(batched(model, tokens, runs, 1), expected, tolerance=0)
+    of_runs = 1 + 2
+    assert len(counted) - of_runs == blocks
 
 
 @pytest.mark.parametrize("where", [{"n_devices": 4}, {"device_map": {"": 0, "blocks": "cpu"}}])

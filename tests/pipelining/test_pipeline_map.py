@@ -158,12 +158,16 @@ def test_runs_in_flight_of_a_model_with_dropout_are_refused(load, batches):
     next(pipeline_map(model.eval(), logits, batches))
 
 
-def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches):
-    def run(view, batch):
-        view.blocks[1].attn.eval() if view.blocks[1].training else view.blocks[1].train()
+ATTRIBUTES = {
+    "training": lambda view: view.blocks[1].train(not view.blocks[1].training),
+    "put_in": lambda view: setattr(view.blocks[1].mlp, "put_in", torch.ones(1)),
+}
 
-    results = pipeline_map(model, run, batches)
-    with pytest.raises(RuntimeError, match="a run set training of a"):
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches, name):
+    results = pipeline_map(model, lambda view, batch: ATTRIBUTES[name](view), batches)
+    with pytest.raises(RuntimeError, match=f"a run set {name} of a"):
         list(results)
 
 

@@ -197,6 +197,14 @@ def test_weight_changed_between_runs_of_a_sweep_is_refused(model, tokens):
         next(results)
 
 
+def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
+    results = tl_devicefix.sweep(model, tokens, [at(3), at(4)])
+    next(results)
+    model.add_perma_hook("blocks.0.hook_mlp_out", leave)
+    with pytest.raises(RuntimeError, match=r"hooks on blocks\.0\..* were added or removed"):
+        next(results)
+
+
 MLP_OUT = "blocks.3.hook_mlp_out"
 WITHOUT_HOOKS = {
     r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],

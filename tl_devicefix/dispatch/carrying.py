@@ -172,9 +172,13 @@ class Skipping:
             self._skip.begin(None, None)
 
 
-def outputs_of(blocks: Sequence[nn.Module], run: Callable[[], object]) -> list[BlockOutput]:
-    """Return the outputs of blocks in the forward that `run` calls, which ends at the last one."""
-    stop = StopAfter(blocks[-1])
+def run_blocks(
+    blocks: Sequence[nn.Module],
+    run: Callable[[], object],
+    keep: Callable[[int, BlockOutput], None],
+) -> None:
+    """Call `keep(index, output)` for blocks in the forward of `run`, which ends at the last one."""
+    stop = StopAfter(blocks[-1], keep)
     try:
         for block in blocks:
             stop.attach(block)
@@ -183,7 +187,6 @@ def outputs_of(blocks: Sequence[nn.Module], run: Callable[[], object]) -> list[B
     finally:
         for block in blocks:
             StopAfter.detach(block)
-    return stop.outputs
 
 
 class _Reached(Exception):
@@ -191,16 +194,16 @@ class _Reached(Exception):
 
 
 class StopAfter(Around):
-    """Keeps the outputs of blocks, and ends the model's forward at the last of them."""
+    """Passes on the outputs of blocks, and ends the model's forward at the last of them."""
 
-    def __init__(self, last: nn.Module) -> None:
-        self._last = last
-        self.outputs: list[BlockOutput] = []
+    def __init__(self, last: nn.Module, keep: Callable[[int, BlockOutput], None]) -> None:
+        self._last, self._keep, self._n = last, keep, 0
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the block, and nothing after the last one."""
         output: Any = run(*args, **kwargs)
-        self.outputs.append(output)
+        self._keep(self._n, output)
+        self._n += 1
         if module is self._last:
             raise _Reached
         return output

@@ -27,10 +27,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
+from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.user_modules import WATCH, Watch
 from tl_devicefix.fusing.fused import BOUND, IN_VIEW
 from tl_devicefix.fusing.listening import count_assignment
-from tl_devicefix.monkeypatch.patch import LIBRARIES
+from tl_devicefix.monkeypatch.patch import LIBRARIES, patches
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -96,6 +97,15 @@ class View(Generic[Module]):
         return next(filter(None, (state.kept_setting() for state in self._states)), None)
 
 
+@patches("HookPoint", takes="self", why="a view's hook points keep their contexts")
+def clear_context(original: Callable[..., None], self: HookPoint) -> None:
+    """Wrap `HookPoint.clear_context`; in a view the dict stays, which notes what is written."""
+    if IN_VIEW in vars(self):
+        self.ctx.clear()
+    else:
+        original(self)
+
+
 class _State:
     """A counterpart's attributes when its view was made, and its containers' contents.
 
@@ -138,9 +148,11 @@ class _State:
 
     def kept_setting(self) -> str | None:
         """See `View`."""
-        for name, value in self.as_made.items():
-            is_setting = type(value) in _SETTINGS and not name.startswith("_")
-            if is_setting and self.attributes.get(name) is not value:
+        for name, value in self.attributes.items():
+            before = self.as_made.get(name, _MISSING)
+            # A library replaces its tables, lists and dicts, and what is around a forward.
+            is_kept = type(before) in _REPLACED or value is before or name.startswith("_")
+            if not is_kept:
                 return f"{name} of a {self.kind.__name__}"
         return None
 
@@ -154,7 +166,8 @@ _PLAIN = frozenset(
     )
 )
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
-_SETTINGS = frozenset((bool, int, float, str))
+_REPLACED = frozenset((*_CONTAINERS, torch.Tensor, type(None), AroundForward))
+_MISSING = object()
 
 
 def _noting(kind: type) -> type:
@@ -165,7 +178,9 @@ def _noting(kind: type) -> type:
 
         @functools.wraps(original)
         def change(self: Any, *args: object, **kwargs: object) -> object:
-            self.owner.note()
+            # A Bridge's block pops a name that is not there, in each forward.
+            if name != "pop" or args[0] in self:
+                self.owner.note()
             return original(self, *args, **kwargs)
 
         return change
@@ -179,7 +194,7 @@ def _noting(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__slots__": ("owner",), **methods})
 
 
-_NOTING = {kind: _noting(kind) for kind in (dict, OrderedDict)}
+_NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
 
 _LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes get counterparts, because they know modules, or keep a run's

@@ -10,7 +10,7 @@ Three runs of a prompt `[1, pos]`, one hook each:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,13 +62,14 @@ class Batch:
     def __init__(self, tokens: Tokens, runs: Sequence[Hooks], arguments: dict[str, Any]) -> None:
         self._runs = runs
         self._n = len(runs)
+        self._tokens: Tokens
         if isinstance(tokens, torch.Tensor):
             tokens = tokens[None] if tokens.dim() == 1 else tokens
             self._rows, self._tokens = tokens.shape[0], repeated(tokens, self._n)
         else:
             texts = [tokens] if isinstance(tokens, str) else list(tokens)
             self._rows, self._tokens = len(texts), texts * self._n
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             # One row is for all rows of the batch.
             name: repeated(value, self._n)
             if name in _REPEATED and value is not None and len(value) == self._rows
@@ -82,17 +83,20 @@ class Batch:
         # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
         kept = _OF_NORMS if hasattr(model, "original_model") else ()
         of_runs = [_Rows(number, self._rows, self._n, written, kept) for number in range(self._n)]
-        hooks = [
+        hooks: Any = [
             (names, partial(rows.call, hook))
             for rows, run in zip(of_runs, self._runs)
             for names, hook in run
         ]
-        # The library's own loss, of each run's rows.
-        vars(model)["loss_fn"] = partial(self._losses, type(model).loss_fn.__get__(model))
+        # The model's own loss, of each run's rows.
+        attributes, own = vars(model), vars(model).get("loss_fn")
+        attributes["loss_fn"] = partial(self._losses, model.loss_fn)
         try:
             output = model.run_with_hooks(self._tokens, fwd_hooks=hooks, **self._arguments)
         finally:
-            del vars(model)["loss_fn"]
+            del attributes["loss_fn"]
+            if own is not None:
+                attributes["loss_fn"] = own
         return self._split(output)
 
     def _losses(
@@ -104,17 +108,21 @@ class Batch:
         per_token: bool = False,
     ) -> torch.Tensor:
         """Return the loss of each run `[run]`, or of each token `[run * batch, pos - 1]`."""
-        parts = zip(*(self._of_runs(part) for part in (logits, tokens, attention_mask)))
+        given = logits, tokens, attention_mask
+        parts = zip(*map(self._of_runs, given), strict=True)
         losses = [loss_fn(*part, per_token=per_token) for part in parts]
         return torch.cat(losses) if per_token else torch.stack(losses)
 
-    def _of_runs(self, rows: torch.Tensor | None) -> Iterable[Any]:
-        return [None] * self._n if rows is None else rows.chunk(self._n)
+    def _of_runs(self, rows: torch.Tensor | None) -> Sequence[Any]:
+        """Return each run's rows; all of them where there are none for each run."""
+        if rows is None or len(rows) != self._n * self._rows:
+            return [rows] * self._n
+        return rows.chunk(self._n)
 
     def _split(self, output: Any) -> list[Any]:
         """Return each run's part of what the model returned."""
         if isinstance(output, tuple):  # logits and loss
-            pairs = zip(*map(self._split, output))
+            pairs = zip(*map(self._split, output), strict=True)
             return [output._make(pair) if hasattr(output, "_make") else pair for pair in pairs]
         if isinstance(output, torch.Tensor) and output.shape == (self._n,):  # a loss of each
             return list(output.unbind())
@@ -126,18 +134,22 @@ class _Written:
 
     Attributes:
         activation: the copy that the last hook returned.
+        point: the name of the hook point. Another one may pass on the same tensor, which the
+            model reads elsewhere too.
         runs: the runs that have seen their rows of it, and may have kept them.
     """
 
     activation: torch.Tensor | None = None
+    point: str | None = None
 
     def __init__(self) -> None:
         self.runs: set[int] = set()
 
-    def of(self, activation: torch.Tensor, run: int) -> torch.Tensor:
-        """Return an activation to which a run may write."""
-        if self.activation is not activation or run in self.runs:
-            self.activation, self.runs = activation.clone(), set()
+    def of(self, activation: torch.Tensor, run: int, point: str | None) -> torch.Tensor:
+        """Return an activation to which a run may write at a hook point."""
+        is_own = self.activation is activation and self.point == point and run not in self.runs
+        if self.activation is None or not is_own:
+            self.activation, self.point, self.runs = activation.clone(), point, set()
         return self.activation
 
 
@@ -150,7 +162,7 @@ class _Rows:
         self._run, self._n_runs, self._written, self._kept = run, n_runs, written, kept
         self._rows = slice(run * rows, (run + 1) * rows)
         self._total = n_runs * rows
-        self._points: dict[HookPoint, _PointOfRun] = {}
+        self._contexts: dict[int, dict[Any, Any]] = {}  # by the id of the hook point's own
 
     def call(
         self, user_hook: Callable[..., Any], activation: Any, *, hook: HookPoint
@@ -165,10 +177,9 @@ class _Rows:
                 f"{what} instead of {self._total} rows: {_ALONE}"
             )
         rows = activation[self._rows]
-        if hook not in self._points:
-            self._points[hook] = _PointOfRun(hook)
+        point = _PointOfRun(hook, self._contexts.setdefault(id(hook.ctx), {}))
         version = version_of(rows)
-        result = user_hook(rows, hook=self._points[hook])
+        result = user_hook(rows, hook=point)
         if result is None or result is rows:
             written = None
             is_edited = version is None or version != version_of(rows)
@@ -184,7 +195,7 @@ class _Rows:
                 f"in a batch it must return a tensor of the same shape and dtype: {_ALONE}"
             )
         else:
-            written = self._written.of(activation, self._run)
+            written = self._written.of(activation, self._run, hook.name)
             written[self._rows] = result
         if self._written.activation is (activation if written is None else written):
             self._written.runs.add(self._run)
@@ -194,9 +205,9 @@ class _Rows:
 class _PointOfRun:
     """A hook point as a run of a batch sees it, with a context of its own."""
 
-    def __init__(self, point: HookPoint) -> None:
+    def __init__(self, point: HookPoint, context: dict[Any, Any]) -> None:
         self._point = point
-        self.ctx: dict[Any, Any] = {}
+        self.ctx = context
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # a hook may ask what it was given

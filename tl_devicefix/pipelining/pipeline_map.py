@@ -208,7 +208,7 @@ def _pipelined(
         # Called before the pool waits for its threads, because those may wait in the queue.
         within.callback(queue.end)
         views: list[tuple[View[Model], Streams]] = []  # those of runs that have ended
-        weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
+        weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
@@ -299,8 +299,8 @@ class WeightsSnapshot:
                 )
 
 
-class _HooksSnapshot:
-    """The hooks on a model's hook points when its views were made, because views have these."""
+class HooksSnapshot:
+    """The hooks on a model's hook points when runs began; the runs have these."""
 
     def __init__(self, model: Model) -> None:
         self._of_points = [
@@ -318,7 +318,7 @@ class _HooksSnapshot:
             if point.fwd_hooks != forward or point.bwd_hooks != backward:
                 raise RuntimeError(
                     f"hooks on {name} were added or removed between two results, but the runs keep "
-                    "those of the start: change them before, or in `run` on its first argument"
+                    "those of the start: change them before, or in the runs"
                 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from tl_devicefix.dispatch.carrying import (
     Skipping,
     change_stream,
     move,
-    outputs_of,
+    run_blocks,
     stream_of,
 )
 from tl_devicefix.dispatch.mixing import tensor_bytes
@@ -33,6 +34,7 @@ from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
 from tl_devicefix.pipelining.pipeline_map import (
+    HooksSnapshot,
     WeightsSnapshot,
     n_in_flight,
     refuse_arguments,
@@ -43,7 +45,7 @@ from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 MAX_KEPT_BYTES = 2**29
-"""What a sweep keeps of residual streams of the unpatched run, at most, beside the one in use."""
+"""What a sweep keeps of the unpatched run's residual streams, at most, beside the one in use."""
 
 _Start = tuple[int, list[Hooks], int, BlockOutput | None]
 """The first run's number, the runs' hooks, the block where they start, and its input."""
@@ -82,7 +84,9 @@ def sweep(
     alone, and may edit them in place, return a tensor of their shape, or return None;
     `hook.ctx` is its run's. Permanent hooks, and modules that are not TransformerLens's, see the
     whole batch once. Results equal those of `batch_size=1` to float32 rounding, and bit for bit
-    only with `batch_size=1`. A batch takes the memory of a forward of that many prompts.
+    only with `batch_size=1`. A batch takes the memory of a forward of that many prompts. The
+    results of a batch are parts of one tensor and one graph: clone one that you keep alone, and
+    differentiate the results of a batch together.
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
@@ -158,13 +162,16 @@ def _sweep(
             raise
 
     in_flight = n_in_flight(model, None)
-    weights = WeightsSnapshot(model) if in_flight == 1 else None  # runs in flight check them
+    # Runs in flight check these themselves.
+    weights = WeightsSnapshot(model) if in_flight == 1 else None
+    hooks = HooksSnapshot(model) if in_flight == 1 else None
     number = 0
     with contextlib.closing(run_all(model, run_from, starts(), in_flight)) as results:
         for of_group in results:
             for result in of_group:
-                if weights is not None:
+                if weights is not None and hooks is not None:
                     weights.check(number)
+                    hooks.check()
                 yield result
                 number += 1
     if weights is not None:
@@ -324,38 +331,48 @@ def _is_of_user(module: nn.Module, hook: object) -> bool:
 class _ResidualStreams:
     """The outputs of a model's blocks in the unpatched run, computed when they are asked for.
 
-    It keeps them, so that runs in any order of their layers compute each block once. Where all of
-    them take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or fewer. Each
-    output that was asked for is on the device of the block that takes it.
+    It keeps them, so that runs in any order of their layers compute each block once. If all of them
+    take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third, and so
+    on, beside the one in use. Then a run may compute the blocks from the last kept one again.
     """
 
     def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
         self._model, self._tokens = model, tokens
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
-        self._kept: dict[int, BlockOutput] = {}  # by the block that takes it: [batch, pos, d_model]
         self._blocks = list(getattr(model, "blocks", ()))
         self._skipping = Skipping(self._blocks)
+        # By the block that takes it: [batch, pos, d_model]
+        self._kept: dict[int, BlockOutput] = {}
         self._stride = 1
+        self._asked = 0  # the block whose input is kept until the next one is asked for
 
     def before(self, layer: int) -> BlockOutput:
-        """Return the output of the block before `layer` (1 or more), in that block's own form."""
+        """Return the output of the block before `layer`, on the device of that block.
+
+        Args:
+            layer: 1 or more.
+        """
         if layer not in self._kept:
             self._go_on(max(filter(layer.__gt__, self._kept), default=0), layer)
-        output = self._kept[layer] = self._at_block(self._kept[layer], layer)
-        return output
+        if self._asked != layer and self._asked % self._stride:
+            del self._kept[self._asked]
+        self._asked = layer
+        self._kept[layer] = self._at_block(self._kept[layer], layer)
+        return self._kept[layer]
 
     def _go_on(self, start: int, stop: int) -> None:
+        def keep(index: int, output: BlockOutput) -> None:
+            layer, size = start + index + 1, tensor_bytes(stream_of(output))
+            self._stride = max(1, math.ceil(len(self._blocks) * size / MAX_KEPT_BYTES))
+            if layer == stop or layer % self._stride == 0:
+                self._kept[layer] = output
+
         with self._skipping.until(start, self._kept.get(start)):
-            outputs = outputs_of(
+            run_blocks(
                 self._blocks[start:stop],
                 lambda: self._model.forward(self._tokens, **self._inputs),
+                keep,
             )
-        size = tensor_bytes(stream_of(outputs[-1]))
-        self._kept.update(zip(range(start + 1, stop + 1), outputs))
-        while len(self._kept) > 1 and len(self._kept) * size > MAX_KEPT_BYTES:
-            kept = (layer for layer in self._kept if layer == stop or layer % self._stride == 0)
-            self._kept = {layer: self._kept[layer] for layer in kept}
-            self._stride *= 2
 
     def _at_block(self, output: BlockOutput, layer: int) -> BlockOutput:
         placement = placement_of(self._model)
