@@ -261,3 +261,14 @@ def test_repair_keeps_tied_embeddings_tied(load, machine):
     embed, unembed = bridge.embed._original_component, bridge.unembed._original_component
     assert embed.weight is unembed.weight
     assert embed.weight.device == machine.devices[0]
+
+
+def test_repaired_blocks_share_the_buffers_that_they_shared(load):
+    model = load("llama", 2)
+    shared, own = torch.ones(3, device=device(1)), torch.ones(3, device=device(0))
+    for layer, misplaced in {0: shared, 1: shared, 4: own}.items():
+        model.blocks[layer].register_buffer("table", misplaced)
+    assert check(model, repair=True)
+    first, second, on_other = (model.blocks[layer].table for layer in (0, 1, 4))
+    assert first is second
+    assert (str(first.device), str(on_other.device)) == (device(0), device(1))

@@ -48,15 +48,18 @@ def applied_again():
     tl_devicefix.enable()
 
 
+OF_OTHERS = "transformers.masking_utils", "torch.optim.optimizer"
+
+
 def parts_of_transformer_lens() -> Parts:
     """Every attribute of every module and class of TransformerLens that is imported, by its path.
 
-    Also of a module of transformers with a patch. Of functions the code, which a patch exchanges.
+    Also of the modules of others with a patch. Of functions the code, which a patch exchanges.
     """
     parts: Parts = {}
     for module_name, module in list(sys.modules.items()):
         its = module_name, module_name.partition(".")[0]
-        if module is None or not {"transformers.masking_utils", "transformer_lens"} & {*its}:
+        if module is None or not {*OF_OTHERS, "transformer_lens"} & {*its}:
             continue
         for name, value in list(vars(module).items()):
             parts[f"{module_name}:{name}"] = getattr(value, "__code__", value)

@@ -54,6 +54,22 @@ assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
 """
 
 
+GLOBAL_HOOKS = """
+import sys
+import torch
+
+def hooks():
+    modules = "torch.nn.modules.module", "torch.optim.optimizer"
+    named = [item for name in modules for item in vars(sys.modules[name]).items()]
+    return {k: {**v} for k, v in named if k.startswith("_global") and isinstance(v, dict)}
+
+before = hooks()
+import tl_devicefix
+
+assert hooks() == before != {}
+"""
+
+
 def run(*arguments: str, disable: str, without: str | None = None) -> None:
     environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}
     done = subprocess.run(
@@ -73,6 +89,10 @@ def test_importing_it_after_transformer_lens_patches_models_too():
 
 def test_importing_it_disabled_imports_and_patches_nothing():
     run("-c", DISABLED, disable="1")
+
+
+def test_importing_it_adds_no_hook_for_all_optimizers_or_modules():
+    run("-c", GLOBAL_HOOKS, disable="0")
 
 
 def test_a_package_that_takes_this_name_as_argument_is_patched(tmp_path, monkeypatch):

@@ -55,8 +55,7 @@ def check(model: Model, repair: bool = False) -> Report:
     if repair and findings:
         before = findings
         bring_back(model)
-        if (placement := placement_of(model)) is not None:
-            adapter.realign(model, placement)
+        adapter.realign(model, placement_of(model))
         # Looked for anew, because some faults cannot be repaired.
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]

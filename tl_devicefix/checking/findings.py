@@ -18,7 +18,7 @@ from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import CPU, is_elsewhere, printed, resolve, with_index
-from tl_devicefix.placement.fitting import move_parameter
+from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
@@ -94,11 +94,10 @@ def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTen
 
 def bring_back(model: Model) -> None:
     """Move each misplaced tensor, with its gradient, to its device."""
+    mover = Mover()
     for tensor in list(_tensors(model, _attached(model))):
-        if tensor.is_misplaced and tensor.is_weight:
-            move_parameter(tensor.value, tensor.planned)
-        elif tensor.is_misplaced:
-            tensor.module._buffers[tensor.name] = tensor.value.to(tensor.planned)
+        if tensor.is_misplaced:
+            mover.move(tensor.module, tensor.name, tensor.planned)
 
 
 def device_findings(model: Model) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes,
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload.prefetch import attach_parts, pin
-from tl_devicefix.placement.fitting import move_parameter
+from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.in_use import devices_in_use
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
@@ -131,8 +131,7 @@ class Watch:
         with torch.inference_mode(False), torch.no_grad():
             self._attach(model, placement)
             shared = _shared(model, placement)
-            copies: dict[tuple[int, torch.device], torch.Tensor] = {}
-            moved, left = [], []
+            mover, moved, left = Mover(), [], []
             for tensor in list(_elsewhere(model, placement)):
                 if shared(tensor.module) and not tensor.module._parameters:
                     continue  # such as a rotary table that blocks share
@@ -141,14 +140,7 @@ class Watch:
                     left.append(tensor)
                     continue
                 moved.append(tensor)
-                if tensor.is_weight:
-                    move_parameter(tensor.value, tensor.planned)
-                else:
-                    # Copied once for each device, because blocks may share a buffer.
-                    key = id(tensor.value), tensor.planned
-                    if key not in copies:
-                        copies[key] = tensor.value.to(tensor.planned)
-                    tensor.module._buffers[tensor.name] = copies[key]
+                mover.move(tensor.module, tensor.name, tensor.planned)
             if moved:  # some perhaps to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]

@@ -21,7 +21,7 @@ from tl_devicefix.monkeypatch.versions import (
 
 @dataclass(frozen=True)
 class Patch:
-    """One function, method or property of TransformerLens that is replaced."""
+    """One function, method or property that is replaced, mostly of TransformerLens."""
 
     name: str
     """The attribute of `owner`, or the function."""
@@ -137,6 +137,7 @@ _MODULES = (
     *(f"transformer_lens.{name}" for name in ("hook_points", "weight_processing", "patching")),
     *(f"transformer_lens.utilities{name}" for name in (".attention", ".multi_gpu", ".devices", "")),
     "transformer_lens.train",
+    "torch.optim.optimizer",
 )
 _OF_2 = ("transformer_lens.utils",)
 _COMPONENTS = "transformer_lens.model_bridge.generalized_components"
@@ -149,7 +150,7 @@ _OF_BRIDGE = (
 
 
 def named(name: str) -> Any:
-    """Find a class or a module-level function of TransformerLens by name; None if there is none."""
+    """Find a class or a function of a module with patches, by name; None if there is none."""
     # Not `utils` where there is a Bridge, because importing it warns there.
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:

@@ -59,27 +59,22 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
 def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> None:
     """Move each component of a model to its planned device, and the other tensors of `rest` home.
 
-    A tensor that several components share goes to the first one's device. Buffers that modules on
-    one device share stay shared.
+    A tensor that several components share goes to the first one's device.
     """
     placed: set[int] = set()
-    buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+    mover = Mover()
 
     def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
         if is_elsewhere(device):  # its host holds them: here, they count as placed
             placed.update(map(id, (*module.modules(), *module.parameters())))
         for submodule in module.modules():
-            for parameter in submodule.parameters(recurse=False):
+            for name, parameter in submodule.named_parameters(recurse=False):
                 if id(parameter) not in placed and not parameter.is_meta:
-                    move_parameter(parameter, stored_on)
+                    mover.move(submodule, name, stored_on)
                     placed.add(id(parameter))
             for name, buffer in submodule.named_buffers(recurse=False):
                 if id(submodule) not in placed and not buffer.is_meta:
-                    key = id(buffer), device
-                    if key not in buffers:
-                        # The buffer stays in the dict, because a freed one's id may be reused.
-                        buffers[key] = buffer, buffer.to(device)
-                    submodule._buffers[name] = buffers[key][1]
+                    mover.move(submodule, name, device)
             placed.add(id(submodule))
 
     for component, module in placement.modules_of(model):
@@ -88,12 +83,26 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
     move(rest, placement.home, placement.home)
 
 
-def move_parameter(parameter: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter and its gradient in place, so that optimizers keep it."""
-    gradient = parameter.grad
-    parameter.data = parameter.data.to(device)
-    if gradient is not None and gradient.device != device:
-        parameter.grad = gradient.to(device)
+class Mover:
+    """Moves tensors of modules. Buffers that modules on one device share stay shared."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def move(self, module: nn.Module, name: str, device: torch.device) -> None:
+        """Move a buffer, or a parameter and its gradient in place, so that optimizers keep it."""
+        parameter, buffer = module._parameters.get(name), module._buffers.get(name)
+        if buffer is not None:
+            key = id(buffer), device
+            if key not in self._buffers:
+                # The buffer stays in the dict, because a freed one's id may be reused.
+                self._buffers[key] = buffer, buffer.to(device)
+            module._buffers[name] = self._buffers[key][1]
+        if parameter is not None:
+            gradient = parameter.grad
+            parameter.data = parameter.data.to(device)
+            if gradient is not None and gradient.device != device:
+                parameter.grad = gradient.to(device)
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import storage_of
 
 _Value = TypeVar("_Value")
@@ -218,7 +218,18 @@ def refuse_weights(tensors: Iterable[object]) -> None:
             )
 
 
-@register_optimizer_step_pre_hook
-def _refuse_to_train(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # Before the step, because parameters of this host would have changed when it fails.
-    refuse_weights(p for group in optimizer.param_groups for p in group["params"])
+@patches("Optimizer", takes="self param_group", why="weights of other hosts are frozen")
+def add_param_group(
+    original: Callable[..., None], self: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> None:
+    """Wrap `Optimizer.add_param_group`, which each optimiser calls when it is made.
+
+    Raises:
+        RuntimeError: if there are weights of other hosts.
+    """
+    original(self, *args, **kwargs)
+    try:
+        refuse_weights(self.param_groups[-1]["params"])
+    except RuntimeError:
+        del self.param_groups[-1]
+        raise
