@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -58,15 +59,16 @@ ON_EVERY_VERSION = ("tests/versions", "tests/twin/test_known_configs.py")
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
 BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
-# transformers 5.24 refuses peft 0.21, the newest; a Bridge's tests need none, and run with what is
-# newest.
-BESIDE_3X = ("transformers<5.24",)
+# transformers 5.24 refuses peft 0.21, the newest, which the tests of 3.x load. A Bridge's tests and
+# what README installs run with what is newest.
+BESIDE_PEFT = ("transformers<5.24",)
 
 
 def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
     """Install torch (first: others would choose another build), TransformerLens and this."""
     session.install("torch==2.13.0")
-    beside = {"2": BESIDE_2X, "3": BESIDE_3X}.get(transformer_lens[0], ())
+    has_peft = any("[test" in package for package in extra)
+    beside = {"2": BESIDE_2X, "3": BESIDE_PEFT * has_peft}.get(transformer_lens[0], ())
     session.install(
         "-c", "constraints.txt", f"transformer_lens=={transformer_lens}", *beside, *extra
     )
@@ -117,22 +119,16 @@ def package(session: nox.Session) -> None:
     session.run(python, "-m", "twine", "check", "--strict", str(wheel), str(sdist), external=True)
     check_contents(session, wheel, sdist)
 
-    install(session, "3.9.0", str(wheel))
+    # As README's line does: the newest of everything but torch.
+    line = re.search(r"^pip install (.*) \. ", Path("README.md").read_text(), re.MULTILINE)
+    session.install("torch==2.13.0")
+    session.install(*shlex.split(line[1] if line else ""), str(wheel))
     session.chdir(tmp)
     session.run("python", "-m", "tl_devicefix", "demo")
-    session.run(
-        "python",
-        str(repository / "docs/building/run_page.py"),
-        *(str(repository / page) for page in ("README.md", "docs/tutorial.md")),
-    )
-    results = str(tmp / "patched.safetensors")
-    example = str(repository / "examples/llama_70b.py")
-    session.run("python", example, "--shipped", "--output", results)
-    drawn = str(tmp / "patching.svg")
-    session.run("python", str(repository / "docs/figures/patching.py"), results, drawn)
-    example = str(repository / "examples/save_activations_and_sweep.py")
-    session.run("python", example)
-    session.run("python", str(repository / "examples/several_hosts.py"))
+    run_page, readme = repository / "docs/building/run_page.py", repository / "README.md"
+    session.run("python", str(run_page), str(readme))
+    for example in ("save_activations_and_sweep.py", "several_hosts.py"):
+        session.run("python", str(repository / "examples" / example))
 
     session.chdir(repository)
     session.install("-c", "constraints.txt", "mypy==2.4.1", "pytest")
@@ -290,6 +286,13 @@ def asynchronous(session: nox.Session) -> None:
     install_tests(session, "3.9.0")
     folders = ("tests/racing", "tests/dispatch", "tests/offload", "tests/pipelining")
     session.run("pytest", "-n", "2", "--asynchronous", *(session.posargs or folders))
+
+
+@nox.session
+def unpatched(session: nox.Session) -> None:
+    """Tests marked `fails_unpatched`, with the patches off: each has to fail."""
+    install_tests(session, "3.9.0")
+    session.run("pytest", "-n", "2", "--unpatched", *session.posargs)
 
 
 @nox.session

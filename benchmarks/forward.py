@@ -82,18 +82,22 @@ class Cell:
         return f"{self.dtype}, prefill of {self.tokens}"
 
 
-def make_checkpoint(cache: Path, size: str, positions: int, device: str) -> None:
-    """Lay out a hub cache with random weights, made on `device`, under `HUB_NAME`."""
+def make_checkpoint(cache: Path, size: str, positions: int, device: str, **shape: int) -> None:
+    """Lay out a hub cache with random weights, made on `device`, under `HUB_NAME`.
+
+    `shape` replaces what `SIZES` says, and the new checkpoint one that is there.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import tl_devicefix
 
     repository = cache / f"models--{HUB_NAME.replace('/', '--')}"
     snapshot = repository / "snapshots" / "0"
+    shutil.rmtree(repository, ignore_errors=True)
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0")
     config = LlamaConfig(
-        **SIZES[size], max_position_embeddings=positions, tie_word_embeddings=False
+        **{**SIZES[size], **shape}, max_position_embeddings=positions, tie_word_embeddings=False
     )
     torch.manual_seed(0)
     with torch.device(device):
@@ -103,8 +107,8 @@ def make_checkpoint(cache: Path, size: str, positions: int, device: str) -> None
         shutil.copy(file, snapshot)
 
 
-def load(way: str, dtype: torch.dtype, device: str, bridge: bool) -> Any:
-    """The model, loaded in one of the ways compared."""
+def load(way: str, dtype: torch.dtype, device: str | None, bridge: bool, **options: Any) -> Any:
+    """The model, loaded in one of the ways compared; `options` are of TransformerLens's load."""
     if way.startswith("transformers"):
         from transformers import AutoModelForCausalLM
 
@@ -118,12 +122,14 @@ def load(way: str, dtype: torch.dtype, device: str, bridge: bool) -> Any:
     if bridge:
         from transformer_lens.model_bridge import TransformerBridge
 
-        loaded = TransformerBridge.boot_transformers(HUB_NAME, dtype=dtype, device=device)
+        loaded = TransformerBridge.boot_transformers(
+            HUB_NAME, dtype=dtype, device=device, **options
+        )
     else:
         from transformer_lens import HookedTransformer
 
         loaded = HookedTransformer.from_pretrained_no_processing(
-            HUB_NAME, dtype=dtype, device=device
+            HUB_NAME, dtype=dtype, device=device, **options
         )
     if way == "here fused":
         tl_devicefix.fuse_blocks(loaded)

@@ -25,7 +25,7 @@ import torch
 
 import tl_devicefix
 from tl_devicefix.demo.demo import CHECKPOINT
-from tl_devicefix.dispatch.user_modules import move_in_new_parts
+from tl_devicefix.dispatch.user_modules import move_in_parts
 
 
 def seconds(call: Callable[[], Any], times: int) -> float:
@@ -85,7 +85,7 @@ def on_four_devices(rounds: int) -> dict[str, float]:
     x, y = torch.ones(8, device="sim:0"), torch.ones(8, device="sim:3")
     mixed = in_turns(lambda: x + y, lambda: x + y.to("sim:0"), rounds, 200)
     looks = in_turns(
-        lambda: move_in_new_parts(model, model.placement),
+        lambda: move_in_parts(model, model.placement),
         lambda: one(tokens),
         rounds,
         20,

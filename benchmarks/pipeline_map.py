@@ -52,7 +52,7 @@ from tl_devicefix import pipeline_map
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.demo import CHECKPOINT
 from tl_devicefix.demo.demo import load_checkpoint
-from tl_devicefix.pipelining import sweep as of_sweeps
+from tl_devicefix.pipelining import patching as patches
 
 Rows = list[dict[str, Any]]
 
@@ -135,7 +135,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
             return found, time.perf_counter() - start
 
         found, wall = call()
-        with mock.patch.object(of_sweeps, "is_model", return_value=False):
+        with mock.patch.object(patches, "is_model", return_value=False):
             expected, of_loop = call()
         del model, clean
         if not torch.equal(found, expected):

@@ -1,123 +1,230 @@
-"""What a patching sweep over all layers costs, over the same unpatched: blocks run, and time.
+"""Many runs that differ in their hooks, compared with a loop: `sweep`, batches, `pipeline_map`.
 
-    python benchmarks/sweeps.py [--layers 16] [--width 256] [--rounds 5] [--json FILE]
+    python benchmarks/sweeps.py [PART ...] [--only WORD ...] [--rounds 5] [--positions 16]
+                                [--bridge] [--json FILE]
 
-`get_act_patch_resid_pre` of a random model on one device, with and without the package in turns in
-one process, so that noise on the machine hits both. On one thread, so that CPU seconds are what it
-takes where nothing else runs; the wall is that of this machine. Of each the smallest of `--rounds`.
+CPU seconds of all threads, torch with one. The ways take turns in one process; a ratio is the
+median of those of each round.
+
+`hooks`: 16 runs with a hook on one residual stream each, from the first to the last of 80 blocks
+of `d_model` 32: time over that of a loop of `run_with_hooks` of the same model.
+
+`patching`: `get_act_patch_resid_pre`, which patches each of `--positions` positions of each block
+(of 80 blocks, a quarter as many): how many times as fast as TransformerLens's own loop, with the
+patches off; on simulated devices, as its loop of this package's model. nnsight does the same with
+transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
-import time
-import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
-os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported
+os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported, which torch does
 
 import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig, patching
+from forward import FLOORS
+from launch import ALONE
+from layers import (
+    alone,
+    begin,
+    in_flight,
+    in_turns,
+    load_quietly,
+    loop,
+    make_llama,
+    one_hook_each,
+    ratio,
+    sweep,
+)
+from transformer_lens import patching
 
 import tl_devicefix
+from tl_devicefix.pipelining import patching as patches
+
+Calls = dict[str, Callable[[], Any]]
+Results = Iterator[tuple[str, dict[str, float]]]
+"""A title, and figures by name."""
 
 
-def make_model(layers: int, width: int) -> HookedTransformer:
-    """A random GPT-2-shaped model on the CPU."""
-    torch.manual_seed(0)
-    return HookedTransformer(
-        HookedTransformerConfig(
-            n_layers=layers,
-            d_model=width,
-            d_head=width // 8,
-            d_vocab=1000,
-            n_ctx=64,
-            act_fn="gelu",
-            device="cpu",
-        )
-    )
+def on(n_devices: int) -> contextlib.AbstractContextManager[Any]:
+    """The CPU, or simulated devices."""
+    return tl_devicefix.simulate(n_devices) if n_devices > 1 else contextlib.nullcontext()
 
 
-def sweep(model: HookedTransformer, tokens: torch.Tensor, clean: Any) -> torch.Tensor:
-    """Patch each position of each layer."""
-    return patching.get_act_patch_resid_pre(
-        model, tokens, clean, lambda logits: logits[0, -1, 5] - logits[0, -1, 7]
-    )
+def load_on(n_devices: int, kind: str, bridge: bool) -> Any:
+    """A model there."""
+    where: dict[str, Any] = {"n_devices": n_devices} if n_devices > 1 else {"device": "cpu"}
+    return load_quietly(kind, bridge, **where)
 
 
-def blocks_run(model: HookedTransformer, call: Callable[[], Any]) -> int:
-    """How many blocks run in a call."""
-    cls = type(model.blocks[0])
-    own, count = cls.forward, [0]
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return own(self, *args, **kwargs)
-
-    with mock.patch.object(cls, "forward", forward):
-        call()
-    return count[0]
+def check(are_equal: Iterable[bool]) -> None:
+    """Raise if results differ."""
+    if not all(are_equal):
+        raise RuntimeError("the results are not equal: report it")
 
 
-def measure(layers: int, width: int, rounds: int) -> dict[str, float]:
-    """The ratios on one device.
+def hooks(arguments: argparse.Namespace) -> Results:
+    """Sweep and `pipeline_map` over a loop of the same model.
 
     Raises:
         RuntimeError: if the results are not equal, bit for bit.
     """
-    model = make_model(layers, width)
-    tokens = torch.arange(4)[None].repeat(4, 1)
-    _, clean = model.run_with_cache(tokens.flip(1))
+    make_llama(80, 32)
+    tokens, runs = torch.arange(3, 11)[None], one_hook_each(80)
+    ways = {"loop": loop, "sweep": sweep, "pipeline_map": in_flight}
+    for n_devices, kind in itertools.product((1, 4), ("here", "here fused")):
+        title = f"80 blocks, {kind}, devices: {n_devices}"
+        if not any(word in title for word in arguments.only):
+            continue
+        with on(n_devices):
+            model = load_on(n_devices, kind, arguments.bridge)
+            calls: Calls = {name: partial(way, model, tokens, runs) for name, way in ways.items()}
+            results = [torch.cat(call()).cpu() for call in calls.values()]
+            check(torch.equal(results[0], each) for each in results)
+            took = in_turns(calls, arguments.rounds)
+            del model, calls
+        figures = {f"ms: {name}": 1000 * min(each) for name, each in took.items()}
+        figures |= {f"{way} / loop": ratio(took[way], took["loop"]) for way in list(ways)[1:]}
+        yield title, figures
 
-    def call() -> torch.Tensor:
-        return sweep(model, tokens, clean)
 
-    here = blocks_run(model, call)
-    with tl_devicefix.disabled():
-        there = blocks_run(model, call)
-    times = []
-    for _ in range(rounds):
-        result, *here_s = timed(call)
+def patched(arguments: argparse.Namespace) -> Results:
+    """How many times as fast as TransformerLens's loop each way is.
+
+    Raises:
+        RuntimeError: if results are not equal: bit for bit in a sweep of one run at a time.
+    """
+    for n_layers, d_model, n_devices in ((8, 64, 1), (8, 512, 1), (8, 64, 4), (80, 32, 1)):
+        title = f"{n_layers} blocks of {d_model}, devices: {n_devices}"
+        if not any(word in title for word in arguments.only):
+            continue
+        make_llama(n_layers, d_model)
+        positions = arguments.positions if n_layers == 8 else arguments.positions // 4
+        tokens = torch.arange(3, 3 + positions)[None]
+        with on(n_devices):
+            sizes = (8, 32) if n_layers == 8 else (16,)
+            calls = ways_to_patch(n_devices, tokens, sizes, arguments.bridge)
+            if n_layers == 8 and n_devices == 1:
+                calls |= by_nnsight(tokens, n_layers)
+            (floor, *others) = calls
+            with alone(floor):
+                expected, n_blocks = blocks_run(calls[floor])
+            result, n_blocks_of_sweep = blocks_run(calls["sweep"])
+            check([torch.equal(result, expected)])
+            check(torch.allclose(calls[name](), expected, atol=1e-3) for name in others[1:])
+            took = in_turns(calls, arguments.rounds)
+            del calls
+        figures = {f"ms: {floor}": 1000 * min(took[floor])}
+        figures |= {"blocks that a sweep runs / the loop's": n_blocks_of_sweep / n_blocks}
+        figures |= {f"x as fast: {name}": 1 / ratio(took[name], took[floor]) for name in others}
+        yield title, figures
+
+
+def ways_to_patch(
+    n_devices: int, tokens: torch.Tensor, sizes: tuple[int, ...], bridge: bool
+) -> Calls:
+    """TransformerLens's loop, and sweeps in batches of these sizes; the last fused, too."""
+
+    def patch(model: Any, clean: Any, batch_size: int) -> torch.Tensor:
+        with tl_devicefix.batch_sweeps(batch_size):
+            return patching.get_act_patch_resid_pre(model, tokens, clean, metric).cpu()
+
+    def by_loop(model: Any, clean: Any) -> torch.Tensor:
+        with mock.patch.object(patches, "is_model", return_value=False):
+            return patch(model, clean, 1)
+
+    def of(kind: str) -> tuple[Any, Any]:
+        model = load_on(n_devices, kind, bridge)
+        return model, model.run_with_cache(tokens.flip(1))[1]
+
+    here, fused = of("here"), of("here fused")
+    if n_devices > 1:
+        calls: Calls = {"a loop": partial(by_loop, *here)}
+    else:
         with tl_devicefix.disabled():
-            expected, *there_s = timed(call)
-        if not torch.equal(result, expected):
-            raise RuntimeError("the results are not equal, bit for bit: report it")
-        times.append((*here_s, *there_s))
-    cpu, wall, cpu_there, wall_there = map(min, zip(*times))
-    return {
-        "blocks_ratio": here / there,
-        "cpu_ratio": cpu / cpu_there,
-        "wall_ratio": wall / wall_there,
-    }
+            calls = {ALONE: partial(patch, *of(ALONE), 1)}
+    calls["sweep"] = partial(patch, *here, 1)
+    calls |= {f"in batches of {size}": partial(patch, *here, size) for size in sizes}
+    calls[f"fused, in batches of {sizes[-1]}"] = partial(patch, *fused, sizes[-1])
+    return calls
 
 
-def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, and its CPU seconds and seconds."""
-    cpu, wall = time.process_time(), time.perf_counter()
-    result = call()
-    return result, time.process_time() - cpu, time.perf_counter() - wall
+def metric(logits: torch.Tensor) -> torch.Tensor:
+    """A difference of logits at the last position."""
+    return logits[0, -1, 5] - logits[0, -1, 7]
+
+
+def blocks_run(call: Any) -> tuple[torch.Tensor, int]:
+    """The result of a call, whose first argument is the model, and how many blocks ran."""
+    cls = type(call.args[0].blocks[0])
+    own, count = cls.forward, itertools.count()
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        next(count)
+        return own(self, *args, **kwargs)
+
+    with mock.patch.object(cls, "forward", forward):
+        return call(), next(count)
+
+
+def by_nnsight(tokens: torch.Tensor, n_layers: int) -> Calls:
+    """A trace for each patch, and traces of 32 rows; says so if nnsight is not installed."""
+    try:
+        from nnsight import NNsight
+    except ImportError:
+        print("\nleft out: nnsight is not installed")
+        return {}
+    plain = load_quietly(FLOORS[0], bridge=False, device="cpu")
+    model = NNsight(plain)
+    # Of each block: [batch, pos, d_model]
+    clean = plain(tokens.flip(1), output_hidden_states=True).hidden_states
+    places = list(itertools.product(range(n_layers), range(tokens.shape[1])))
+
+    def patch(n_rows: int) -> torch.Tensor:
+        found = []
+        for group in (places[at : at + n_rows] for at in range(0, len(places), n_rows)):
+            with model.trace(tokens.repeat(len(group), 1), use_cache=False):
+                for row, (layer, position) in enumerate(group):
+                    model.model.layers[layer].input[row, position] = clean[layer][0, position]
+                logits = model.lm_head.output.save()
+            found += [metric(each[None]) for each in logits]
+        return torch.stack(found).reshape(n_layers, -1)
+
+    name = f"nnsight {version('nnsight')}"
+    kinds = {"a trace for each patch": 1, "32 rows in each trace": 32}
+    return {f"{name}, {kind}": partial(patch, n_rows) for kind, n_rows in kinds.items()}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Results]] = {"hooks": hooks, "patching": patched}
 
 
 def main() -> None:
-    """Measure and print a table; write JSON if asked."""
+    """Measure and print tables; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="of the titles")
+    parser.add_argument("--positions", type=int, default=16, help="that patching patches")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    torch.set_num_threads(1)
-
+    arguments = begin(parser)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part is called {unknown.pop()}: choose from {', '.join(PARTS)}")
+    results: dict[str, dict[str, float]] = {}
     with torch.no_grad():
-        results = measure(arguments.layers, arguments.width, arguments.rounds)
-    for name, value in results.items():
-        print(f"{name:<28}{value:8.3f}")
+        for part in arguments.parts or PARTS:
+            for title, figures in PARTS[part](arguments):
+                results[title] = figures
+                print(f"\n{title}")
+                for name, value in figures.items():
+                    print(f"  {name:<50}{value:10.2f}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 

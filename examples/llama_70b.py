@@ -208,9 +208,11 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
 def patch(cache: Any, layer: int, position: int) -> list[tuple[str, Any]]:
     """The hooks of one run: the residual stream before a block, at a position, is the clean one."""
     name = f"blocks.{layer}.hook_resid_pre"
+    clean = cache[name][:, position]  # read once, because each read is a copy
 
     def put_clean(resid: torch.Tensor, hook: Any) -> torch.Tensor:
-        resid[:, position] = cache[name][:, position]
+        resid = resid.clone()
+        resid[:, position] = clean
         return resid
 
     return [(name, put_clean)]

@@ -175,7 +175,8 @@ def test_offloaded_blocks_live_in_cpu_memory(one_device):
 
 @fuses
 def test_fused_blocks_run_hooks_until_unfused(one_device):
-    model = tl_devicefix.fuse_blocks(load(MODEL, n_devices=4))
+    model = load(MODEL, n_devices=4)
+    tl_devicefix.fuse_blocks(model)
     assert set(tl_devicefix.report(model).values()) == {"fused"}
     hooks = [(RESID, steer)]
     steered = model.run_with_hooks(CLEAN, fwd_hooks=hooks)
@@ -207,6 +208,11 @@ def test_estimate_says_whether_a_job_fits():
 def test_dry_run_tries_a_function_without_weights():
     dry = tl_devicefix.dry_run(MODEL, run=lambda model: model(CLEAN), n_devices=4)
     assert dry.error is None
+
+
+def test_a_misspelt_public_name_is_suggested():
+    with pytest.raises(AttributeError, match="'save_activation'; did you mean 'save_activations'"):
+        _ = tl_devicefix.save_activation
 
 
 def test_disable_undoes_every_patch():

@@ -12,6 +12,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from tl_devicefix.misspelt import did_you_mean
+
 if TYPE_CHECKING:
     from tl_devicefix.activation_store.reader import load_activations
     from tl_devicefix.activation_store.save import save_activations
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from tl_devicefix.fusing.fused import fuse_blocks, unfuse_blocks
     from tl_devicefix.multihost.init_hosts import init_hosts
     from tl_devicefix.patches import disable, disabled, enable, enabled, report
+    from tl_devicefix.pipelining.patching import batch_sweeps
     from tl_devicefix.pipelining.pipeline_map import pipeline_map
     from tl_devicefix.pipelining.sweep import sweep
     from tl_devicefix.placement.in_use import gather_on
@@ -29,11 +32,12 @@ if TYPE_CHECKING:
     from tl_devicefix.planning.plan import plan
     from tl_devicefix.simulation import simulate
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 __all__ = [
     "DryRun",
     "Estimate",
     "Placement",
+    "batch_sweeps",
     "check",
     "disable",
     "disabled",
@@ -60,6 +64,7 @@ _LAZY = {
     **dict.fromkeys(("fuse_blocks", "unfuse_blocks"), "tl_devicefix.fusing.fused"),
     **dict.fromkeys(("Estimate", "estimate"), "tl_devicefix.planning.estimation"),
     **dict.fromkeys(("DryRun", "dry_run"), "tl_devicefix.planning.dry_run"),
+    "batch_sweeps": "tl_devicefix.pipelining.patching",
     "check": "tl_devicefix.checking",
     "gather_on": "tl_devicefix.placement.in_use",
     "init_hosts": "tl_devicefix.multihost.init_hosts",
@@ -77,7 +82,8 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     """Import what needs TransformerLens or torch only when it is asked for."""
     if name not in _LAZY:
-        raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}")
+        meant = did_you_mean(name, __all__, 0.8)
+        raise AttributeError(f"module 'tl_devicefix' has no attribute {name!r}{meant}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

@@ -5,14 +5,15 @@ A call of blocks.8, which lives on cuda:1:
     CarryTo.pre_forward       brings the arguments to cuda:1    a forward pre-hook of torch's
       users' pre-hooks        see them on cuda:1
         SkipBlock.forward     returns what is known, or         the instance's `forward`
-        StopAfter.forward     ends the model's forward after the block
+        StopAfter.forward     keeps the output, and ends the forward
           OffloadedForward    brings the weights, and takes them away again
             the class's forward: TransformerLens's, a fused block's, or a remote block's
       BringHome.post_forward  brings the output home            a forward hook of torch's
       users' hooks            see it at home
 
-`RunWhereItIs.forward` is around modules that users put into a block, `AlibiAt.pre_forward` around
-blocks that need a table on their device. A fused block's forward and a remote block's are those of
+`RunWhereItIs.forward` is around modules that users put into a block, `OffloadedPart.forward` around
+all modules in an offloaded one, `AlibiAt.pre_forward` around blocks that need a table on their
+device. A fused block's forward and a remote block's are those of
 a class, because copies and pickles of a block keep its class. A dry run adds hooks of torch's own
 while it lasts, because it notes which component runs even where a pre-hook fails.
 """
@@ -64,7 +65,7 @@ class Around:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         if cls.forward is not Around.forward:
             # Not by setattr, because a Bridge's component hands that on to the module it wraps.
-            vars(module)["forward"] = _Forward(self, module)
+            vars(module)["forward"] = AroundForward(self, module)
         if cls.post_forward is not Around.post_forward:
             module.register_forward_hook(self.post_forward, prepend=True)  # before users' hooks
 
@@ -79,7 +80,7 @@ class Around:
                     # torch keeps a separate note that the hook takes keyword arguments.
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
         outer, forward = None, vars(module).get("forward")
-        while isinstance(forward, _Forward):
+        while isinstance(forward, AroundForward):
             if not isinstance(forward.around, cls):
                 outer = forward
             elif outer is not None:
@@ -94,20 +95,21 @@ class Around:
     def of(cls: type[AroundT], module: nn.Module) -> AroundT | None:
         """Return the outermost object of this class whose `forward` is around a module's."""
         forward = vars(module).get("forward")
-        while isinstance(forward, _Forward):
+        while isinstance(forward, AroundForward):
             if isinstance(forward.around, cls):
                 return forward.around
             forward = forward.inner
         return None
 
 
-class _Forward:
+class AroundForward:
     """The `forward` of a module that an `Around` stands around; `inner` is the next, if any."""
 
     def __init__(self, around: Around, module: nn.Module) -> None:
         self.around, self.module, self.inner = around, module, vars(module).get("forward")
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the module."""
         return self.around.forward(self.module, self.run, args, kwargs)
 
     def run(self, *args: object, **kwargs: object) -> object:

@@ -38,7 +38,7 @@ def table() -> tuple[Patch, ...]:
         "dispatch.hook_names",
         "dispatch.mixing",
         "gathering.caches",
-        "pipelining.sweep",
+        "pipelining.patching",
     ):
         importlib.import_module(f"tl_devicefix.{module}")
     from tl_devicefix.adapters import adapters

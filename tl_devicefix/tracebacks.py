@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import re
 import traceback
 from collections.abc import Collection, Iterator
 
@@ -24,6 +23,21 @@ def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
     gc.collect()  # because models, which the frames held, refer to themselves
 
 
+def raised_in(error: BaseException) -> str:
+    """Return the top-level package of the code that raised an error: "transformers"."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def is_own_bug(error: BaseException) -> bool:
+    """Return True for an error that this package raised, and did not mean to.
+
+    Wherever errors of other packages are turned into a sentence about a file, it has to pass.
+    """
+    kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
+    return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"
+
+
 ON_MIXED_DEVICES = (
     "The model is on several devices, and this operation has tensors of two of them: run it within "
     "`with tl_devicefix.mix_devices():`, which brings them together; or write "
@@ -36,7 +50,8 @@ ON_MIXED_DEVICES = (
 def note(error: BaseException, text: str) -> None:
     """Add a note to an error, or to the end of its message."""
     if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(text)
+        if text not in getattr(error, "__notes__", ()):  # one error may be raised again and again
+            error.add_note(text)
     elif error.args == (str(error),):
         error.args = (f"{error}\n{text}",)
 
@@ -55,7 +70,6 @@ def note_mixed_devices(error: RuntimeError) -> None:
     """Append the remedy to the message of an error about several devices."""
     about_devices = "same device" in str(error) or "expected device" in str(error)
     is_noted = ON_MIXED_DEVICES in str(error)
-    # Not if a tensor is on the CPU, because `mix_devices` does not bring it from there.
-    if about_devices and not is_noted and not re.search(r"\bcpu\b", str(error)):
+    if about_devices and not is_noted:
         # Not by `note`, because notes are lost where `str(error)` is logged.
         error.args = (f"{error}\n{ON_MIXED_DEVICES}",)

@@ -30,13 +30,14 @@ from typing import Any, Literal
 import torch
 import transformers
 import transformers.utils.logging as hf_logging
-from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
+from tl_devicefix.placement.devices import EmptyOnMeta
 from tl_devicefix.placement.workers import one_load
+from tl_devicefix.tracebacks import is_own_bug
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Twin:
             del config.quantization_config  # weights arrive dequantised
         of_class: Any = model_class or transformers.AutoModelForCausalLM
         make = getattr(of_class, "from_config", None) or of_class._from_config
-        with init_empty_weights(include_buffers=False):
+        with EmptyOnMeta():
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MOST_PARAMETERS:
             raise ValueError(f"its twin would have {count} parameters")
@@ -281,6 +282,13 @@ def _measured(measure: Callable[[], float], called: str) -> float | None:
         with undisturbed():
             return measure()
     except Exception as error:  # noqa: BLE001  # because transformers refuses sizes in many ways
+        if is_own_bug(error):
+            warnings.warn(
+                f"{called} was not compared with transformers, by a fault of tl_devicefix "
+                f"({type(error).__name__}: {error}): report it, or silence this with "
+                "numbers='ignore'",
+                stacklevel=2,
+            )
         _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
         return None
 
@@ -339,10 +347,10 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     """
     live = LiveWeights(hf_model)
     # Modules are compared, not numbers, because the twin is made of the config and lacks them too.
+    config, cls = copy.deepcopy(live.model.config), class_in_transformers(live.model)
     try:
-        with undisturbed(), init_empty_weights(include_buffers=False):
-            config = copy.deepcopy(live.model.config)
-            made: nn.Module = class_in_transformers(live.model)._from_config(config)
+        with undisturbed(), EmptyOnMeta():
+            made: nn.Module = cls._from_config(config)
     except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return ""

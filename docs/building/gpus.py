@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from itertools import count
+from math import ceil
 
 import tl_devicefix
 
@@ -30,15 +31,15 @@ def main() -> None:
     print("|" + "---|" * (2 + len(GPUS)))
     with tl_devicefix.simulate(64, "1TiB", values=False):
         for called, name in MODELS.items():
-            needed = [devices(name, memory) for memory in GPUS.values()]
             placement = tl_devicefix.plan(name, n_devices=1, dtype="bfloat16")
-            weights = f"{placement.bytes_on(0) / 2**30:.0f} GiB"
-            print(f"| {called} | {weights} |", " | ".join(map(str, needed)), "|")
+            weights = placement.bytes_on(0) / 2**30
+            needed = [devices(name, memory, weights) for memory in GPUS.values()]
+            print(f"| {called} | {weights:.0f} GiB |", " | ".join(map(str, needed)), "|")
 
 
-def devices(name: str, memory: int) -> int:
-    """The fewest GPUs of that memory which hold the model."""
-    for n in count(1):
+def devices(name: str, memory: int, weights: float) -> int:
+    """The fewest GPUs of that memory which hold the model of so many GiB."""
+    for n in count(ceil(weights / (FOR_WEIGHTS * memory))):
         limits = dict.fromkeys(range(n), f"{FOR_WEIGHTS * memory}GiB")
         with contextlib.suppress(ValueError):  # that the weights do not fit
             tl_devicefix.plan(name, n_devices=n, dtype="bfloat16", max_memory=limits)

@@ -325,6 +325,13 @@ def test_a_directory_without_shards_is_used_again(on_one, run, tmp_path):
     assert saved[name].dtype == torch.bfloat16
 
 
+def test_only_a_path_is_a_directory_of_activations(run, on_one):
+    model = on_one("llama")
+    for use in (load_activations, lambda model: run(model, [IDS[None]], RESID, directory=model)):
+        with pytest.raises(TypeError, match=r"^directory must be a path, but is a "):
+            use(model)
+
+
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
     (lambda h: h.cache(0).accumulated_resid(), r"no model, .* saved\.cache\(examples, model\)"),
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -214,10 +215,11 @@ def test_an_interrupt_waits_for_the_writer(start, batches, tmp_path, monkeypatch
         # Where tests run beside each other, it is ignored.
         before_it = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt) as caught:
                 start(batches[:2], shard_size="1MiB")  # one shard, when all is given to the writer
         finally:
             signal.signal(signal.SIGINT, before_it)
+    assert_says_how_far(caught.value, len(load_activations(tmp_path / "out")))
     before = files(tmp_path / "out")
     assert not [thread for thread in threading.enumerate() if "activations" in thread.name]
     assert start(batches[:2], shard_size="1MiB", resume=True).is_complete
@@ -234,6 +236,12 @@ def test_loader_may_reuse_the_memory_of_its_batches(start, batches):
     assert torch.equal(start(of_one_piece_of_memory()).tokens[:], torch.cat(batches))
 
 
+def assert_says_how_far(error, n_examples):
+    if sys.version_info >= (3, 11):  # exceptions have notes
+        assert error.__notes__[0].startswith(f"{n_examples} examples are complete in ")
+        assert "resume=True" in error.__notes__[0]
+
+
 def test_a_disk_that_is_full_leaves_complete_shards(start, tmp_path, monkeypatch):
     write_shard = writer.write_shard
 
@@ -245,9 +253,10 @@ def test_a_disk_that_is_full_leaves_complete_shards(start, tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_shard", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as caught:
             start()
     assert len(load_activations(tmp_path / "out")) == 27
+    assert_says_how_far(caught.value, 27)
     start(directory=tmp_path / "whole")
     start(resume=True)
     assert files(tmp_path / "out") == files(tmp_path / "whole")

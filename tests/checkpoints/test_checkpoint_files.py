@@ -23,7 +23,9 @@ from transformer_lens import HookedTransformerConfig
 from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
+from tl_devicefix.checkpoints import checkpoint, files
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
+from tl_devicefix.hooked_transformer import config
 
 pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
@@ -437,3 +439,13 @@ def test_unusable_config_json_is_refused(write, refused):
         config.write_text(json.dumps({**fields, **changes}))
         with refused(str(checkpoint), says, error=(ValueError, RuntimeError)):
             load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(config, "overlooked"), (checkpoint, "_give_dtypes"), (files, "headers")]
+)
+def test_a_fault_of_this_package_is_not_called_the_files(module, name, write, machine, monkeypatch):
+    """It is one if it was raised in code of a module of this package."""
+    monkeypatch.setattr(module, name, eval("lambda *_: {}['our fault']", vars(module)))
+    with pytest.raises(KeyError, match="our fault"):
+        load(write())

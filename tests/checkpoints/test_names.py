@@ -216,8 +216,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "gpt2-smal": ("did you mean", "'gpt2-small'"),
     "xyzzy": ("organisation/model",),
     "someone/unknown": (NOT_CACHED,),
-    "meta-lama/Llama-2-7b-hf": ("did you mean 'meta-llama/Llama-2-7b-hf'",),
-    **dict.fromkeys(("./llama", "~/llama"), ("TransformerLens lists no model", "directory")),
+    "meta-lama/Llama-2-7b-hf": ("did you mean 'meta-llama/Llama-2-7b-hf'? It cannot be fetched",),
+    **dict.fromkeys(("./llama", "~/llama", "/no/model"), ("there is no directory '",)),
 }
 """A name -> what its refusal says."""
 

@@ -41,6 +41,33 @@ def test_an_unknown_hook_point_is_named_with_the_nearest(name, model_class, mode
     assert str(caught.value).startswith("this model has")
 
 
+@pytest.mark.parametrize("given", [(MISSPELT, print), [MISSPELT, print], {MISSPELT: print}])
+def test_hooks_that_are_no_list_of_pairs_are_refused(given, model, tokens):
+    with pytest.raises(TypeError, match=rf"but '{MISSPELT}' is in it: write \[\(name, function"):
+        model.run_with_hooks(tokens, fwd_hooks=given)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (("resid_pos", 3), "no hook point 'blocks.3.hook_resid_pos'; did you mean 'blocks.3.hook_"),
+        (
+            ("resid_post", 80),
+            "no hook point 'blocks.80.hook_resid_post'; the model has blocks 0 to",
+        ),
+        (("result", 3), r"not in this cache: call model.set_use_attn_result\(True\) before"),
+        ("blocks.3.hook_resid_pre", "not in this cache: names_filter or stop_at_layer left it out"),
+    ],
+)
+@pytest.mark.parametrize("spread", [1, 4])
+def test_activations_that_are_not_cached_are_named_with_why(key, says, spread, load, kind, tokens):
+    model = load(kind, spread)
+    at_home = tokens.to(model.cfg.device)
+    _, cache = model.run_with_cache(at_home, names_filter=lambda name: "resid_post" in name)
+    with pytest.raises(KeyError, match=says):
+        cache[key]
+
+
 @pytest.mark.parametrize(
     ("names_filter", "says"),
     [

@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
+from comparison import assert_agrees
 from devices import device
 
 import tl_devicefix
 from tl_devicefix import plan
-from tl_devicefix.dispatch.mixing import JoinedAt
+from tl_devicefix.dispatch.mixing import JoinedAt, _Mixing
 from tl_devicefix.placement import in_use
 
 pytestmark = pytest.mark.hooked
@@ -43,6 +44,103 @@ def test_mix_devices_is_on_until_its_outermost_with_ends(model):
     with pytest.raises(ZeroDivisionError), mixing:
         raise ZeroDivisionError
     assert not mixes(model)
+
+
+def test_mix_devices_as_a_statement_is_on_until_turned_off(model):
+    def in_a_thread():
+        thread = threading.Thread(target=lambda: seen.append(mixes(model)))
+        thread.start()
+        thread.join()
+        return seen.pop()
+
+    seen = []
+    try:
+        tl_devicefix.mix_devices()
+        with torch.device("cpu"), tl_devicefix.mix_devices():
+            assert mixes(model)
+        assert mixes(model)
+        with tl_devicefix.mix_devices(False):
+            assert not mixes(model)
+        assert mixes(model)
+        assert not in_a_thread()
+        with torch.device("cpu"):
+            tl_devicefix.mix_devices(False)
+            assert not mixes(model)
+            tl_devicefix.mix_devices()
+        assert mixes(model)
+        tl_devicefix.mix_devices(False)
+        torch.set_default_device("cpu")
+        tl_devicefix.mix_devices()
+        torch.set_default_device(None)
+        assert mixes(model)
+    finally:
+        tl_devicefix.mix_devices(False)
+    assert not mixes(model)
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_mix_devices_is_off_in_a_forward_but_for_users_code(model, at_home, monkeypatch):
+    def calls(run=lambda: model(at_home)):
+        before = len(seen)
+        run()
+        return len(seen) - before
+
+    def called(*args, **kwargs):
+        seen.append(args)
+        return own(*args, **kwargs)
+
+    def run_again(activation, hook):
+        return activation + model(at_home, stop_at_layer=1).sum()
+
+    def fail(activation, hook):
+        raise ZeroDivisionError
+
+    own, seen = _Mixing.__torch_function__, []
+    monkeypatch.setattr(_Mixing, "__torch_function__", called)
+    point = "blocks.1.hook_resid_post"
+    with tl_devicefix.mix_devices():
+        assert calls() == 0
+        of_one_hook = calls(lambda: model.run_with_hooks(at_home, fwd_hooks=[(point, run_again)]))
+        assert 0 < of_one_hook < 30
+        with pytest.raises(ZeroDivisionError):
+            model.run_with_hooks(at_home, fwd_hooks=[(point, fail)])
+        assert calls(lambda: torch.ones(1) + 1) > 0
+        with model.blocks[2].mlp.register_forward_hook(lambda *_: None):
+            assert calls() > 50
+    assert calls(lambda: torch.ones(1) + 1) == 0
+
+
+def test_one_line_runs_a_notebook_that_mixes_devices(load, on_one, tokens):
+    def notebook(model, tokens):
+        kept, mask = [], torch.arange(model.cfg.d_model) > 3  # on the CPU
+        names = [f"blocks.{i}.hook_resid_post" for i in range(model.cfg.n_layers)]
+        keep = lambda x, hook: kept.append(x * mask)  # noqa: E731
+        with torch.no_grad():
+            _, cache = model.run_with_cache(tokens)
+            model.run_with_hooks(tokens, fwd_hooks=[(name, keep) for name in names])
+            key, value = model.W_in[4].mean(0), model.W_E.mean(0)  # at home
+            edit = torch.outer(key, value)
+            model.blocks[4].mlp.W_out += edit
+            return [
+                torch.stack(kept),
+                torch.stack([block.attn.W_Q for block in model.blocks]),
+                sum(p.norm() for p in model.parameters()),
+                torch.einsum("vd,hde->hve", model.W_E, model.blocks[4].attn.W_V),
+                cache["post", 4] @ model.blocks[4].mlp.W_out,
+                model(tokens),
+            ]
+
+    expected = notebook(on_one("llama"), tokens)
+    model = load("llama")
+    at_home = tokens.to(device(0))
+    with pytest.raises(RuntimeError, match="same device"):
+        notebook(model, at_home)
+    model = load("llama")
+    tl_devicefix.mix_devices()
+    try:
+        assert_agrees(notebook(model, at_home), expected, tolerance=1e-4)
+    finally:
+        tl_devicefix.mix_devices(False)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -91,7 +189,7 @@ def test_changed_or_indexed_tensors_stay_on_their_device(model):
 def test_a_device_that_is_not_in_use_is_left_to_torch(model):
     with tl_devicefix.mix_devices():
         with pytest.raises(RuntimeError, match="same device"):
-            torch.ones(3) + torch.ones(3, device=device(0))
+            torch.ones(3, device="meta") + torch.ones(3, device=device(0))
         with pytest.raises(RuntimeError, match=r"shapes|size"):  # and so is another error
             torch.ones(2, 3, device=device(0)) @ torch.ones(2, 3, device=device(1))
 

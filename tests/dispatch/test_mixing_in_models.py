@@ -91,6 +91,15 @@ def test_single_device_script_works_mixing_or_as_rewritten(script, load, on_one,
     assert_agrees(script(model, at_home, torch.Tensor.to), expected)
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_parts_that_are_called_by_hand_return_on_their_device(at, model):
+    block, there = model.blocks[2], model.placement.device_of("blocks.2")
+    x = torch.ones(1, 4, model.cfg.d_model, device=device(at))
+    inputs = (x,) if hasattr(model, "original_model") else (x, x, x)
+    outputs = block.attn(*inputs), block.mlp(x), block(x)
+    assert {y.device if isinstance(y, torch.Tensor) else y[0].device for y in outputs} == {there}
+
+
 @pytest.mark.fails_unpatched
 def test_gradients_of_several_blocks_mix_as_on_one_device(load, on_one, tokens):
     def gradients(model, tokens):

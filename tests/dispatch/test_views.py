@@ -209,7 +209,6 @@ def change_everything(view):
     vars(block.attn)["foo"] = [view]
     vars(view)["results"] = [1]
     block.mlp._modules["extra"] = nn.Linear(2, 2)
-    view.train(not view.training)
     for module in view.blocks[2].mlp.modules():
         module._parameters.clear()
     del view.hook_dict["blocks.0.hook_resid_pre"]

@@ -18,9 +18,13 @@ def model_class(request):
 @pytest.fixture
 def fused(load):
     """`fused("llama")`: a new model on the CPU, with fused blocks."""
-    return lambda kind="llama", **options: tl_devicefix.fuse_blocks(
-        load(kind, device="cpu", **options)
-    )
+
+    def fused(kind="llama", **options):
+        model = load(kind, device="cpu", **options)
+        tl_devicefix.fuse_blocks(model)
+        return model
+
+    return fused
 
 
 @pytest.fixture

@@ -166,16 +166,38 @@ ROWS |= {
 }
 
 
-@row("`safetensors.torch.save_model`")
-def in_safetensors(model, tokens):
-    copied = copy.deepcopy(model)
+def elsewhere(model, save, load):
+    """A copy on one device that loads what was saved; a Bridge's stays on the same devices."""
+    other = copy.deepcopy(model)
+    if not hasattr(model, "original_model"):
+        other.to(model.cfg.device)
     with torch.no_grad(), TemporaryDirectory() as directory:
-        for parameter in copied.parameters():
+        for parameter in other.parameters():
             parameter.zero_()
         path = str(Path(directory) / "model.safetensors")
-        safetensors.torch.save_model(model, path)
-        safetensors.torch.load_model(copied, path)
-        return copied(tokens)
+        save(model, path)
+        load(other, path)
+    return other
+
+
+@row("`safetensors.torch.save_model`, loaded over other devices")
+def in_safetensors(model, tokens):
+    other = elsewhere(model, safetensors.torch.save_model, safetensors.torch.load_model)
+    return other(tokens)
+
+
+@row("`safetensors.torch.save_file` of copies, loaded over other devices")
+def copies_in_safetensors(model, tokens):
+    def save(model, path):
+        copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+        safetensors.torch.save_file(
+            {name: tensor.to(**copied) for name, tensor in model.state_dict().items()}, path
+        )
+
+    def load(model, path):
+        model.load_state_dict(safetensors.torch.load_file(path))
+
+    return elsewhere(model, save, load)(tokens)
 
 
 @row("`register_module_forward_hook`, which adds a vector from home")

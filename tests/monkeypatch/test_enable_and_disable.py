@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformer_lens import patching
 
 import tl_devicefix
 from tl_devicefix.monkeypatch import applying, versions
@@ -220,23 +221,13 @@ def remembering(calls):
     return function
 
 
-def test_function_that_somebody_decorated_is_patched_and_restored(monkeypatch):
+def test_a_function_that_somebody_decorated_is_refused(monkeypatch):
     tl_devicefix.disable()
-    for patch in (patch for patch in table() if patch.owner is None):
-        calls, undecorated = [], named(patch.name)
-        decorated = functools.wraps(undecorated)(remembering(calls))
-        for place in places_of(patch.name):
-            monkeypatch.setattr(place, patch.name, decorated)
-        code, signature = decorated.__code__, inspect.signature(undecorated)
-        with tl_devicefix.enabled():
-            assert named(patch.name) is decorated
-            assert decorated.__code__ is not code
-            assert inspect.signature(decorated) == signature
-            required = [it for it in signature.parameters.values() if it.default is it.empty]
-            decorated(*[None] * len(required))
-        assert calls == ["called"]
-        assert decorated.__code__ is code
-        monkeypatch.undo()
+    decorated = functools.wraps(patching.generic_activation_patch)(remembering([]))
+    monkeypatch.setattr(patching, "generic_activation_patch", decorated)
+    with pytest.raises(UnsupportedTransformerLens, match=r"activation_patch .* decorated"):
+        tl_devicefix.enable()
+    assert not tl_devicefix.patches.is_enabled()
 
 
 @pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+
 import pytest
 import torch
 from model_classes import fuses
 from packaging.version import Version
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
@@ -44,7 +49,7 @@ def test_report_returns_the_patches_that_it_prints(capsys):
 def test_models_report_says_why_a_block_is_not_fused(capsys):
     model = build_toy(solu_config(n_layers=3))
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
-    tl_devicefix.fuse_blocks(model)
+    assert tl_devicefix.fuse_blocks(model) is None  # a notebook would print a model, and keep it
     capsys.readouterr()
     report = tl_devicefix.report(model)
     assert printed(capsys) == [["blocks.0-2", "fused"]]
@@ -58,19 +63,21 @@ def test_models_report_says_why_a_block_is_not_fused(capsys):
     model.blocks[1].apply_mlp = model.blocks[1].apply_mlp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: x)
-        tl_devicefix.fuse_blocks(model)
+        with pytest.warns(UserWarning, match=r"no block: MLP\.forward was replaced"):
+            tl_devicefix.fuse_blocks(model)
         report = tl_devicefix.report(model)
     assert report["blocks.0"] == "not fused: MLP.forward was replaced"
     assert report["blocks.1"] == "not fused: its apply_mlp is not TransformerLens's"
     model.set_use_split_qkv_input(True)
-    tl_devicefix.fuse_blocks(model)
+    with pytest.warns(UserWarning, match="no block: use_split_qkv_input"):
+        tl_devicefix.fuse_blocks(model)
     assert "use_split_qkv_input" in tl_devicefix.report(model)["blocks.0"]
 
 
 @pytest.mark.bridge
 @pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge's blocks are fused in 4 only")
 def test_bridges_report_says_why_a_block_is_not_fused(capsys, load):
-    model = tl_devicefix.fuse_blocks(load("llama", device="cpu"))
+    model = load("llama", device="cpu", fuse_blocks=True)
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
     report = tl_devicefix.report(model)
     assert list(report) == names
@@ -88,7 +95,8 @@ def test_bridges_report_says_why_a_block_is_not_fused(capsys, load):
 def test_report_says_that_older_transformer_lens_fuses_no_block():
     model = build_toy(solu_config(n_layers=2))
     kind = type(model.blocks[0])
-    tl_devicefix.fuse_blocks(model)
+    with pytest.warns(UserWarning, match=r"fuses no block: transformer_lens .* is older than 3.8"):
+        tl_devicefix.fuse_blocks(model)
     assert type(model.blocks[0]) is kind
     assert "is older than 3.8" in tl_devicefix.report(model)["blocks.0"]
 
@@ -96,3 +104,49 @@ def test_report_says_that_older_transformer_lens_fuses_no_block():
 def test_report_refuses_an_object_that_is_no_model():
     with pytest.raises(TypeError, match=r"the model must be a .* but this is a Linear"):
         tl_devicefix.report(torch.nn.Linear(1, 1))
+
+
+REPLACED_BEFORE = """
+import functools
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.components import MLP
+
+MLP.forward = functools.wraps(MLP.forward)(lambda self, x: x)
+
+import tl_devicefix
+
+sizes = {"n_layers": 2, "d_model": 8, "d_head": 4, "d_vocab": 9, "n_ctx": 5}
+model = HookedTransformer(HookedTransformerConfig(**sizes, act_fn="relu", device="cpu"))
+tl_devicefix.fuse_blocks(model)
+assert set(tl_devicefix.report(model).values()) == {"not fused: MLP.forward was replaced"}
+"""
+
+
+@fuses
+@pytest.mark.hooked
+def test_a_method_replaced_before_the_import_is_not_ignored():
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED_BEFORE], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def transformers_model() -> torch.nn.Module:
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.nn.Linear(1, 1), "a Linear has no block of TransformerLens's: load it as"),
+        (transformers_model, "a GPT2LMHeadModel has no block of TransformerLens's: load it as"),
+        (transformers_model, "TransformerLens is unpatched: call tl_devicefix.enable"),
+    ],
+)
+def test_fuse_blocks_that_fuses_no_block_says_why_once(make, why):
+    unpatched = tl_devicefix.disabled() if "unpatched" in why else contextlib.nullcontext()
+    with unpatched, pytest.warns(UserWarning, match=f"fuse_blocks fuses no block: {why}") as all:
+        tl_devicefix.fuse_blocks(make())
+    assert len(all) == 1

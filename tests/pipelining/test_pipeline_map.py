@@ -1,4 +1,4 @@
-"""`pipeline_map`: runs that are under way together give what they give one after the other."""
+"""`pipeline_map`: runs in flight together give what they give one after the other."""
 
 import contextlib
 import gc
@@ -6,7 +6,6 @@ import itertools
 import threading
 import traceback
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from runs_of_users import LAST, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
-from tl_devicefix.placement.workers import CallersState
 
 
 @pytest.fixture
@@ -55,34 +53,27 @@ def a_forward_within_a_hook(model: Any, batch: torch.Tensor) -> Any:
     return model.run_with_hooks(batch, fwd_hooks=[(LAST, add)]), inner
 
 
-def gradients_of_activations(model: Any, batch: torch.Tensor) -> Any:
-    result: dict[str, torch.Tensor] = {}
+def gradients(model: Any, batch: torch.Tensor) -> Any:
+    kept: dict[str, torch.Tensor] = {}
 
     def keep(gradient: torch.Tensor, hook: Any) -> None:
-        result[hook.name] = gradient.clone()
+        kept[hook.name] = gradient.clone()
 
-    names = ("blocks.0.hook_resid_pre", LAST)
-    with torch.enable_grad(), model.hooks(bwd_hooks=[(name, keep) for name in names]):
-        model(batch).square().mean().backward()
-    return result
-
-
-def gradients_without_backward(model: Any, batch: torch.Tensor) -> Any:
-    with torch.enable_grad():
-        vector = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
-        hook = lambda activation, hook: activation + vector  # noqa: E731
-        out = model.run_with_hooks(batch, fwd_hooks=[(LAST, hook)])
-        return torch.autograd.grad(out.square().mean(), vector)
+    vector = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
+    hooks = {
+        "fwd_hooks": [("blocks.0.hook_resid_pre", lambda activation, hook: activation + vector)],
+        "bwd_hooks": [(name, keep) for name in ("blocks.1.hook_resid_pre", LAST)],
+    }
+    with torch.enable_grad(), model.hooks(**hooks):
+        return torch.autograd.grad(model(batch).square().mean(), vector), kept
 
 
 FORWARDS = (users.some_of_the_cache, users.steered_at_a_block_elsewhere)
 FORWARDS += (users.generated, with_a_mask)
 WAITING = (users.a_number_that_is_waited_for, a_forward_within_a_hook)
-GRADIENTS = (gradients_of_activations, users.gradients_of_weights)
-GRADIENTS += (gradients_without_backward,)
 
 
-@pytest.mark.parametrize(("runs", "n"), [(FORWARDS, 3), (WAITING, 2), (GRADIENTS, 2)])
+@pytest.mark.parametrize(("runs", "n"), [(FORWARDS, 3), (WAITING, 2), ((gradients,), 2)])
 def test_pipelined_runs_equal_a_loops_bit_for_bit(model, batches, runs, n):
     def all_of_them(model, batch):
         return {run.__name__: run(model, batch) for run in runs}
@@ -106,66 +97,89 @@ def test_two_runs_compute_on_two_devices_at_once(model, batches):
     assert waited == [True]
 
 
-def samples_tokens(model, batch):
-    options = {"max_new_tokens": 2, "stop_at_eos": False, "verbose": False}
-    return model.generate(batch[:1].to(model.cfg.device), **options)
+OF_ALL_RUNS = {
+    "rand draws random numbers": lambda view, batch: torch.rand(1),
+    "normal_ draws": lambda view, batch: torch.ones(2).normal_(),
+    "dropout draws": lambda view, batch: torch.nn.functional.dropout(torch.ones(2)),
+    "multinomial draws": lambda view, batch: view.generate(batch[:1], verbose=False),
+    "backward uses .grad": lambda view, batch: view(batch).mean().backward(),
+    "reading or setting it uses .grad": lambda view, batch: view.zero_grad(),
+    "cfg.use_attn_result was changed": lambda view, batch: view.set_use_attn_result(True),
+    "may not fuse": lambda view, batch: tl_devicefix.fuse_blocks(view),
+}
+"""What a run in flight may not do, as it acts on all runs; by what the error says."""
 
 
-def test_pipelined_runs_draw_the_random_numbers_of_a_loop(model, batches):
-    def run(model, batch):
-        """Draws from what the run before it left, and after a seed of its own."""
-        out = model(batch)
-        dropped = out + torch.nn.functional.dropout(torch.ones_like(out), training=True)
-        sampled = samples_tokens(model, batch)
-        torch.manual_seed(int(batch.sum()))
-        return dropped, sampled, torch.rand(3), torch.randn(2, device=model.cfg.device)
-
-    torch.manual_seed(3)
-    expected = [run(model, batch) for batch in batches[:3]], torch.get_rng_state()
-    torch.manual_seed(3)
-    actual = list(pipeline_map(model, run, batches[:3])), torch.get_rng_state()
-    assert_bit_equal(actual, expected)
-
-
-def test_a_hook_that_draws_in_a_thread_of_autograds_is_refused(model, batches):
-    """Real devices have such threads, with what is in force where autograd was called."""
+@pytest.mark.parametrize("words", OF_ALL_RUNS)
+def test_what_acts_on_all_runs_is_refused_in_flight(load, batches, words):
+    model = load("llama")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    state = torch.get_rng_state()
 
     def run(view, batch):
-        def draws(gradient, hook):
-            autograds = CallersState(())
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(autograds.run, torch.rand, 1).result(30)
+        with torch.enable_grad():
+            OF_ALL_RUNS[words](view, batch.to(view.cfg.device))
 
-        start = torch.zeros(view.cfg.d_model, device=view.cfg.device, requires_grad=True)
-        add = lambda activation, hook: activation + start  # noqa: E731
-        hooks = {"fwd_hooks": [("blocks.1.hook_resid_pre", add)], "bwd_hooks": [(LAST, draws)]}
-        with torch.enable_grad(), view.hooks(**hooks):
-            return torch.autograd.grad(view(batch).square().mean(), start)
-
-    assert_bit_equal(next(pipeline_map(model, run, batches, 1)), run(model, batches[0]))
-    with pytest.raises(RuntimeError, match=r"a backward hook may not draw.*max_in_flight=1"):
+    with pytest.raises(RuntimeError, match=rf"{words}.*max_in_flight=1"):
         next(pipeline_map(model, run, batches))
+    assert torch.equal(torch.get_rng_state(), state)
+    next(pipeline_map(model, run, batches, 1))
     assert_nothing_is_left(model)
 
 
-def test_runs_beyond_an_error_change_no_shared_rng_or_grad(model, batches):
-    begun = threading.Event()
-    model.zero_grad()
+def test_a_hook_that_draws_random_numbers_is_refused(model, batches):
+    def draw(activation, hook):
+        return activation + torch.randn(())
 
-    def run(view, number):
-        if number == 0:
-            assert begun.wait(30)
-            raise LookupError
-        begun.set()
-        torch.rand(1)
-        view(batches[0]).mean().backward()
+    def run(view, batch):
+        return view.run_with_hooks(batch, fwd_hooks=[(LAST, draw)])
 
-    state = torch.get_rng_state()
-    with pytest.raises(LookupError):
-        next(pipeline_map(model, run, range(5)))
+    with pytest.raises(RuntimeError, match="randn draws random numbers"):
+        next(pipeline_map(model, run, batches))
 
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
+
+def test_runs_draw_from_a_generator_of_their_own(model, batches):
+    def run(view, item):
+        seed, batch = item
+        noise = torch.rand(3, generator=torch.Generator().manual_seed(seed))
+        return view(batch), noise
+
+    items = list(enumerate(batches))
+    assert_bit_equal(list(pipeline_map(model, run, items)), [run(model, item) for item in items])
+
+
+def test_runs_in_flight_of_a_model_with_dropout_are_refused(load, batches):
+    model = load("llama")
+    model.blocks[1].mlp.add_module("put_in", torch.nn.Dropout())
+    model.train()
+    with pytest.raises(RuntimeError, match=r"put_in applies dropout.*model\.eval\(\)"):
+        next(pipeline_map(model, logits, batches))
+    next(pipeline_map(model.eval(), logits, batches))
+
+
+def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches):
+    def run(view, batch):
+        view.blocks[1].attn.eval() if view.blocks[1].training else view.blocks[1].train()
+
+    results = pipeline_map(model, run, batches)
+    with pytest.raises(RuntimeError, match="a run set training of a"):
+        list(results)
+
+
+def test_one_run_at_a_time_is_a_loop_over_the_model(on_one, batches):
+    model = on_one("llama")
+    given = []
+
+    def run(view, batch):
+        given.append(view)
+        view.add_hook(LAST, double)
+        return view(batch)
+
+    expected = model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])
+    assert_bit_equal(list(pipeline_map(model, run, batches[:1] * 2)), [expected] * 2)
+    assert given == [model, model]
+    assert_nothing_is_left(model)
 
 
 STATES = {
@@ -292,6 +306,7 @@ def test_closing_the_iterator_ends_its_runs_and_frees_memory(model, batches):
     [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
 )
 def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches, changed_by, how):
+    """Before the last result at the latest, and where the caller stops."""
     model = load("llama")
 
     def change(model):
@@ -309,8 +324,14 @@ def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches, chang
         if changed_by == "a run":
             change(view)
 
-    with pytest.raises(RuntimeError, match=r"\.2\..* was changed .*item [01]"):
+    with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result [13]"):
         [change(model) for _ in pipeline_map(model, run, batches)]
+    if how != "requires_grad":  # it is changed already
+        stopped = pipeline_map(model, run, batches)
+        next(stopped)
+        change(model)
+        with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result 0"):
+            stopped.close()
 
 
 def double(activation, hook):
@@ -322,13 +343,12 @@ USES = {
     "run_with_cache": lambda model, batch: model.run_with_cache(batch),
     "hooks": lambda model, batch: model.hooks(fwd_hooks=[(LAST, double)]).__enter__(),
     "a hook point's add_hook": lambda model, batch: model.hook_dict[LAST].add_hook(double),
-    "generate": samples_tokens,
+    "generate": users.generated,
     "pipeline_map": lambda model, batch: list(pipeline_map(model, logits, [batch])),
 }
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 3])
-def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches, max_in_flight):
+def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches):
     tokenizer = model.tokenizer
     for use in USES.values():
 
@@ -337,10 +357,10 @@ def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches, max
                 return model.cfg.d_model, model.blocks[0].attn.W_Q, use(model, batch)
 
         with pytest.raises(RuntimeError, match="the model itself: use the first argument of `run`"):
-            list(pipeline_map(model, run, batches, max_in_flight))
+            list(pipeline_map(model, run, batches, 3))
         assert_nothing_is_left(model)
         assert model.tokenizer is tokenizer
-        list(pipeline_map(model, use, batches[:2], max_in_flight))  # of a view
+        list(pipeline_map(model, use, batches[:2], 3))  # of a view
 
 
 def test_caller_may_run_and_hook_the_model_between_results(load, batches):

@@ -105,7 +105,7 @@ def test_offloaded_blocks_alternate_evenly_with_resident_ones(
     ("limits", "message"),
     [
         ((5,), r"sim:0.* would hold .* but has .* or offload blocks: name 'cpu' in max_memory$"),
-        ((5, 100), r"fit: cpu would hold .* KiB but has 100 bytes to use; use more devices"),
+        ((5, 1000), r"fit: cpu would hold .* KiB but has 1000 bytes to use; use more devices"),
         ((1, "1GiB"), r"sim:0.* would hold .*, a larger max_memory or a smaller dtype$"),
     ],
 )

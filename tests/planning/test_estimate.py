@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.__main__ import main
 from tl_devicefix.checkpoints.hub import known_config
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.planning import estimation
 from tl_devicefix.planning.estimation import Job
 
 if has_hooked_transformer():
@@ -85,6 +87,31 @@ def test_estimate_equals_the_memory_of_a_loaded_model(name, cache, n_devices, lo
     result = estimate(config, n_devices, **sizes)
     assert [item.weights for item in result.devices] == pytest.approx(weights, rel=0.05)
     assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
+
+
+@pytest.mark.hooked
+def test_the_row_of_loading_is_an_upper_bound(checkpoints):
+    checkpoint = str(checkpoints("llama"))
+    result = estimate(checkpoint, 2, seq_len=1).devices
+    with simulate(2) as machine:
+        load(checkpoint, n_devices=2)
+        peaks = [machine.max_memory_allocated(index) for index in range(2)]
+    assert [item.module for item in result] == ["loading, at most"] * 2
+    assert all(peak < item.peak for peak, item in zip(peaks, result))
+
+
+@pytest.mark.once
+def test_the_fewest_devices_that_fit_are_advised(monkeypatch):
+    fits = estimate("gpt2", 1)
+    tight = replace(fits, devices=(replace(fits.devices[0], capacity=0),))
+    for enough in range(2, 14):  # of the 12 blocks, each may have a device
+
+        def of_count(*request: Any, enough: int = enough) -> Any:
+            return fits if request[-1] >= enough else tight
+
+        monkeypatch.setattr(estimation, "_estimate", of_count)
+        says = f"It would fit on {enough} devices." if enough <= 12 else "Try a smaller dtype"
+        assert estimate("gpt2", 1).advice.startswith(says)
 
 
 @fuses

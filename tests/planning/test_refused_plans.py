@@ -56,7 +56,9 @@ if has_hooked_transformer():
         (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
         (lambda: estimated(max_memory={0: "9" * 400 + "GiB"}), r"y\[0\] must be .* '999\S*GiB'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
-        (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is neither a model's name"),
+        (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is a model, .*: pass model.cfg"),
+        (lambda: plan(CFG, max_memory={0: 20}), r"y\[0\] is 20 bytes: did you mean '20GiB'\?"),
+        (lambda: plan(CFG, max_memory=20), r"^max_memory is 20 bytes: did you mean '20GiB'\?"),
     ]
 else:
     REFUSED += [

@@ -32,6 +32,7 @@ def gradient(model, residual):
 RUNS = {
     "forward": lambda model, residual: model(residual, start_at_layer=1),
     "block": lambda model, residual: model.blocks[-1](residual),
+    "part": lambda model, residual: model.blocks[-1].mlp(residual),
     "backward": gradient,
 }
 

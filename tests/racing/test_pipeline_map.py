@@ -5,7 +5,6 @@ import torch
 from comparison import assert_bit_equal
 from runs_of_users import (
     a_number_that_is_waited_for,
-    gradients_of_weights,
     some_of_the_cache,
     steered_at_a_block_elsewhere,
 )
@@ -18,7 +17,7 @@ FORWARDS = a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_el
 
 @pytest.mark.parametrize(
     ("where", "runs"),
-    [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, (gradients_of_weights,))],
+    [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, FORWARDS)],
 )
 def test_pipelined_runs_on_async_devices_equal_a_loops_bits(where, runs, machine, load, tokens):
     def all_of_them(model, batch):

@@ -101,8 +101,9 @@ def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     for name, says in (
-        ("gpt22", r"neither a model .*lists nor a local directory.*did you mean 'gpt2'\?$"),
-        ("./my_model", r"'./my_model' is neither a model .*lists nor a local directory"),
+        ("gpt22", r"lists nor a local directory; did you mean 'gpt2'\? It cannot be fetched"),
+        ("gpt2", r"^the config of 'gpt2' cannot be fetched: check the connection"),
+        ("./my_model", r"^there is no directory './my_model'"),
         ("empty", "the directory 'empty' has no config.json"),
     ):
         for options in ({}, {"n_devices": 2}):
@@ -231,6 +232,15 @@ def test_boot_refuses_a_model_that_no_bridge_can_be_of(
     save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
     with pytest.raises(ValueError, match=says):
         TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
+
+
+def test_an_assertion_of_others_is_not_transformer_lenses(load, monkeypatch):
+    def fails(bridge):
+        raise AssertionError("of somebody else")
+
+    monkeypatch.setattr("tl_devicefix.transformer_bridge.loading._check_components", fails)
+    with pytest.raises(AssertionError, match="of somebody else"):
+        load("llama", device="cpu")
 
 
 def test_one_device_is_left_to_transformer_lens(machine, load):

@@ -114,6 +114,13 @@ def test_twin_that_cannot_be_made_says_nothing(checkpoints, caplog):
     assert "has no twin: ValueError: its twin would have" in caplog.text
 
 
+def test_twin_that_fails_by_our_own_fault_warns(checkpoints, monkeypatch):
+    fault = eval("lambda *_: {}['our fault']", vars(tl_devicefix.twin))
+    monkeypatch.setattr(tl_devicefix.twin, "_layers", fault)
+    with pytest.warns(UserWarning, match="not compared with transformers, by a fault of tl_device"):
+        load(str(checkpoints("llama")))
+
+
 def test_twins_in_threads_leave_torch_as_it_was(checkpoints):
     hf_model = make_hf_model(HF_CONFIGS["llama"]())
     filters = list(warnings.filters)

@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
+from tl_devicefix.misspelt import shown
+
 VERSION = 4
 INDEX = "index.json"
 TEMPORARY = ".part"  # the suffix of files that are not complete
@@ -124,6 +126,13 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
+def path_of(directory: str | os.PathLike[str]) -> Path:
+    """Return a directory's path; refuse anything else, such as a model."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"directory must be a path, but is {shown(directory)}")
+    return Path(directory)
+
+
 def read_index(directory: Path) -> Index:
     """Read the index of a directory.
 
@@ -134,6 +143,10 @@ def read_index(directory: Path) -> Index:
     try:
         fields = json.loads((directory / INDEX).read_text())
     except (FileNotFoundError, NotADirectoryError):
+        if not directory.exists():
+            raise FileNotFoundError(
+                f"there is no directory {directory}: give the one that save_activations wrote to"
+            ) from None
         why = f"has no {INDEX}: give the directory in which save_activations has saved a batch"
         if directory.is_file():
             why = f"is a file: give the directory, such as {str(directory.parent)!r}"

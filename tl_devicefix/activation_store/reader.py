@@ -15,6 +15,7 @@ from tl_devicefix.activation_store.format import (
     Examples,
     Index,
     Stored,
+    path_of,
     read_index,
     shard_faults,
 )
@@ -40,9 +41,10 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 
     Raises:
         FileNotFoundError: if the directory has no saved activations.
+        TypeError: if `directory` is no path.
         ValueError: if its index is of another version.
     """
-    path = Path(directory)
+    path = path_of(directory)
     return SavedActivations(path, read_index(path))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +27,8 @@ _FIELDS = (
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and lock it against other processes within a `with` block."""
+    import fcntl  # Windows has none, and reads activations without it
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

@@ -15,7 +15,14 @@ import torch
 import transformers.utils.logging as hf_logging
 
 from tl_devicefix.activation_store import resume as on_disk
-from tl_devicefix.activation_store.format import Entry, Index, dtype_name, write_index
+from tl_devicefix.activation_store.format import (
+    Entry,
+    Index,
+    dtype_name,
+    path_of,
+    read_index,
+    write_index,
+)
 from tl_devicefix.activation_store.reader import SavedActivations, load_activations
 from tl_devicefix.activation_store.selection import (
     Batch,
@@ -32,6 +39,7 @@ from tl_devicefix.misspelt import check_iterable
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import gib, parse_bytes
+from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
@@ -105,14 +113,20 @@ def save_activations(
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
     refuse_arguments(save_activations, model.run_with_cache, model, arguments)
-    directory = Path(directory)
+    directory = path_of(directory)
     check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     with torch.no_grad(), on_disk.locked(directory):
         saving = _Saving(model, batches, selection, arguments, directory)
         saving.begin(on_disk.saved_index(directory, resume), parse_bytes(shard_size, "shard_size"))
-        saving.run(n_runs, progress)
+        try:
+            saving.run(n_runs, progress)
+        except (OSError, RuntimeError, KeyboardInterrupt) as error:
+            n_saved = read_index(directory).n_examples
+            remedy = "the same call with resume=True saves the rest"
+            note(error, f"{n_saved} examples are complete in {directory}: {remedy}")
+            raise
     return load_activations(directory)
 
 

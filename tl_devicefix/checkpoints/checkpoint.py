@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from tl_devicefix.checkpoints.files import (
     UNREADABLE,
@@ -26,7 +24,10 @@ from tl_devicefix.checkpoints.files import (
     stored_tensors,
 )
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory
+from tl_devicefix.monkeypatch.applying import replaced_in_thread
+from tl_devicefix.placement.devices import EmptyOnMeta
 from tl_devicefix.placement.memory import is_out_of_memory
+from tl_devicefix.tracebacks import is_own_bug
 from tl_devicefix.types import Config
 
 
@@ -55,7 +56,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
                 **kwargs,
             )
     except UNREADABLE as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_own_bug(error):
             raise
         stored_tensors(model_name, kwargs)  # because it names a file that is damaged
         raise ValueError(
@@ -76,15 +77,19 @@ def _dtypes_as_stored() -> Iterator[None]:
     transformers converts each tensor to the dtype of its empty parameter, which is the one in
     config.json. So we set the dtypes of empty parameters from the files just before they are read.
     """
-    installed, thread = vars(PreTrainedModel)["_load_pretrained_model"], threading.get_ident()
 
-    @classmethod  # type: ignore[misc]
-    def load(cls: type, model: PreTrainedModel, *args: Any, **kwargs: object) -> object:
-        if threading.get_ident() == thread and (files := args[1]):  # after a state dict
+    def load(
+        original: Callable[..., object], model: PreTrainedModel, *args: Any, **kwargs: object
+    ) -> object:
+        if files := args[1]:  # after a state dict
             _give_dtypes(model, map(Path, files))
-        return installed.__get__(None, cls)(model, *args, **kwargs)
+        return original(model, *args, **kwargs)
 
-    with mock.patch.object(PreTrainedModel, "_load_pretrained_model", load):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced_in_thread(PreTrainedModel, "_load_pretrained_model", load))
+        # transformers 4 makes the parameters of all threads without values meanwhile.
+        if hasattr(modeling_utils, empty := "init_empty_weights"):
+            stack.enter_context(replaced_in_thread(modeling_utils, empty, lambda _: EmptyOnMeta()))
         yield
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
+from tl_devicefix.tracebacks import is_own_bug
 
 # Errors of transformers, safetensors and torch for damaged files and wrong values of a config.
 UNREADABLE = (
@@ -109,9 +110,13 @@ def stored_tensors(model_name: str, kwargs: Mapping[str, Any]) -> _Stored:
         files, index = [folder / name], folder / f"{name}.index.json"
         if not files[0].is_file() and index.is_file():
             with naming(index):
-                listed = json.loads(index.read_text())["weight_map"]
-                stored = {tensor: (file, None) for tensor, file in listed.items()}
-                files = sorted({folder / file for file in listed.values()})
+                content = json.loads(index.read_text())
+                try:
+                    listed = content["weight_map"]
+                    stored = {tensor: (file, None) for tensor, file in listed.items()}
+                    files = sorted({folder / file for file in listed.values()})
+                except (AttributeError, LookupError, TypeError) as error:
+                    raise ValueError("its weight_map does not name files") from error
         elif not files[0].is_file():
             continue
         for file in files:
@@ -127,6 +132,8 @@ def naming(file: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
+        if is_own_bug(error):
+            raise
         # Not torch's own reason, because it says how to unpickle an unsafe file nevertheless.
         reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
@@ -156,5 +163,7 @@ def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]
             return [(n, tuple(t.get_shape()), _DTYPES.get(t.get_dtype())) for n, t in tensors]
     is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are no archives
     held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+    if not isinstance(held, dict) or not all(torch.is_tensor(t) for t in held.values()):
+        raise ValueError("it holds other things than tensors")
     known = set(_DTYPES.values())
     return [(n, tuple(t.shape), t.dtype if t.dtype in known else None) for n, t in held.items()]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from typing import Any
 
 import torch
 import transformers
@@ -22,10 +21,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 from transformers.utils import cached_file
 
 from tl_devicefix.misspelt import did_you_mean, shown
+from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from tl_devicefix.tracebacks import is_own_bug
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
@@ -67,8 +65,12 @@ def check_model(model_name: object, hf_model: object) -> None:
 
 
 def refuse_directory(model_name: str) -> None:
-    """Refuse a local directory in which there is no checkpoint."""
+    """Refuse a local directory that is not there, or in which there is no checkpoint."""
     directory = Path(model_name)
+    # As no name on the hub is.
+    is_path = model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1
+    if is_path and not directory.exists():
+        raise ValueError(f"there is no directory {model_name!r}: give one with a checkpoint")
     if not directory.is_dir() or is_checkpoint_directory(model_name):
         return
     if (directory / "adapter_config.json").is_file():
@@ -89,10 +91,16 @@ def snapshot(name: str, listed: Collection[str] = (), **kwargs: object) -> Path:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
     except (OSError, ValueError) as error:
+        if name in listed:
+            why = f"the config of {name!r} cannot be fetched: check the connection, or give a local"
+            raise ValueError(
+                f"{why} directory with its config.json: {in_one_line(error)}"
+            ) from error
+        meant = did_you_mean(name, listed, 0.85 if "/" in name else 0.6)
         raise ValueError(
-            f"{name!r} is neither a model that TransformerLens lists nor a local directory, and it "
-            f"cannot be fetched from the hub: {in_one_line(error)}"
-            f"{did_you_mean(name, listed, 0.85)}"
+            f"{name!r} is neither a model that TransformerLens lists nor a local directory"
+            f"{meant + ' It' if meant else ', and it'} cannot be fetched from the hub: "
+            f"{in_one_line(error)}"
         ) from error
 
 
@@ -117,14 +125,14 @@ def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> It
     `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
     ...) for every one.
     """
-    fetch, options = AutoTokenizer.from_pretrained, hub_arguments(kwargs)
+    options = hub_arguments(kwargs)
 
-    def fetch_tokenizer(name: str, **own: object) -> PreTrainedTokenizerBase:
+    def fetch(original: Callable[..., object], name: str, **own: object) -> object:
         own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
-        return fetch(name, **own)
+        return original(name, **own)
 
     # Of the class, because TransformerLens fetches them in several modules.
-    with mock.patch.object(AutoTokenizer, "from_pretrained", fetch_tokenizer):
+    with replaced_in_thread(AutoTokenizer, "from_pretrained", fetch):
         yield
 
 
@@ -171,7 +179,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
     except (ImportError, NotImplementedError):  # because the config itself is fine
         raise
     except errors as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_own_bug(error):
             raise
         # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")

@@ -8,14 +8,14 @@ it all the same, and a HookedTransformer needs masks made by hand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from tl_devicefix.around import Args, Around, Forward, Kwargs
+from tl_devicefix.around import Args, Around, AroundForward, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, moving_to
 from tl_devicefix.fusing.one_forward import made_once
@@ -53,7 +53,8 @@ class CarryTo(Around):
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return the arguments, on the device."""
-        if SkipBlock.of(module) is not None:  # because it reads none of them
+        skip = SkipBlock.of(module)
+        if skip is not None and not skip.is_over:  # it reads none of them
             return args, kwargs
         if is_elsewhere(self.device):
             # No tensor can be there: a run in flight only waits for its turn on the other host.
@@ -131,59 +132,109 @@ def not_carried_to(model: Model, placement: Placement) -> list[str]:
     ]
 
 
-@contextlib.contextmanager
-def skipping(
-    blocks: nn.ModuleList | Sequence[nn.Module], first: int, output: BlockOutput | None
-) -> Iterator[None]:
-    """Within it, a forward begins at block `first`, which may be after the last, from `output`."""
-    with contextlib.ExitStack() as stack:
-        for block in blocks[:first]:
-            # Earlier blocks return it too, because each hands something on to the next.
-            SkipBlock(output, block is blocks[first - 1]).attach(block)
-            stack.callback(SkipBlock.detach, block)
-        yield
+class Skipping:
+    """Lets one forward of a model begin at a later block.
+
+    What stands around the blocks is made once, so that a run pays an assignment a skipped block.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._blocks = list(blocks)
+        self._skip = SkipBlock()
+        self._attributes = list(map(vars, self._blocks))
+        self._forwards = [AroundForward(self._skip, block) for block in self._blocks]
+
+    @contextlib.contextmanager
+    def until(self, first: int, output: BlockOutput | None, n_times: int = 1) -> Iterator[None]:
+        """Within it, a forward begins at block `first`, from the output of the block before.
+
+        Args:
+            first: the block's index; it may be after the last.
+            output: the output of the block before; None if `first` is 0.
+            n_times: how often the batch is repeated.
+        """
+        if not first:
+            yield
+            return
+        skipped = list(zip(self._attributes[:first], self._forwards))
+        self._skip.begin(output, self._blocks[first - 1], n_times)
+        for attributes, forward in skipped:
+            forward.inner = attributes.get("forward")
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, forward in skipped:
+                if forward.inner is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward.inner
+            self._skip.begin(None, None)
 
 
-def output_of(block: nn.Module, run: Callable[[], object]) -> BlockOutput:
-    """Return the output of a block in the forward that `run` calls, which ends there."""
-    stop = StopAfter()
-    stop.attach(block)
+def outputs_of(blocks: Sequence[nn.Module], run: Callable[[], object]) -> list[BlockOutput]:
+    """Return the outputs of blocks in the forward that `run` calls, which ends at the last one."""
+    stop = StopAfter(blocks[-1])
     try:
+        for block in blocks:
+            stop.attach(block)
         with contextlib.suppress(_Reached):
             run()
     finally:
-        StopAfter.detach(block)
-    return stop.output
+        for block in blocks:
+            StopAfter.detach(block)
+    return stop.outputs
 
 
 class _Reached(Exception):
-    """Ends a forward at the block whose output was asked for."""
+    """Ends a forward at the last block whose output was asked for."""
 
 
 class StopAfter(Around):
-    """Keeps a block's output, and ends the model's forward."""
+    """Keeps the outputs of blocks, and ends the model's forward at the last of them."""
 
-    output: BlockOutput
+    def __init__(self, last: nn.Module) -> None:
+        self._last = last
+        self.outputs: list[BlockOutput] = []
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run the block, and nothing after it."""
-        self.output = run(*args, **kwargs)
-        raise _Reached
+        """Run the block, and nothing after the last one."""
+        output: Any = run(*args, **kwargs)
+        self.outputs.append(output)
+        if module is self._last:
+            raise _Reached
+        return output
 
 
 class SkipBlock(Around):
-    """Returns a block's known output instead of running it."""
+    """Returns a known output instead of running the first blocks, in one forward.
 
-    def __init__(self, output: BlockOutput | None, is_last: bool) -> None:
-        self._output = output
-        self._is_last = is_last
+    Attributes:
+        is_over: True once the last skipped block has returned it. A forward that a hook starts
+            within that forward runs all blocks.
+    """
+
+    is_over = True
+
+    def begin(self, output: BlockOutput | None, last: nn.Module | None, n_times: int = 1) -> None:
+        """Return `output` up to the block `last`, with the batch repeated; or end with None."""
+        self._output, self._last, self._n_times = output, last, n_times
+        self.is_over = last is None
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the output; the last skipped block's is a copy."""
-        if self._output is None or not self._is_last:
+        if self.is_over:
+            return run(*args, **kwargs)
+        if module is not self._last or self._output is None:
             return self._output
-        # Because a hook of the next block may change it in place, and other runs start from it.
-        return change_stream(self._output, torch.Tensor.clone)
+        self.is_over = True
+        # A copy: a hook of the next block may change it in place, and other runs start from it.
+        return change_stream(self._output, lambda stream: repeated(stream, self._n_times))
+
+
+def repeated(batch: torch.Tensor, n_times: int) -> torch.Tensor:
+    """Return a copy of a tensor with its first dimension repeated."""
+    return batch.repeat(n_times, *[1] * (batch.dim() - 1))
 
 
 def change_stream(
@@ -193,3 +244,8 @@ def change_stream(
     if isinstance(output, torch.Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:]))
+
+
+def stream_of(output: BlockOutput) -> torch.Tensor:
+    """Return the residual stream in a block's output."""
+    return output if isinstance(output, torch.Tensor) else output[0]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
+from tl_devicefix.dispatch.mixing import noting_unlike, pausing_modes
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
 from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
@@ -67,6 +68,11 @@ def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: An
     # A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
+    with noting_unlike(), pausing_modes(self):
+        return _forward(original, self, *args, **kwargs)
+
+
+def _forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
     if not is_aligned(self):
         return original(self, *args, **kwargs)
     placement: Placement = vars(self)["placement"]

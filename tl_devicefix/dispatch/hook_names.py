@@ -46,9 +46,17 @@ def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: obje
     Raises:
         KeyError: if the model has no hook point of a name. For TransformerLens 3's Bridge it is a
             warning, because that ignores the hook.
+        TypeError: for a list of anything but pairs.
     """
-    given = (kwargs.get("fwd_hooks"), kwargs.get("bwd_hooks"), *args[:2])
-    for name in (item[0] for some in given if isinstance(some, list | tuple) for item in some):
+    given = [kwargs.get("fwd_hooks"), kwargs.get("bwd_hooks"), *args[:2]]
+    lists = [some for some in given if isinstance(some, list | tuple | dict)]
+    for item in (item for some in lists for item in some):
+        if not isinstance(item, list | tuple) or len(item) != 2:
+            raise TypeError(
+                f"hooks must be a list of (name, function), but {shown(item)} is in it: write "
+                "[(name, function)]"
+            )
+        name = item[0]
         modules = vars(self).get("mod_dict", {})  # HookedTransformer itself refuses modules
         if not _is_known(self, name) and name not in modules:
             if modules or installed().major > 3:
@@ -79,6 +87,27 @@ def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
             "model.hook_dict",
             stacklevel=4,
         )
+
+
+def why_not_cached(model: Model, name: str) -> str:
+    """Say why an activation is not in a cache of a model."""
+    has_model = hasattr(model, "hook_dict")  # a cache that is read from disk may have none
+    if has_model and not _is_known(model, name):
+        return _sentence(model, name)
+    setting = _SETTINGS.get(name.rpartition(".")[2])
+    why = "names_filter or stop_at_layer left it out, see cache.keys()"
+    if has_model and setting is not None and not getattr(model.cfg, setting, False):
+        why = f"call model.set_{setting}(True) before you run"
+    return f"{name} is not in this cache: {why}"
+
+
+_SETTINGS = {
+    "hook_result": "use_attn_result",
+    "hook_attn_in": "use_attn_in",
+    "hook_mlp_in": "use_hook_mlp_in",
+    **dict.fromkeys(("hook_q_input", "hook_k_input", "hook_v_input"), "use_split_qkv_input"),
+}
+"""Hook point -> the setting of a model without which it is not called."""
 
 
 def _is_known(model: Model, name: object) -> bool:

@@ -7,29 +7,114 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs
-from tl_devicefix.dispatch.scheduler import refuse_in_run
-from tl_devicefix.monkeypatch.patch import package_of, patches
+from tl_devicefix.dispatch.scheduler import note_hooked
+from tl_devicefix.fusing.listening import hooks_of
+from tl_devicefix.fusing.one_forward import kept_in_forward
+from tl_devicefix.misspelt import shown
+from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
+from tl_devicefix.tracebacks import note
+from tl_devicefix.types import Model
 
 T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 
-class OutsideBlocks:
-    """Marks modes that change nothing within a block, so that remote blocks run without them."""
+class OutsideBlocks(TorchFunctionMode):
+    """Marks modes that change nothing within a block, so that remote blocks run without them.
+
+    One that pauses in a model's forward is on again in users' hooks and modules there.
+    """
+
+    def pauses_in(self, model: Model) -> bool:
+        """Return True if the mode is off in a model's forward."""
+        return False
 
 
-class JoinedAt(OutsideBlocks, TorchFunctionMode):
+class _Paused(threading.local):
+    modes: tuple[TorchFunctionMode, ...] = ()
+
+
+_paused = _Paused()
+"""The modes that are off in this thread's forward."""
+
+
+def pausing_modes(model: Model) -> contextlib.AbstractContextManager[None]:
+    """Return a context for a model's forward, without the modes that pause there."""
+    stack = _get_current_function_mode_stack()
+    pausing = tuple(m for m in stack if isinstance(m, OutsideBlocks) and m.pauses_in(model))
+    if not pausing:
+        return contextlib.nullcontext()
+    return _within([mode for mode in stack if mode not in pausing], pausing)
+
+
+def runs_users_code(model: Model) -> bool:
+    """Return True if users' hooks of torch's, or `forward`s, are called in a model's forward."""
+    if _has_any_global_hook():
+        return True
+    modules: dict[nn.Module, None] = {model: None}
+    for module in (pending := list(modules)):  # which grows meanwhile
+        attributes = vars(module)
+        hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
+        if any(map(is_of_user, hooks)) or is_of_user(attributes.get("forward", nn.Module)):
+            return True
+        # Hook points are left out: their hooks resume what the forward pauses.
+        inner = [m for m in module._modules.values() if type(m) is not HookPoint]
+        new = [m for m in inner if m is not None and m not in modules]
+        modules.update(dict.fromkeys(new))
+        pending += new
+    return False
+
+
+def resuming_modes() -> contextlib.AbstractContextManager[None]:
+    """Return a context for a user's hook or module: within the modes that the forward paused."""
+    if not _paused.modes:
+        return contextlib.nullcontext()
+    return _within([*_get_current_function_mode_stack(), *_paused.modes], ())
+
+
+@contextlib.contextmanager
+def _within(
+    stack: Sequence[TorchFunctionMode], paused: tuple[TorchFunctionMode, ...]
+) -> Iterator[None]:
+    """Replace torch's stack of modes, the innermost last."""
+    before, paused_before = _get_current_function_mode_stack(), _paused.modes
+    _replace_stack(stack)
+    _paused.modes = paused
+    try:
+        yield
+    finally:
+        _replace_stack(before)
+        _paused.modes = paused_before
+
+
+def _replace_stack(stack: Sequence[TorchFunctionMode]) -> None:
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in stack:
+        _push_mode(mode)
+
+
+class JoinedAt(OutsideBlocks):
     """A mode in which torch functions that mix these devices get all arguments on one of them.
 
     A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
@@ -187,30 +272,12 @@ _TABLES = {
 }
 
 
-class mix_devices(JoinedAt):
-    """Let your code mix tensors of a model's devices, within a `with` block.
+class _Mixing(JoinedAt):
+    """The mode of `mix_devices`."""
 
-    Where torch would raise, because a function's tensors are on several devices, they are copied to
-    one device, and the function runs there. That is home, unless one operand is larger than all
-    others together: then it is that operand's device. A tensor that the function changes in place
-    (or by ``out=``), or indexes, stays where it is. Gradients return to each operand's device.
-
-    It acts on the devices of loaded models (the CPU if blocks are offloaded), and on that of
-    `gather_on`, which is then home. Tensors of other devices, such as the CPU, are not copied, so
-    torch raises as usual.
-
-    It acts in this thread only: enter it in each thread that mixes. On CUDA, autograd runs hooks in
-    threads of its own. Hooks registered by `Tensor.register_hook` within the block mix there too,
-    those of modules (`register_full_backward_hook`) do not. It does not reach code that torch
-    compiles. Within the block, torch calls Python at each of its functions, which takes time.
-
-    >>> with mix_devices():  # doctest: +SKIP
-    ...     stream = torch.stack(kept)  # which hooks of several blocks kept
-    """
-
-    def __init__(self) -> None:
-        # Neither is used, because models may be loaded, and dropped, within the block.
-        super().__init__(CPU, frozenset())
+    def pauses_in(self, model: Model) -> bool:
+        """Return True unless users' code may run there that cannot resume the mode."""
+        return not runs_users_code(model)
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -221,8 +288,8 @@ class mix_devices(JoinedAt):
         return super().__torch_function__(func, types, args, kwargs)
 
     def devices(self) -> frozenset[torch.device]:
-        """Return the devices in use; none in code that torch compiles."""
-        return frozenset() if torch.compiler.is_compiling() else devices_in_use()
+        """Return the devices in use, and the CPU; none in code that torch compiles."""
+        return frozenset() if torch.compiler.is_compiling() else devices_in_use() | {CPU}
 
     def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
         """Return home, or the device of an operand that is larger than all others together."""
@@ -232,6 +299,68 @@ class mix_devices(JoinedAt):
         if largest.device not in (home, CPU) and 2 * sizes[id(largest)] > sum(sizes.values()):
             return largest.device
         return home
+
+
+# Given no devices, because models may be loaded, and dropped, while it is on.
+_MIXING = _Mixing(CPU, frozenset())
+
+
+class mix_devices:
+    """Let your code mix tensors of a model's devices, from this line on or within a `with` block.
+
+    Where torch would raise, because a function's tensors are on several devices, they are copied to
+    one device, and the function runs there. That is home, unless one operand is larger than all
+    others together: then it is that operand's device. A tensor that the function changes in place
+    (or by ``out=``), or indexes, stays where it is. Gradients return to each operand's device.
+
+    It acts on the devices of loaded models, on the CPU, and on the device of `gather_on`, which is
+    then home. Tensors of other devices are not copied, so torch raises as usual.
+
+    As a statement, such as in a notebook's first cell, it stays on until ``mix_devices(False)``.
+    Like `torch.set_grad_enabled`, it acts in this thread only: call it in each thread that mixes.
+    On CUDA, autograd runs hooks in threads of its own. Hooks registered by `Tensor.register_hook`
+    while it is on mix there too, those of modules (`register_full_backward_hook`) do not. It does
+    not reach code that torch compiles.
+
+    While it is on, torch calls Python at each of its functions, which takes time. In a model's
+    forward it acts in your hooks and modules only, and costs nothing elsewhere.
+
+    Args:
+        mode: False turns it off.
+
+    >>> mix_devices()  # doctest: +SKIP
+    >>> stream = torch.stack(kept)  # which hooks of several blocks kept  # doctest: +SKIP
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        self._mode = mode
+        # What each `with` returns to; the first one to what was on before this line.
+        self._before = [_switch(mode)]
+        self._is_entered = False
+
+    def __enter__(self) -> mix_devices:
+        was = _switch(self._mode)  # again, because another thread may have made this
+        if self._is_entered:
+            self._before.append(was)
+        self._is_entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _switch(self._before.pop())
+
+
+def _switch(mode: bool) -> bool:
+    """Turn mixing on or off in this thread; return what it was."""
+    stack = _get_current_function_mode_stack()
+    was = _MIXING in stack
+    if mode != was:
+        stack = [other for other in stack if other is not _MIXING]
+        # Outermost, because a `with` of another mode pops the innermost when it ends; but within
+        # the mode of `torch.set_default_device`, which torch looks for there.
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        at = int(default is not None and default in stack)
+        _replace_stack([*stack[:at], *[_MIXING] * mode, *stack[at:]])
+    return was
 
 
 _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
@@ -278,7 +407,7 @@ def add_hook(
     Raises:
         RuntimeError: in a run that was given a view of the hook point's model.
     """
-    refuse_in_run(self)
+    note_hooked(self)
     # In fewer steps, because there are hundreds of them, and each uses its activation alone.
     if _is_caching(hook):
         if dir != "fwd" or args or kwargs:  # before other hooks, or by several names
@@ -335,21 +464,56 @@ class _HookAcrossDevices:
     def __call__(self, activation: Any, *, hook: HookPoint) -> object:
         """Call the hook."""
         # A Bridge's hook points may hand out tuples, or None.
-        device = getattr(activation, "device", None)
-        devices = frozenset() if device is None else devices_in_use(beside=device)
-        if device not in devices or len(devices) == 1:
-            return self._user_hook(activation, hook=hook)
+        is_tensor = isinstance(activation, torch.Tensor)
+        devices = devices_in_use(beside=activation.device) if is_tensor else frozenset()
+        mixes = len(devices) > 1 and activation.device in devices
+        joined = JoinedAt(activation.device, devices) if mixes else contextlib.nullcontext()
         try:
-            with JoinedAt(device, devices):
+            with resuming_modes(), joined:
                 result = self._user_hook(activation, hook=hook)
-        except RuntimeError as error:
-            if "same device" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the hook on {hook.name} mixes devices: its activation is on {printed(device)}, "
-                f"so bring other tensors there with .to(activation.device) ({error})"
-            ) from error
-        return _at(result, device, devices, hook.name)
+        except Exception as error:
+            if mixes and isinstance(error, RuntimeError) and "same device" in str(error):
+                raise RuntimeError(
+                    f"the hook on {hook.name} mixes devices: its activation is on "
+                    f"{printed(activation.device)}, so bring other tensors there with "
+                    f".to(activation.device) ({error})"
+                ) from error
+            got = shown(activation)
+            if is_tensor:
+                got = f"{list(activation.shape)} on {printed(activation.device)}"
+            note(error, f"this error is from the hook on {hook.name}, whose activation is {got}")
+            raise
+        if result is not None and is_tensor:
+            _keep_if_unlike(hook.name, activation, result)
+        return _at(result, activation.device, devices, hook.name) if mixes else result
+
+
+_UNLIKE = "unlike"
+"""The key of a sentence about a hook's result, of another shape or class than its activation."""
+
+
+def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) -> None:
+    """Keep a sentence about a hook's result that the forward may fail with."""
+    returned = f"a {type(result).__name__}"
+    if isinstance(result, torch.Tensor):
+        if result.shape == activation.shape:
+            return
+        returned = str(list(result.shape))
+    kept_in_forward()[_UNLIKE] = (
+        f"the hook on {name} returned {returned} for an activation of "
+        f"{list(activation.shape)}: let it return a tensor of that shape, or nothing"
+    )
+
+
+@contextlib.contextmanager
+def noting_unlike() -> Iterator[None]:
+    """Note on errors which hook returned something unlike its activation, within a forward."""
+    try:
+        yield
+    except Exception as error:
+        if _UNLIKE in kept_in_forward():
+            note(error, kept_in_forward()[_UNLIKE])
+        raise
 
 
 def _at(

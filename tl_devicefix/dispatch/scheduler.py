@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformer_lens.hook_points import HookPoint
+from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.prefetch import drop_prefetched
@@ -45,15 +45,7 @@ class DeviceQueue:
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._asking: dict[torch.device, list[Run]] = defaultdict(list)
-        # The number of the run whose result the caller waits for; -1 before the first request.
-        self._requested = -1
         self._is_over = False
-
-    def request(self, number: int) -> None:
-        """Say that the caller waits for a run's result, and has fetched all earlier ones."""
-        with self._changed:
-            self._requested = number
-            self._changed.notify_all()
 
     def end(self) -> None:
         """Have each unfinished run raise `Abandoned` at its next `check`."""
@@ -63,7 +55,7 @@ class DeviceQueue:
 
     def check(self) -> None:
         """Raise `Abandoned` in the run that calls this, if `end` was called."""
-        # Without the lock, because every torch function of a run calls this, by `InOrder`.
+        # Without the lock: torch functions of a run's own code call this.
         if self._is_over:
             raise Abandoned
 
@@ -99,13 +91,6 @@ class DeviceQueue:
             self._holders[device] = oldest
             self._changed.notify_all()
 
-    def wait_until_requested(self, number: int) -> None:
-        """Wait until the caller has fetched all results before a run's, and waits for its own."""
-        with self._changed:
-            while self._requested < number:
-                self.check()
-                self._changed.wait()
-
 
 class Streams(dict[torch.device, torch.Stream]):
     """The copy streams of one view, one for each device, made at the first use."""
@@ -127,8 +112,6 @@ class Run:
         self.queue = queue
         self._streams = streams
         self.device: torch.device | None = None
-        # Compared in `wait_for_earlier`, because autograd may call hooks in another thread.
-        self._thread = threading.get_ident()
         # Pairs of a source and its copy. The source is kept, because the copy reads it meanwhile.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # Tensor -> its version when it was last sent. The host waits for each copy, so a tensor of
@@ -212,30 +195,19 @@ class Run:
                 if before is not None:
                     self.acquire(before)
 
-    def wait_for_earlier(self) -> None:
-        """Block until all earlier results have been fetched, as in a sequential loop."""
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                "a backward hook may not draw random numbers or call backward() in a run in "
-                "flight, because autograd calls it in a thread that all runs share: do so before "
-                "the backward, or pass max_in_flight=1"
-            )
-        # Release the device while waiting, because earlier runs need it to finish.
-        device = self.device
-        self.release()
-        self.queue.wait_until_requested(self.number)
-        if device is not None:
-            self.acquire(device)
-
 
 class _Current(NamedTuple):
-    """A thread's run in flight, and the models and hook points that it may not use.
+    """A thread's run, and what is known about the hook points that it uses.
 
-    It may not use them, because it was given a view of them.
+    Attributes:
+        run: the run in flight; None in a loop, and outside of runs.
+        refused: the models and hook points of which it was given a view.
+        hooked: the hook points that it has hooked, each with the hooks that it had before.
     """
 
     run: Run | None = None
     refused: frozenset[nn.Module] = frozenset()
+    hooked: dict[HookPoint, tuple[LensHandle, ...]] | None = None
 
 
 _OUTSIDE = _Current()
@@ -278,6 +250,41 @@ def refuse_in_run(module: nn.Module) -> None:
             "the model itself: use the first argument of `run` (a hook of a sweep is given none: "
             "compute what it needs before the sweep)"
         )
+
+
+_n_hooked = 0
+
+
+def hooked_outside() -> int:
+    """Return how often a hook point was given a hook outside of runs, in any thread."""
+    return _n_hooked
+
+
+def note_hooked(point: HookPoint) -> None:
+    """Refuse a hook on a point of which a run has a view; note any other before it is added."""
+    global _n_hooked
+    refuse_in_run(point)
+    hooked = _current.get().hooked
+    if hooked is not None:
+        hooked.setdefault(point, (*point.fwd_hooks, *point.bwd_hooks))
+    elif current_run() is None:
+        _n_hooked += 1
+
+
+@contextlib.contextmanager
+def removing_hooks() -> Iterator[None]:
+    """Remove the hooks that are added to hook points within a `with` block, at its end."""
+    hooked: dict[HookPoint, tuple[LensHandle, ...]] = {}
+    with setting(_current, _current.get()._replace(hooked=hooked)):
+        try:
+            yield
+        finally:
+            for point, before in hooked.items():
+                kept = set(map(id, before))
+                for handles in (point.fwd_hooks, point.bwd_hooks):
+                    for handle in [each for each in handles if id(each) not in kept]:
+                        handle.hook.remove()
+                        handles.remove(handle)
 
 
 def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:

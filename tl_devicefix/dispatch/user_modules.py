@@ -22,10 +22,10 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.mixing import JoinedAt, tensor_bytes, tensors_in
+from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.offload.prefetch import pin
+from tl_devicefix.offload.prefetch import attach_parts, pin
 from tl_devicefix.placement.fitting import move_parameter
 from tl_devicefix.placement.in_use import devices_in_use
 from tl_devicefix.placement.memory import gib
@@ -49,7 +49,7 @@ class RunWhereItIs(Around):
         device = device_of_weights(module) or back
         if back is None or device is None:
             return run(*args, **kwargs)
-        with JoinedAt(device, devices_in_use() | {device}):
+        with resuming_modes(), JoinedAt(device, devices_in_use() | {device}):
             return bring_home(run(*args, **kwargs), back)
 
 
@@ -107,6 +107,15 @@ class Watch:
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         return copy.copy(self)  # with the same set, because each view of a model has such a copy
 
+    def of_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
+        """Return the same for a view of the model, by the counterparts of its modules."""
+        watch = Watch(self._is_own, self._warned_of)
+        if self.is_as_seen():
+            modules = (module for reference in self._modules if (module := reference()) is not None)
+            watch._modules = [weakref.ref(counterpart_of(module)) for module in modules]
+            watch._seen = watch._now()
+        return watch
+
     def is_as_seen(self) -> bool:
         """Return True if modules, and the devices of tensors, are those of the last check."""
         return self._seen is not None and self._now() == self._seen
@@ -143,6 +152,8 @@ class Watch:
             if moved:  # some perhaps to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
+            for root in roots:  # outermost: `RunWhereItIs` asks where the weights are
+                attach_parts(root, root)
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
         _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])

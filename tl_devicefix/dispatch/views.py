@@ -27,7 +27,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.fusing.fused import BOUND
+from tl_devicefix.dispatch.user_modules import WATCH, Watch
+from tl_devicefix.fusing.fused import BOUND, IN_VIEW
+from tl_devicefix.fusing.listening import count_assignment
 from tl_devicefix.monkeypatch.patch import LIBRARIES
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -51,28 +53,96 @@ class View(Generic[Module]):
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
         builder = ViewBuilder() if builder is None else builder
         self.model: Module = builder.of(viewed)
-        self._attributes = [(vars(holder), dict(vars(holder))) for holder in builder.holders]
-        # Apart, because a model of 80 layers has 38 000 empty ones, which `any` checks in 1 ms.
-        self._empty = [container for container in builder.containers if not container]
-        self._filled = [(each, contents_of(each)) for each in builder.containers if each]
+        watch: Watch | None = vars(viewed).get(WATCH)
+        if watch is not None:
+            vars(self.model)[WATCH] = watch.of_view(builder.counterpart_of)
+        self._changed, self._states = builder.changed, builder.states
+        # The config is shared, and a hook may write to the context of its hook point unnoticed.
+        for state in self._states:
+            state.as_made = dict(state.attributes)
+        self._begin()
+        self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked()]
+        for state in self._always:
+            state.contents = list(map(contents_of, state.containers))
+        self._config = getattr(viewed, "cfg", None)
+        self._settings = dict(vars(self._config)) if self._config else {}
 
     def restore(self) -> None:
-        """Bring the view back to its state when it was made: modules, hooks, contexts, attributes.
+        """Undo what a run changed: hooks, contexts, modules, and the attributes of the view itself.
 
-        Values of weights, the config and all else that it shares with the model stay as they are.
+        Only modules whose containers were written to are visited. Values of weights, and all else
+        that the view shares with the model, stay as they are.
         """
-        if any(self._empty):
-            for container in self._empty:
-                container.clear()
-        for container, contents in self._filled:
+        for state in (*self._changed, *self._always):
+            state.restore()
+        self._begin()
+
+    def _begin(self) -> None:
+        # An OrderedDict is filled by its `__setitem__`, which notes it.
+        for state in self._changed:
+            state.is_noted = False
+        self._changed.clear()
+
+    def shared_setting(self) -> str | None:
+        """Return the config flag that has changed since the view was made, if any."""
+        now = vars(self._config) if self._config else {}
+        return next((name for name in now if now[name] is not self._settings.get(name)), None)
+
+    def kept_setting(self) -> str | None:
+        """Return the attribute of a module, such as `training`, that a run has set, if any.
+
+        It visits all modules, so it is for the end of all runs.
+        """
+        return next(filter(None, (state.kept_setting() for state in self._states)), None)
+
+
+class _State:
+    """A counterpart's attributes when its view was made, and its containers' contents.
+
+    The contents are noted before the first change of a run: an 80-layer model has 38 000 empty
+    containers.
+    """
+
+    __slots__ = "as_made", "attributes", "changed", "containers", "contents", "is_noted", "kind"
+
+    def __init__(self, kind: type, attributes: dict[str, object], changed: list[_State]) -> None:
+        self.kind, self.attributes, self.changed = kind, attributes, changed
+        self.as_made: dict[str, object] = {}
+        self.containers: list[Any] = []
+        self.contents: list[list[Any]] = []
+        self.is_noted = False
+
+    def is_hooked(self) -> bool:
+        """Return True for a hook point with hooks, or with something in its context."""
+        return any(map(self.as_made.get, _OF_HOOK_POINTS))
+
+    def note(self) -> None:
+        """Note the contents, before one of them changes for the first time in a run."""
+        if not self.is_noted:
+            self.is_noted = True
+            self.contents = list(map(contents_of, self.containers))
+            self.changed.append(self)
+
+    def restore(self) -> None:
+        """Give the counterpart what it had."""
+        for container, contents in zip(self.containers, self.contents):
             now = contents_of(container)
-            # By identity, because `==` of two tensors is a tensor.
+            # By identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
-        for attributes, as_made in self._attributes:
-            attributes.update(as_made)
-            for name in attributes.keys() - as_made.keys():
-                del attributes[name]
+                if container is self.as_made.get("_modules"):
+                    count_assignment()
+        for name in self.attributes.keys() - self.as_made.keys() - {BOUND}:
+            del self.attributes[name]
+        self.attributes.update(self.as_made)
+
+    def kept_setting(self) -> str | None:
+        """See `View`."""
+        for name, value in self.as_made.items():
+            is_setting = type(value) in _SETTINGS and not name.startswith("_")
+            if is_setting and self.attributes.get(name) is not value:
+                return f"{name} of a {self.kind.__name__}"
+        return None
 
 
 # Classes of values that lead to no module. They come first, because most values are of them.
@@ -84,6 +154,32 @@ _PLAIN = frozenset(
     )
 )
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
+_SETTINGS = frozenset((bool, int, float, str))
+
+
+def _noting(kind: type) -> type:
+    """Return a subclass of a dict's class that has its owner noted before it changes."""
+
+    def noting(name: str) -> Callable[..., object]:
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def change(self: Any, *args: object, **kwargs: object) -> object:
+            self.owner.note()
+            return original(self, *args, **kwargs)
+
+        return change
+
+    changes = "__setitem__ __delitem__ __ior__ clear move_to_end pop popitem setdefault update"
+    methods: dict[str, Any] = {
+        name: noting(name) for name in changes.split() if hasattr(kind, name)
+    }
+    # A copy of a view's module is no part of the view.
+    methods["__reduce__"] = lambda self: (kind, (), None, None, iter(self.items()))
+    return type(kind.__name__, (kind,), {"__slots__": ("owner",), **methods})
+
+
+_NOTING = {kind: _noting(kind) for kind in (dict, OrderedDict)}
 
 _LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes get counterparts, because they know modules, or keep a run's
@@ -105,13 +201,14 @@ class ViewBuilder:
     """Makes the counterparts in one view: of a model's modules, and of what leads to them."""
 
     def __init__(self) -> None:
-        self.holders: list[object] = []
-        """Counterparts with attributes: modules, and objects such as a Bridge's conversions."""
-        self.containers: list[Any] = []
-        """Dicts, lists and sets of the counterparts' own."""
+        self.states: list[_State] = []
+        """Of counterparts with attributes: modules, and objects such as a Bridge's conversions."""
+        self.changed: list[_State] = []
+        """Those whose dicts were written to."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
-        self._to_fill: list[tuple[type, dict[str, object]]] = []
+        self._to_fill: list[_State] = []
+        self._owner: _State  # of the counterpart that is being filled
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
 
     def of(self, model: nn.Module) -> Any:
@@ -121,7 +218,7 @@ class ViewBuilder:
         counterpart = self(model)
         # In a loop, because recursion would go as deep as modules lead from one to another.
         while self._to_fill:
-            self._fill(*self._to_fill.pop())
+            self._fill(self._to_fill.pop())
         # Last, because a handle refers to its dict of hooks, whose counterpart has to be there.
         for handle, its_counterpart in self._handles:
             hooks, number, *others = handle.__getstate__()
@@ -152,21 +249,33 @@ class ViewBuilder:
         # Known before it is filled, because what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
-        attributes.pop(BOUND, None)  # because the view's block binds its own modules
+        if issubclass(kind, nn.Module):
+            attributes[IN_VIEW] = True
+        attributes.pop(BOUND, None)  # the view's block binds its own modules
         # Not by setattr, because classes of modules have their own.
         object.__setattr__(counterpart, "__dict__", attributes)
-        self._to_fill.append((kind, attributes))
-        self.holders.append(counterpart)
+        state = _State(kind, attributes, self.changed)
+        self._to_fill.append(state)
+        self.states.append(state)
         return counterpart
 
-    def _fill(self, kind: type, attributes: dict[str, object]) -> None:
+    def _new(self, kind: type) -> Any:
+        """Return an empty container of the holder that is being filled."""
+        container = _NOTING.get(kind, kind)()
+        if kind in _NOTING:
+            container.owner = self._owner
+        self._owner.containers.append(container)
+        return container
+
+    def _fill(self, state: _State) -> None:
         """Put counterparts in the places of a counterpart's attributes."""
+        self._owner, kind, attributes = state, state.kind, state.attributes
         for name, value in attributes.items():
             its_kind = type(value)
             if its_kind in _PLAIN:
                 continue
             if its_kind in _CONTAINERS and _is_own(kind, name):
-                attributes[name] = self._own(value)
+                attributes[name] = self._own(value) if value else self._new(its_kind)
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -176,8 +285,7 @@ class ViewBuilder:
         """Return a container that is the counterpart's own, whatever is in it."""
         counterpart = self._counterparts.get(id(value))
         if counterpart is None:
-            counterpart = self._counterparts[id(value)] = type(value)()
-            self.containers.append(counterpart)
+            counterpart = self._counterparts[id(value)] = self._new(type(value))
             if value:
                 refill(counterpart, list(map(self, contents_of(value))))
         return counterpart
@@ -192,9 +300,13 @@ class ViewBuilder:
         if isinstance(value, tuple):
             counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
-            counterpart = copy.copy(value)
+            is_plain = type(value) in _CONTAINERS
+            if is_plain:
+                counterpart = self._new(type(value))
+            else:
+                counterpart = copy.copy(value)
+                self._owner.containers.append(counterpart)
             refill(counterpart, counterparts)
-            self.containers.append(counterpart)
         self._counterparts[id(value)] = counterpart
         return counterpart
 
@@ -284,11 +396,14 @@ def contents_of(container: Any) -> list[Any]:
 
 def refill(container: Any, contents: list[Any]) -> None:
     """Give a dict, list or set these contents, in place, because others may hold it."""
-    container.clear()
-    if isinstance(container, dict):
+    kind = next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), None)
+    if kind is not None:  # by the class's own methods, which note nothing
         n = len(contents) // 2
-        container.update(zip(contents[:n], contents[n:]))
-    elif isinstance(container, set):
+        kind.clear(container)
+        kind.update(container, zip(contents[:n], contents[n:]))
+        return
+    container.clear()
+    if isinstance(container, set):
         container.update(contents)
     else:
         container.extend(contents)

@@ -7,18 +7,21 @@ of it are fused too, and models that are not fused pay nothing.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
-from tl_devicefix.monkeypatch.applying import is_enabled, original
+from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
-Module = TypeVar("Module", bound=nn.Module)
 BOUND = "_tl_devicefix_bound"
 """The attribute of a fused module for cached facts about it. Copies and views have none."""
+IN_VIEW = "_tl_devicefix_in_view"
+"""The attribute of a module of a run's view. Fusing it would leak into later runs."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
 """The attribute that says why a module asked to fuse cannot; None if it can. Others lack it."""
 
@@ -70,32 +73,24 @@ class Fused(nn.Module):
         return super()._apply(fn, recurse)
 
 
-class Methods:
-    """A snapshot of the methods of TransformerLens's classes."""
-
-    def __init__(self, classes: Iterable[type]) -> None:
-        self._methods = [
-            (cls, name, value)
-            for cls in classes
-            for name, value in vars(cls).items()
-            if isinstance(value, FunctionType)
-        ]
-
-    def why_not(self) -> str | None:
-        """Return the method that has been replaced, if any."""
-        for cls, name, value in self._methods:
-            if vars(cls).get(name) is not value and original(cls, name) is not value:
-                return f"{cls.__name__}.{name} was replaced"
-        return None
+def why_replaced(classes: Iterable[type]) -> str | None:
+    """Return which method of these classes of TransformerLens's was defined elsewhere, if any."""
+    for cls in classes:
+        for name, value in vars(cls).items():
+            if isinstance(value, FunctionType):
+                owner = owner_of(value)
+                if owner != cls.__module__ and not owner.startswith("tl_devicefix."):
+                    return f"{cls.__name__}.{name} was replaced"
+    return None
 
 
 def own_method(module: nn.Module) -> str | None:
-    """Return the name of a method that a module has in place of its class's, but for `forward`."""
+    """Return the name of a method that a module has in place of its class's; not this package's."""
     for name, value in vars(module).items():
-        is_method = isinstance(getattr(type(module), name, None), FunctionType)
-        # Not `forward`, because an offloaded block has its own, which callers look for themselves.
-        if is_method and name != "forward" and callable(value):
-            return name
+        if callable(value) and not isinstance(value, nn.Module):
+            is_method = isinstance(getattr(type(module), name, None), (FunctionType, property))
+            if is_method and package_of(value) != "tl_devicefix":
+                return name
     return None
 
 
@@ -115,7 +110,7 @@ def class_of(module: object) -> Any:
     return getattr(type(module), "_unfused", type(module))
 
 
-def fuse_blocks(model: Module) -> Module:
+def fuse_blocks(model: nn.Module) -> None:
     """Have a model's blocks run as one function of their weights each, which takes less time.
 
     A fused block builds no attention scores and no pattern unless you hook them, so memory grows
@@ -128,13 +123,11 @@ def fuse_blocks(model: Module) -> Module:
         tl_devicefix.report(model)  # each block: fused, or why not
 
     TransformerLens 3.8 and later. Older ones, and blocks that are not TransformerLens's own, stay
-    as they are. Fused attention has no second derivatives: unfuse before you differentiate twice.
+    as they are; if no block is fused, a warning says why. Fused attention has no second
+    derivatives: unfuse before you differentiate twice.
 
     Args:
         model: a HookedTransformer or a TransformerBridge, on any devices; or a view or a block.
-
-    Returns:
-        The same model.
 
     Raises:
         TypeError: if it is no module.
@@ -142,23 +135,34 @@ def fuse_blocks(model: Module) -> Module:
     if not isinstance(model, nn.Module):
         given = f"fuse_blocks takes a model, but this is a {type(model).__name__}"
         raise TypeError(f"{given}: give a HookedTransformer or a TransformerBridge")
-    for module in fusable(model):
+    modules = list(fusable(model))
+    for module in modules:
         set_fused(module, True)
-    return model
+    blocks = list(filter(is_known_block, modules)) or modules
+    if (why := _why_no_block(model, blocks)) is not None:
+        warnings.warn(f"fuse_blocks fuses no block: {why}", stacklevel=2)
 
 
-def unfuse_blocks(model: Module) -> Module:
+def _why_no_block(model: nn.Module, blocks: list[nn.Module]) -> str | None:
+    """Return why none of a model's blocks is fused; None if one is."""
+    if not is_enabled():
+        return "TransformerLens is unpatched: call tl_devicefix.enable() first"
+    if not blocks:
+        given = f"a {type(model).__name__} has no block of TransformerLens's"
+        return f"{given}: load it as a HookedTransformer or a TransformerBridge"
+    if any(report_of(block).startswith("fused") for block in blocks):
+        return None
+    return report_of(blocks[0]).removeprefix("not fused: ")
+
+
+def unfuse_blocks(model: nn.Module) -> None:
     """Have a model's blocks run TransformerLens's forward again.
 
     Args:
         model: as `fuse_blocks` takes it.
-
-    Returns:
-        The same model.
     """
     for module in fusable(model):
         set_fused(module, False)
-    return model
 
 
 def fusable(model: nn.Module) -> Iterator[nn.Module]:
@@ -188,6 +192,11 @@ def is_fused(module: nn.Module) -> bool:
 def set_fused(module: nn.Module, asked: bool) -> None:
     """Fuse or unfuse a module; for a block on another host, only record it."""
     attributes, unfused = vars(module), class_of(module)
+    if IN_VIEW in attributes:
+        raise RuntimeError(
+            "a run in flight may not fuse or unfuse blocks of its view, which later runs get: do "
+            "so before pipeline_map, or pass max_in_flight=1"
+        )
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
     attributes.pop(BOUND, None)  # because fusing again has to find exchanged code
     attributes.pop(_WHY_NOT, None)
@@ -212,3 +221,13 @@ def report_of(module: nn.Module) -> str:
         return f"not fused: {why}"
     pattern = kind.why_pattern(module)
     return "fused" if pattern is None else f"fused, with a pattern: {pattern}"
+
+
+def applies_dropout(module: nn.Module) -> bool:
+    """Return True if a module is in training mode and drops activations."""
+    if not module.training:
+        return False
+    rates = [value for name, value in vars(module).items() if "dropout" in name]
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        rates.append(module.p)
+    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)

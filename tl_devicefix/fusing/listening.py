@@ -1,8 +1,9 @@
 """Detect hooks and exchanged modules in a block, mostly by comparing two integers.
 
 torch numbers the handles of all hooks, and calls a function wherever a module is assigned to
-another. While the next number and the count of calls stand still, no hook has come and no module
-was exchanged. Hooks that go leave the number as it is, so a block that had hooks looks again.
+another. If neither the next number nor the count of assignments within fused blocks has moved, no
+hook was added and no module was replaced. Removing a hook moves neither, so blocks that had hooks
+are always checked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 from itertools import chain, count
 from operator import itemgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -34,13 +36,19 @@ def records(hook: object) -> bool:
 
 _assignments = count(1)
 _n_assigned = 0
+_watched: WeakSet[nn.Module] = WeakSet()
+"""The modules of all fused blocks. Building any other module binds no block anew."""
 
 
 def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if module in _watched:
+        count_assignment()
+
+
+def count_assignment() -> None:
+    """Have all fused blocks look at their modules again."""
     global _n_assigned
-    # Not for new lists, because transformers slices its list of layers in each forward.
-    if type(module) is not nn.ModuleList or name in module._modules:
-        _n_assigned = next(_assignments)
+    _n_assigned = next(_assignments)
 
 
 @cache
@@ -63,7 +71,9 @@ class Listeners:
     ) -> None:
         _count_assignments()
         self._n_assigned = _n_assigned
-        self._named = [(name, vars(module)) for name, module in named]
+        modules = list(named)
+        _watched.update(module for _, module in modules)
+        self._named = [(name, vars(module)) for name, module in modules]
         self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless

@@ -17,8 +17,9 @@ from transformer_lens import ActivationCache
 from transformer_lens.SVDInterpreter import SVDInterpreter
 
 from tl_devicefix.dispatch.carrying import bring_home, move
-from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
+from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown, why_not_cached
 from tl_devicefix.gathering.gathering import home_of, read_together, spread_placement
+from tl_devicefix.misspelt import UnknownName
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import DeviceLike, with_index
 from tl_devicefix.placement.in_use import chosen_device
@@ -45,9 +46,6 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._at_home(super().__getitem__(name))
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        raise KeyError(f"{name} is not in this cache: see cache.keys()")
 
     def _at_home(self, value: T) -> T:
         return move(_read(value), self.home)
@@ -137,7 +135,10 @@ def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kw
 def read_one(original: Callable[..., T], self: ActivationCache, *args: object) -> T:
     """Wrap `ActivationCache.__getitem__`: read at home, even from a plain dict."""
     device = _read_on(self)
-    activation = original(self, *args)
+    try:
+        activation = original(self, *args)
+    except KeyError as error:
+        raise UnknownName(why_not_cached(self.model, error.args[0])) from None
     return activation if device is None else move(activation, device)
 
 

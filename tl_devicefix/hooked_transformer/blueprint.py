@@ -110,7 +110,7 @@ class HookedBlueprint:
         check_hooked_numbers(hf_config, self._cfg, steps, numbers)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return the bytes that loading needs beside the weights: a slice in float32."""
+        """Return the most bytes that loading needs beside the weights: a slice in float32."""
         return working_room(placement, self.dtype)
 
     generation = HookedGeneration

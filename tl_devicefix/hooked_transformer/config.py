@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -15,7 +16,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
@@ -36,6 +36,7 @@ from tl_devicefix.checkpoints.hub import (
 from tl_devicefix.checkpoints.live_weights import class_in_transformers, out_of_wrappers
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.devices import consecutive, resolve, simulated_device
@@ -129,9 +130,9 @@ def _config_by_name(
     name: str, hf_config: PretrainedConfig | None = None, token: object = None, **kwargs: Any
 ) -> HookedTransformerConfig:
     """Return TransformerLens's config, by `hf_config`, or else the hub's."""
-    readable = _ReadableAutoConfig(hf_config, token)
+    read = functools.partial(_readable, hf_config, token)
     try:
-        with one_load, mock.patch.object(tl_loading, "AutoConfig", readable):
+        with one_load, replaced_in_thread(AutoConfig, "from_pretrained", read):
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
         reason = " ".join(str(error).split())
@@ -240,26 +241,28 @@ def _config_of_architecture(
     return type(cfg).from_dict({**cfg.to_dict(), **overrides})
 
 
-class _ReadableAutoConfig:
-    """Stands in for AutoConfig; its configs have the names that TransformerLens reads."""
-
-    def __init__(self, hf_config: PretrainedConfig | None, token: object) -> None:
-        self._hf_config, self._token = hf_config, token
-
-    def from_pretrained(self, *args: str, **kwargs: Any) -> PretrainedConfig:
-        if self._token is not None:
-            kwargs["token"] = self._token
-        hf_config: Any = self._hf_config or as_saved(AutoConfig.from_pretrained(*args, **kwargs))
-        # TransformerLens 2.x reads n_ctx of GPT-2, but transformers no longer saves it. 3.9 reads
-        # partial_rotary_factor of Phi, but transformers 5 keeps it in rope_parameters.
-        if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
-            hf_config.n_ctx = hf_config.n_positions
-        if hf_config.model_type == "apertus":  # because transformers has its norms anyway
-            hf_config.qk_norm = True
-        rope = getattr(hf_config, "rope_parameters", None) or {}
-        if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
-            hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
-        return hf_config
+def _readable(
+    hf_config: Any,
+    token: object,
+    original: Callable[..., PretrainedConfig],
+    /,
+    *args: object,
+    **kwargs: object,
+) -> PretrainedConfig:
+    """Stand in for `AutoConfig.from_pretrained`: a config with the names TransformerLens reads."""
+    if token is not None:
+        kwargs["token"] = token
+    hf_config = hf_config or as_saved(original(*args, **kwargs))
+    # TransformerLens 2.x reads n_ctx of GPT-2, but transformers no longer saves it. 3.9 reads
+    # partial_rotary_factor of Phi, but transformers 5 keeps it in rope_parameters.
+    if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
+        hf_config.n_ctx = hf_config.n_positions
+    if hf_config.model_type == "apertus":  # because transformers has its norms anyway
+        hf_config.qk_norm = True
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
+        hf_config.partial_rotary_factor = rope["partial_rotary_factor"]
+    return hf_config
 
 
 @patches(

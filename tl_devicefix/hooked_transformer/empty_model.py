@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.components import TransformerBlock
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tl_devicefix.checkpoints.hub import has_tokenizer, is_checkpoint_directory
 from tl_devicefix.hooked_transformer.components import attention_kind
 from tl_devicefix.hooked_transformer.rotary import scale_rotary
+from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.workers import one_load
 
 
@@ -48,18 +48,16 @@ def empty_model(
 def _components_without_values() -> Iterator[None]:
     """Make HookedTransformer's constructor, not a subclass's, create empty parameters."""
 
-    def init(self: HookedTransformer, *args: object, **kwargs: object) -> None:
+    def init(
+        original: Callable[..., None], self: HookedTransformer, *args: object, **kwargs: object
+    ) -> None:
         # Not a subclass's own parameters, because no checkpoint has values for these.
         with torch.device("meta"):
-            installed_init(self, *args, **kwargs)
+            original(self, *args, **kwargs)
         _give_buffers(self)
 
-    installed_init: Callable[..., None] = HookedTransformer.__init__
-    HookedTransformer.__init__ = init  # type: ignore[method-assign]
-    try:
+    with replaced_in_thread(HookedTransformer, "__init__", init):
         yield
-    finally:
-        HookedTransformer.__init__ = installed_init  # type: ignore[method-assign]
 
 
 def _give_buffers(model: HookedTransformer) -> None:
@@ -68,7 +66,8 @@ def _give_buffers(model: HookedTransformer) -> None:
     for layer, block in enumerate(model.blocks):
         kind = attention_kind(model.cfg, layer)
         if kind not in made:
-            with init_empty_weights(include_buffers=False):
+            # Its weights are never written, so that they take no memory.
+            with torch.device("cpu"):
                 made[kind] = TransformerBlock(model.cfg, layer)
         for name, module in made[kind].named_modules():
             block.get_submodule(name)._buffers.update(module._buffers)

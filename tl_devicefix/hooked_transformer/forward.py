@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch import forward as running
@@ -35,6 +36,14 @@ def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: A
     """
     with one_forward():
         return running.forward(original, self, *args, **kwargs)
+
+
+@patches(None, takes="input w b", why="attention that you call by hand runs on its own device")
+def simple_attn_linear(
+    original: Callable[..., torch.Tensor], input: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """See TransformerLens's, which brings the weights to the input."""
+    return original(input.to(w.device), w, b)
 
 
 @patches(
@@ -109,13 +118,13 @@ def _differs(value: object, default: object) -> bool:
 )
 def remove_all_hook_fns(
     self: HookedTransformer,
-    direction: str = "both",
+    direction: Literal["fwd", "bwd", "both"] = "both",
     including_permanent: bool = False,
     level: int | None = None,
 ) -> None:
     """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks."""
-    # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`.
-    for point in self.hook_points():
-        for one_way, handles in (("fwd", point.fwd_hooks), ("bwd", point.bwd_hooks)):
-            if handles and direction in (one_way, "both"):
-                point.remove_hooks(one_way, including_permanent=including_permanent, level=level)
+    # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`. The first
+    # is visited in any case: `remove_hooks` checks the direction.
+    points = list(self.hook_points())
+    for point in points[:1] + [each for each in points if each.fwd_hooks or each.bwd_hooks]:
+        point.remove_hooks(direction, including_permanent, level)

@@ -31,7 +31,7 @@ from transformer_lens.components import (
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.fusing import kv_cache, sdpa
-from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of, own_method
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, own_method, why_replaced
 from tl_devicefix.fusing.kv_cache import Heads, Padding
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import made_once, state_of
@@ -59,7 +59,6 @@ _ATTENTIONS: _Names = {
     GroupedQueryAttention: ("W_Q", "_W_K", "_W_V", "b_Q", "_b_K", "_b_V", "W_O", "b_O"),
 }
 _OF_PATTERN = frozenset(("attn", "attn.hook_attn_scores", "attn.hook_pattern"))
-_OF_QKV = frozenset(("attn.hook_q", "attn.hook_k", "attn.hook_v"))
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalise queries and keys before these are split into heads."""
 
@@ -85,18 +84,14 @@ class FusedBlock(Fused):
 
     @classmethod
     def prepare(cls, module: nn.Module) -> str | None:
-        """Put the weights of q, k and v side by side in memory, and those of gate and input."""
+        """See `Fused`."""
         if installed() < SINCE:
             return f"transformer_lens {installed()} is older than 3.8"
         if class_of(module) is not TransformerBlock:
             return f"a {class_of(module).__name__} is not TransformerLens's"
         if (name := own_method(module)) is not None:
             return f"its {name} is not TransformerLens's"
-        why = _METHODS.why_not()
-        # Not if it is offloaded, because its weights are on the host.
-        if why is None and "forward" not in vars(module):
-            _lay_side_by_side(module)
-        return why
+        return why_replaced(_CLASSES)
 
     def forward(
         self,
@@ -118,7 +113,7 @@ class FusedBlock(Fused):
 
 
 KINDS.append(FusedBlock)
-_METHODS = Methods((TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint))
+_CLASSES = TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint
 
 
 def _why_flags(cfg: HookedTransformerConfig) -> str | None:
@@ -143,12 +138,6 @@ class BoundBlock:
         self._names = list(map(tuple, self._all_parameters))
         unknown = (name for name, part in self.modules.items() if not _is_known(name, part))
         self.as_modules = self.always.union(unknown)
-        # Not for an offloaded block, because its weights are elsewhere next time.
-        self._keeps = "forward" not in block.__dict__
-        parts = (self.modules.get(name) for name in ("attn", "mlp"))
-        self._parameters = [part._parameters for part in parts if part is not None]
-        # One assignment, because several threads may run a model.
-        self._kept: tuple[_Weights | None, list[torch.Tensor]] = None, []
         self._ignored: tuple[object, object, bool] = None, None, False
 
     def is_current(self) -> bool:
@@ -167,26 +156,10 @@ class BoundBlock:
             self._ignored = state, ignored.detach(), is_inf
         return self._ignored[2]
 
-    def weights(self) -> _Weights:
-        """Return views of the weights, in the shapes that matmuls take."""
-        if torch.is_grad_enabled():
-            return _Weights(self.modules, self.as_modules)
-        now = [w for named in self._parameters for w in named.values() if w is not None]
-        weights, as_of = self._kept
-        # The same memory, seen in the same way.
-        are_same = len(now) == len(as_of) and all(map(torch.Tensor.is_set_to, now, as_of))
-        if weights is not None and are_same:
-            return weights
-        weights = _Weights(self.modules, self.as_modules)
-        if self._keeps and weights.are_views:
-            self._kept = weights, [weight.detach() for weight in now]
-        return weights
-
 
 def _is_foreign(name: str, module: nn.Module) -> bool:
-    is_point = type(module) is HookPoint
-    has_own = "forward" in vars(module) or (not is_point and own_method(module) is not None)
-    return has_own or (".hook_" in f".{name}" and not is_point)
+    is_other = ".hook_" in f".{name}" and type(module) is not HookPoint
+    return is_other or own_method(module) is not None
 
 
 def _part(name: str) -> str:
@@ -231,12 +204,9 @@ def _why_pattern(attn: Any) -> str | None:
 
 
 class _Weights:
-    """Views of a block's weights. A view that would be a copy is made at each use."""
+    """A block's weights as `F.linear` takes them."""
 
     def __init__(self, modules: Modules, as_modules: frozenset[str]) -> None:
-        self.are_views = True
-        self.qkv: tuple[Weight, Bias] | None = None
-        self.gate_in: Weight | None = None
         if "attn" not in as_modules:
             self._of_attention(modules["attn"])
         if "mlp" in modules and "mlp" not in as_modules:
@@ -246,65 +216,17 @@ class _Weights:
         named = attn._parameters
         W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = (named[n] for n in _ATTENTIONS[type(attn)])
         # [head, d_model, d_head] -> [head * d_head, d_model], as nn.Linear has it
-        self.q = self._view(W_Q, W_Q.mT.flatten(0, 1)), self._view(b_Q, b_Q.flatten())
-        self.k = self._view(W_K, W_K.mT.flatten(0, 1)), self._view(b_K, b_K.flatten())
-        self.v = self._view(W_V, W_V.mT.flatten(0, 1)), self._view(b_V, b_V.flatten())
-        self.o = self._view(W_O, W_O.flatten(0, 1)).T  # [d_model, head * d_head]
+        self.q = W_Q.mT.flatten(0, 1), b_Q.flatten()
+        self.k = W_K.mT.flatten(0, 1), b_K.flatten()
+        self.v = W_V.mT.flatten(0, 1), b_V.flatten()
+        self.o = W_O.flatten(0, 1).T  # [d_model, head * d_head]
         self.n_heads, self.n_kv_heads, self.d_head = b_Q.shape[0], b_K.shape[0], b_K.shape[1]
-        if not torch.is_grad_enabled():
-            weight, bias = map(_joint, zip(self.q, self.k, self.v))  # [all heads * d_head, ...]
-            if weight is not None and bias is not None:
-                self.qkv = weight, bias
-
-    def _view(self, of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        self.are_views &= view.data_ptr() == of.data_ptr()
-        return view
 
     def _of_mlp(self, mlp: Any) -> None:
         named = mlp._parameters
         self.inp, self.out = named["W_in"].T, named["W_out"].T  # [d_mlp, d_model] and back
         self.b_in, self.b_out = named["b_in"], named["b_out"]
         self.gate = named["W_gate"].T if "W_gate" in named else None
-        if self.gate is not None and not torch.is_grad_enabled():
-            self.gate_in = _joint((self.gate, self.inp))  # [2 * d_mlp, d_model]
-
-
-def _joint(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """Return tensors that lie side by side in memory as one along dimension 0; otherwise None."""
-    first, at = parts[0], parts[0].data_ptr()  # the address at which the next one has to begin
-    for part in parts:
-        if not part.is_contiguous() or part.data_ptr() != at or part.dtype != first.dtype:
-            return None
-        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        at += part.nbytes
-    shape = sum(part.shape[0] for part in parts), *first.shape[1:]
-    return first.as_strided(shape, first.stride())
-
-
-@torch.no_grad()
-def _lay_side_by_side(block: Any) -> None:
-    modules = block._modules
-    if _is_known("attn", modules["attn"]):
-        named = modules["attn"]._parameters
-        of_kind = _ATTENTIONS[type(modules["attn"])]
-        for names, axes in ((of_kind[:3], (0, 2, 1)), (of_kind[3:6], (0, 1))):
-            _lay_out([named[name] for name in names], axes)
-    if "mlp" in modules and type(modules["mlp"]) is GatedMLP:
-        named = modules["mlp"]._parameters
-        _lay_out([named["W_gate"], named["W_in"]], (1, 0))
-
-
-def _lay_out(parameters: list[Any], axes: tuple[int, ...]) -> None:
-    """Put parameters behind each other in one memory, their dimensions in this order."""
-    if any(not has_values(p) or p.device != parameters[0].device for p in parameters):
-        return  # because these cannot lie side by side
-    together = torch.cat([p.permute(axes).flatten() for p in parameters])
-    sizes = [p.numel() for p in parameters]
-    for parameter, part in zip(parameters, together.split(sizes)):
-        shape = [parameter.shape[axis] for axis in axes]
-        # The same axes, because each order here is its own inverse.
-        parameter.data = part.view(shape).permute(axes)
 
 
 def _block(
@@ -316,7 +238,7 @@ def _block(
 ) -> Residual:
     modules, hooked = bound.modules, bound.listeners.look() | bound.always
     called = bound.as_modules | hooked
-    weights = bound.weights()
+    weights = _Weights(modules, bound.as_modules)
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
         return modules[name](x) if name in hooked else x
@@ -402,10 +324,7 @@ def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
     if weights.gate is None:
         post = mlp.act_fn(F.linear(x, weights.inp, weights.b_in))  # [batch, pos, d_mlp]
     else:
-        if weights.gate_in is not None:
-            pre, linear = F.linear(x, weights.gate_in).chunk(2, -1)  # [batch, pos, d_mlp]
-        else:
-            pre, linear = F.linear(x, weights.gate), F.linear(x, weights.inp)
+        pre, linear = F.linear(x, weights.gate), F.linear(x, weights.inp)
         post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)  # [batch, pos, d_mlp]
     return F.linear(post, weights.out, weights.b_out)  # [batch, pos, d_model]
 
@@ -430,16 +349,9 @@ def _attention(
 
     n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
     batch, n = inputs[0].shape[:2]
-    joint = weights.qkv if inputs[0] is inputs[1] is inputs[2] else None
-    # Not with hooks on them, because one that is kept would keep the memory of all three.
-    if joint is not None and hooked.isdisjoint(_OF_QKV):
-        parts = n_heads, n_kv_heads, n_kv_heads
-        qkv = F.linear(inputs[0], *joint).view(batch, n, sum(parts), d_head)  # all heads
-        q, k, v = qkv.split_with_sizes(parts, 2)  # [batch, pos, head, d_head]
-    else:
-        q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
-        k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, n, n_kv_heads, d_head))
-        v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, n, n_kv_heads, d_head))
+    q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
+    k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, n, n_kv_heads, d_head))
+    v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, n, n_kv_heads, d_head))
     if cfg.use_qk_norm:
         q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)  # each head by itself
         k = norm("k_norm", k.reshape(-1, d_head)).view(k.shape)

@@ -115,7 +115,9 @@ def from_pretrained(
         # Because its frames would keep the loaded weights as long as the error.
         clear_frames(error, but_not=[handled])
         raise
-    return fused.fuse_blocks(model) if fuse_blocks else model
+    if fuse_blocks:
+        fused.fuse_blocks(model)
+    return model
 
 
 def _load(

@@ -75,23 +75,27 @@ def to(
     """Move the model to one device, or change its dtype in place.
 
     A dtype keeps the placement. A device gathers the whole model there and updates the placement;
-    `cfg.device` keeps its index. A number is the index of a device of home's type.
+    `cfg.device` keeps its index. A number is the index of a device of home's type. Anything else,
+    such as a tensor, is left to torch.
 
     Raises:
         ValueError: if the device does not exist.
     """
-    if isinstance(device_or_dtype, torch.dtype):
+    to: Any = device_or_dtype
+    if isinstance(to, torch.dtype):
         if print_details:
-            print("Changing model dtype to", device_or_dtype)
-        nn.Module.to(self, device_or_dtype)
-        self.cfg.dtype = device_or_dtype
-        return self
-    home: Any = self.cfg.device  # because users give an index too, although it is typed as a str
-    device = resolve_to_move(device_or_dtype, torch.device(home))
-    if print_details:
-        print("Moving model to device: ", device)
-    nn.Module.to(self, device)
-    self.cfg.device = str(device)
+            print("Changing model dtype to", to)
+        nn.Module.to(self, to)
+        self.cfg.dtype = to
+    elif isinstance(to, torch.device | str | int):
+        home: Any = self.cfg.device  # users give an index too, although it is typed as a str
+        to = resolve_to_move(to, torch.device(home))
+        if print_details:
+            print("Moving model to device: ", to)
+        nn.Module.to(self, to)
+        self.cfg.device = str(to)
+    else:
+        nn.Module.to(self, to)
     return self
 
 

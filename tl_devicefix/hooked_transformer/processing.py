@@ -88,8 +88,15 @@ def one_step(
 
     Raises:
         ValueError: if attention matrices cannot be refactored.
+        KeyError: if there are no weights to centre.
     """
     method, conventions = original.__name__, installed_conventions()
+    inspect.signature(original).bind(self, state_dict, *args, **kwargs)
+    if (needed := _NEEDED.get(method, "")) and needed not in state_dict:
+        raise KeyError(
+            f"the weights have no {needed}, which {method} needs: give a state dict in "
+            "HookedTransformer's format"
+        )
     step: Callable[..., None] = functools.partial(_fold_norms, self.cfg)
     if method != "fold_layer_norm":
         steps = Steps(**{method: True})
@@ -109,6 +116,10 @@ def one_step(
             dtype = weights[name].dtype if name in weights else self.cfg.dtype
             result[full_name(unit, name)] = value.to(device=stored_on, dtype=dtype)
     return result
+
+
+_NEEDED = {"center_writing_weights": "embed.W_E", "center_unembed": "unembed.W_U"}
+"""Method -> the weight without which it raises, in TransformerLens too."""
 
 
 @patches("HookedTransformer", takes="self state_dict", why=_FOLDS)
@@ -139,7 +150,7 @@ def load_and_process_state_dict(
     """
     refuse_unfinished(self)
     refuse_weights(self.parameters())
-    source, own = StateDictSource(self.fill_missing_keys(dict(state_dict))), self.state_dict()
+    source, own = StateDictSource(self.fill_missing_keys({**state_dict})), self.state_dict()
     units = processing_units(self.cfg)
     # Weights of no component, such as a subclass's own parameters.
     beside = [name for name in state_dict if name in own and processing_unit(name) not in units]

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
+from unittest import mock
 
 from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
+from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens
 
 _MISSING = object()
 _Function = Callable[..., Any]
@@ -77,9 +80,13 @@ def _within_function(function: FunctionType, replacement: _Function) -> Iterator
     The function object stays, because others have imported it or hold it in a partial.
     """
     # A function of its own, because `function` has the new code once this is applied.
-    code, closure = function.__code__, function.__closure__
+    if function.__closure__:
+        raise UnsupportedTransformerLens(
+            f"{function.__name__} of transformer_lens was decorated by somebody, and cannot be "
+            "patched then; nothing was replaced: import tl_devicefix first"
+        )
     original = FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, closure
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
     )
     original.__kwdefaults__ = function.__kwdefaults__
     original.__annotations__ = function.__annotations__
@@ -88,16 +95,10 @@ def _within_function(function: FunctionType, replacement: _Function) -> Iterator
         "__wrapped__": original,  # because `help` shows its signature
         "__kwdefaults__": {"_replacement": partial(replacement, original)},
         # Set last and restored first, because this code needs the attributes above.
-        "__code__": _code_beside(code.co_freevars),
+        "__code__": _call.__code__,
     }
     for name, after in instead.items():
         yield _Replacement(function, name, _own(function, name), after)
-
-
-@cache  # because applying again has to put the same object there
-def _code_beside(closure: tuple[str, ...]) -> CodeType:
-    """Return the code of `_call`, for a function that has a closure of these names."""
-    return _call.__code__.replace(co_freevars=closure)
 
 
 def _call(*args: object, _replacement: _Function, **kwargs: object) -> object:
@@ -212,3 +213,30 @@ def _classmethod_like(target: _Function, replacement: _Function) -> object:
     method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
     method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]
     return classmethod(method)
+
+
+@contextlib.contextmanager
+def replaced_in_thread(owner: object, name: str, replacement: _Function) -> Iterator[None]:
+    """Replace a function for this thread's calls, within a `with` block; others call it as it is.
+
+    Only one thread at a time may be within it: hold `one_load`.
+
+    Args:
+        owner: the module that has the function, or the class of the method.
+        name: its name there.
+        replacement: called with the function, which needs no class, and with its arguments.
+    """
+    installed: Any = vars(owner)[name]
+    thread = threading.get_ident()
+
+    def call(*args: Any, **kwargs: object) -> object:
+        function = installed
+        if isinstance(installed, classmethod):
+            function, args = installed.__get__(None, args[0]), args[1:]
+        if threading.get_ident() != thread:
+            return function(*args, **kwargs)
+        return replacement(function, *args, **kwargs)
+
+    is_bound = isinstance(installed, classmethod | staticmethod)
+    with mock.patch.object(owner, name, type(installed)(call) if is_bound else call):
+        yield

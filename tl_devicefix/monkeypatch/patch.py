@@ -105,9 +105,25 @@ LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate")
 """Packages whose modules, hooks and code are not the user's, beside this one."""
 
 
+def owner_of(item: object) -> str:
+    """Return the name of the module that defines a function, a class, or an instance's class.
+
+    A wrapper counts as what it wraps if it is a library's or this package's.
+    """
+    while True:
+        # Not __module__ of a function, which functools.wraps() sets to that of what is wrapped.
+        scope = getattr(item, "__globals__", None)
+        name = scope.get("__name__") if isinstance(scope, dict) else None  # a class's is no dict
+        owner: str = name or getattr(item, "__module__", None) or type(item).__module__
+        wrapped = getattr(item, "__wrapped__", None)
+        if wrapped is None or owner.partition(".")[0] not in ("tl_devicefix", *LIBRARIES):
+            return owner
+        item = wrapped
+
+
 def package_of(item: object) -> str:
-    """Return the top-level package of a class, a function, or an instance's class."""
-    return (getattr(item, "__module__", None) or type(item).__module__).partition(".")[0]
+    """Return the top-level package of `owner_of(item)`."""
+    return owner_of(item).partition(".")[0]
 
 
 def is_of_user(hook: object) -> bool:
@@ -119,7 +135,7 @@ _MODULES = (
     "transformer_lens",
     "transformer_lens.components",  # of 2.x and 3.x
     *(f"transformer_lens.{name}" for name in ("hook_points", "weight_processing", "patching")),
-    *(f"transformer_lens.utilities{name}" for name in (".multi_gpu", ".devices", "")),
+    *(f"transformer_lens.utilities{name}" for name in (".attention", ".multi_gpu", ".devices", "")),
     "transformer_lens.train",
 )
 _OF_2 = ("transformer_lens.utils",)

@@ -21,7 +21,7 @@ from tl_devicefix.placement.devices import Host, HostLost, join, joined_hosts
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
-_INSTALL = 'pip install "tl_devicefix[hosts]"'
+_INSTALL = "pip install ray"
 _CALLS_AT_ONCE = 64
 _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0

@@ -168,18 +168,23 @@ def keeping_on_host(
 ) -> contextlib.AbstractContextManager[object]:
     """Within it, autograd keeps parameters in host memory instead of their copies on a device.
 
-    Backward copies each to the device again when it reaches it. A user's own hooks, such as
-    `save_on_cpu`, see nothing of what is kept here, because torch calls only the innermost pair.
+    Backward copies each to the device again when it reaches it. Hooks around it, such as those of
+    `checkpoint` and `save_on_cpu`, get all other tensors.
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
     # No copies in here, because a graph also keeps the hooks that it was made with.
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
+    # torch itself calls only the innermost pair of hooks.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
     def save(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         # By storage, because autograd keeps views of weights, too: transposed, or split by head.
         host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
+            if outer is not None:
+                return functools.partial(outer[1], outer[0](tensor))
             return functools.partial(_unchanged, tensor.detach(), tensor._version)
         view = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return functools.partial(_copied_again, host, host._version, tensor.device, view)

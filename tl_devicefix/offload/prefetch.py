@@ -7,8 +7,10 @@ While one block computes, the next one's weights are copied, so a device holds t
     is there     0, 1         1, 2         2, 3
 
 `OffloadedForward` puts copies in the place of a block's parameters before its forward, and the
-parameters back after it, also after an error. `Prefetch` knows the order in which one forward runs
-its blocks. If a hook runs a block, or starts another forward, that needs further copies.
+parameters back after it, also after an error. `OffloadedPart` does so for a part of a block that is
+called by itself, such as to recompute it in backward. `Prefetch` knows the order in which one
+forward runs its blocks. If a hook runs a block, or starts another forward, that needs further
+copies.
 
 Runs of a `pipeline_map` share no copies. A run drops its prefetched copy when it releases the
 device, so a device normally holds two blocks. A run that waits inside a block, such as for a hook's
@@ -20,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -82,12 +85,11 @@ class OffloadedForward(Around):
     def places(self) -> Iterator[Place]:
         """Yield each parameter that lives in host memory, or the one behind a device copy."""
         weights = self._copy.weights if self._copy else ()
-        hosts = {id(one.weight): one.host for one in weights}
-        for module in self.module.modules():
-            for name, parameter in module._parameters.items():
-                host = hosts.get(id(parameter), parameter)
-                if host is not None and host.device == CPU:
-                    yield Place(module, name, host)
+        return _places(self.module, {id(one.weight): one.host for one in weights})
+
+    def is_running(self) -> bool:
+        """Return True while the block runs, whose weights are then on the device."""
+        return self._calls > 0
 
     # Not in `forward`, because its local names would keep copies alive that are swapped out.
 
@@ -108,6 +110,53 @@ class OffloadedForward(Around):
             if not self._calls and self._copy is not None:
                 self._copy.swap_out()
                 self._copy = None
+
+
+def _places(
+    root: nn.Module, hosts: Mapping[int, nn.Parameter] = MappingProxyType({})
+) -> Iterator[Place]:
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            host = hosts.get(id(parameter), parameter)
+            if host is not None and host.device == CPU:
+                yield Place(module, name, host)
+
+
+class OffloadedPart(Around):
+    """Brings the weights of a part of an offloaded block that is called while the block is not."""
+
+    def __init__(self, block: OffloadedForward) -> None:
+        self.block = block
+
+    def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Run the part with its weights on the device."""
+        places = [] if self.block.is_running() else [*_places(module)]
+        if not places:
+            return run(*args, **kwargs)
+        copy = BlockCopy(places, self.block.device)
+        # Not within `keeping_on_host`, because a recomputation has to show checkpoint's own hooks
+        # what the forward has shown them.
+        try:
+            with _exchanging:
+                copy.swap_in()
+            return run(*args, **kwargs)
+        finally:
+            with _exchanging:
+                copy.swap_out()
+            copy.wait_until_read()
+
+
+def attach_parts(block: nn.Module, root: nn.Module) -> None:
+    """Attach an `OffloadedPart` to each module with weights in an offloaded block.
+
+    `root` is the block, or a layer that is called instead of it.
+    """
+    whole = OffloadedForward.of(block)
+    if whole is not None:
+        for module in root.modules():
+            OffloadedPart.detach(module)
+            if module is not block and next(module.parameters(), None) is not None:
+                OffloadedPart(whole).attach(module)
 
 
 class Prefetch:

@@ -19,15 +19,24 @@ from typing import TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
-from tqdm import tqdm
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.naming import WRAPPED, join_path
-from tl_devicefix.dispatch.scheduler import DeviceQueue, Run, Streams, running, with_view_of
+from tl_devicefix.dispatch.mixing import runs_users_code
+from tl_devicefix.dispatch.naming import WRAPPED, each_module, join_path
+from tl_devicefix.dispatch.scheduler import (
+    DeviceQueue,
+    Run,
+    Streams,
+    hooked_outside,
+    removing_hooks,
+    running,
+    with_view_of,
+)
 from tl_devicefix.dispatch.views import View
+from tl_devicefix.fusing.fused import applies_dropout
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.offload.copying import fingerprint
-from tl_devicefix.pipelining.in_order import InOrder, seeding_in_order
+from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import CallersState, threads
@@ -46,31 +55,32 @@ def pipeline_map(
     *,
     progress: bool = False,
 ) -> Generator[Result, None, None]:
-    """Yield ``run(model, item)`` for each item, in order, with several runs under way at a time.
+    """Yield ``run(model, item)`` for each item, in order, with several runs at the same time.
 
     A loop uses one of a model's n devices at a time. Here, while one run is on the second device,
     the next one is on the first. You get the results of ``[run(model, item) for item in items]``,
     bit for bit.
 
-    Each run has a thread, and a view of the model: the same class, parameters, config and
-    placement, and hooks of its own. Hooks that a run adds, and attributes that it sets on modules,
-    are gone when it ends. The config is shared. A run may read `model` itself, but neither run nor
-    hook it. Between results you may run it; hooks that you leave on it are refused, because runs
-    keep the hooks of the start.
+    With ``max_in_flight=1`` (the default on one device) it is that loop: `run` gets the model
+    itself. Otherwise each run has a thread, and a view of the model: the same class, parameters,
+    config and placement, and hooks of its own. A run may read `model` itself, but neither run nor
+    hook it. Either way, hooks that a run adds to hook points are gone when it ends.
 
-    Operations on shared state run in the order of your items. A run that draws torch's random
-    numbers (or seeds them), calls ``backward``, or reads or sets a leaf's ``.grad``, waits there
-    until you have fetched all earlier results and ask for its own. ``torch.autograd.grad`` does not
-    wait. Python's and numpy's random numbers come in no certain order: draw them for the items. Do
-    not change weights.
+    What runs in flight share, they may not change. A run raises if it draws torch's random numbers
+    (without a ``torch.Generator`` of its own), calls ``backward``, reads or sets a leaf's
+    ``.grad``, changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and
+    numpy's random numbers come in no certain order: draw them for the items. Weights, and
+    attributes of modules, may not change either: that is checked now and then and at the end, and
+    raises. Between results you may run the model; hooks that you leave on it are refused, because
+    runs keep the hooks of the start.
 
     Runs have the modes of your thread: ``torch.no_grad``, ``inference_mode``, autocast,
     `mix_devices`, `gather_on`, torch's modes, current devices and streams.
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
-        run: a function of a view of the model and an item. It may be called in several threads
-            at once.
+        run: a function of the model (or a view of it) and an item. It may be called in several
+            threads at once.
         items: the inputs, possibly endless. This thread reads them, at most `max_in_flight` ahead.
         max_in_flight: caps unfetched runs, running or finished, because each holds its activations.
             By default one more than the model has devices, so that a run is ready as soon as the
@@ -83,24 +93,48 @@ def pipeline_map(
     Raises:
         TypeError: if `model` is of neither class, or `items` is no iterable.
         ValueError: if `max_in_flight` is less than 1.
-        RuntimeError: if a run changed a parameter of the model, when its turn comes; if a run runs
-            or hooks `model` itself; if the model's hooks changed between two results; if a run
-            raised StopIteration, which would end the results.
+        RuntimeError: if a run in flight uses what runs share; if it runs or hooks `model` itself;
+            if the model's hooks changed between two results; if the model has dropout that is on;
+            if a run raised StopIteration, which would end the results.
         Exception: the error of a run, when its turn comes, with a note that names the item's index.
             After an error, on KeyboardInterrupt, and when you close the generator, other runs end
-            at their next operation.
+            at their next block, or their next operation outside of the model.
 
     >>> def run(model, tokens):
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
     check_iterable("items", items)
-    adapter_of(model)  # which refuses anything but a model
-    run = with_view_of(model, run)
+    adapter_of(model)  # raises for anything but a model
     max_in_flight = n_in_flight(model, max_in_flight)
+    total = length_hint(items) or None  # None shows no end
+    bar = hf_logging.tqdm(enumerate(items), "Pipelined runs", total, disable=not progress)
+    return run_all(model, _numbered(run), bar, max_in_flight)
+
+
+def run_all(
+    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], max_in_flight: int
+) -> Generator[Result, None, None]:
+    """Yield the result of each item, as `pipeline_map` does, without checks and notes."""
     if max_in_flight == 1:
-        return _in_a_loop(model, run, items, progress)
-    return _pipelined(model, run, items, progress, max_in_flight)
+        return _in_a_loop(model, run, items)
+    return _pipelined(model, with_view_of(model, run), items, max_in_flight)
+
+
+def _numbered(
+    run: Callable[[Model, Item], Result],
+) -> Callable[[Model, tuple[int, Item]], Result]:
+    """Return `run` for numbered items; errors get a note with the number."""
+
+    def numbered(model: Model, numbered_item: tuple[int, Item]) -> Result:
+        number, item = numbered_item
+        try:
+            return run(model, item)
+        except Exception as error:
+            note(error, f"this error is from the run of item {number}")
+            raise
+
+    return numbered
 
 
 def refuse_arguments(
@@ -125,32 +159,27 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
 
 
 def _in_a_loop(
-    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], progress: bool
+    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item]
 ) -> Generator[Result, None, None]:
-    """Run each item when its result is fetched, in the caller's thread."""
-    view = adapter_of(model).view_of(model)
-    weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
-    with _bar(items, progress) as bar:
-        for number, item in enumerate(items):
-            hooks.check()
-            if (name := weights.changed(in_place=False)) is not None:
-                raise RuntimeError(
-                    f"{name} was replaced between two results, but the runs keep the parameters of "
-                    "the start: change its values in place, or call pipeline_map again"
-                )
-            yield _run_on(view, run, number, item)
-            bar.update()
+    """Run each item on the model itself, in the caller's thread, when its result is fetched."""
+    for item in items:
+        yield _alone(run, model, item)
+
+
+def _alone(run: Callable[[Model, Item], Result], model: Model, item: Item) -> Result:
+    with removing_hooks():
+        return run(model, item)
 
 
 def _pipelined(
     model: Model,
     run: Callable[[Model, Item], Result],
     items: Iterable[Item],
-    progress: bool,
     max_in_flight: int,
 ) -> Generator[Result, None, None]:
-    """Start as many runs as may be under way, and one more for each result that is fetched."""
-    devices = _devices_of(model, here=True)
+    """Start as many runs as may be in flight, and one more for each result that is fetched."""
+    _refuse_dropout(model)
+    devices, pauses = _devices_of(model, here=True), not runs_users_code(model)
     queue = DeviceQueue()
 
     def start(number: int, item: Item) -> Future[Result]:
@@ -162,42 +191,56 @@ def _pipelined(
         view, streams = viewed
         this_run = Run(number, queue, streams)
         try:
-            with running(this_run), InOrder(this_run):
-                return _run_on(view, run, number, item)
+            with running(this_run), RefuseShared(this_run, pauses):
+                result = run(view.model, item)
+            if (name := view.shared_setting()) is not None:
+                raise RuntimeError(
+                    f"cfg.{name} was changed during run {number}, but all runs share the config: "
+                    f"set it before, or {ONE_AT_A_TIME}"
+                )
+            return result
         finally:
-            views.append(viewed)  # because making a view takes longer than restoring one
+            view.restore()
+            views.append(viewed)  # making a view takes longer than restoring one
 
     with contextlib.ExitStack() as within:
-        within.enter_context(seeding_in_order({device.type for device in devices}))
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         # Called before the pool waits for its threads, because those may wait in the queue.
         within.callback(queue.end)
         views: list[tuple[View[Model], Streams]] = []  # those of runs that have ended
         weights, hooks = WeightsSnapshot(model), _HooksSnapshot(model)
-        bar = within.enter_context(_bar(items, progress))
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
-        while runs:
-            queue.request(number)  # from here on, this run may draw random numbers
-            if runs[0].exception() is None:  # waits for the run
-                # Before its result is used, because the run may have read changed weights.
-                if (name := weights.changed()) is not None:
-                    raise RuntimeError(
-                        f"{name} was changed while the run of item {number} and others used it: "
-                        f"change a copy of it in a hook, or {ONE_AT_A_TIME}"
-                    )
-                hooks.check()
-                runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-            # Without a name, because that would keep the result alive during the next run.
-            yield runs.popleft().result()
-            bar.update()
-            number += 1
+        try:
+            while runs:
+                if runs[0].exception() is None:  # waits for the run
+                    hooks.check()
+                    runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
+                    # Before the result is used: the run may have read changed weights.
+                    weights.check(number, is_last=len(runs) == 1)
+                # Without a name, because that would keep the result alive during the next run.
+                yield runs.popleft().result()
+                number += 1
+        except GeneratorExit:
+            weights.check(number, is_last=True)
+            raise
+        for view, _ in views:
+            if (setting := view.kept_setting()) is not None:
+                raise RuntimeError(
+                    f"a run set {setting} in its view, which later runs got too: set it on the "
+                    f"model before, or {ONE_AT_A_TIME}"
+                )
 
 
-def _bar(items: Iterable[object], progress: bool) -> tqdm[object]:
-    total = length_hint(items) or None  # None shows no end
-    return hf_logging.tqdm(total=total, desc="Pipelined runs", disable=not progress)
+def _refuse_dropout(model: Model) -> None:
+    """Refuse a model that draws random numbers in its forward."""
+    for name, module in (getattr(model, "original_model", None) or model).named_modules():
+        if applies_dropout(module):
+            raise RuntimeError(
+                f"{name} applies dropout, for which runs in flight would draw random numbers in no "
+                "certain order: call model.eval(), or pass max_in_flight=1"
+            )
 
 
 def _starting(
@@ -213,19 +256,6 @@ def _starting(
         yield failed
 
 
-def _run_on(
-    view: View[Model], run: Callable[[Model, Item], Result], number: int, item: Item
-) -> Result:
-    """Do one run, and restore the view; errors get a note with the item's index."""
-    try:
-        return run(view.model, item)
-    except Exception as error:
-        note(error, f"this error is from the run of item {number}")
-        raise
-    finally:
-        view.restore()
-
-
 ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"
 
 
@@ -233,20 +263,40 @@ class WeightsSnapshot:
     """A model's parameters, and their state when this was made."""
 
     def __init__(self, model: Model) -> None:
-        self._states = []
-        for path, module in model.named_modules():
-            for name, weight in module._parameters.items():
-                if weight is not None and type(weight) is not RemoteTensor:
-                    full_name = join_path(path, name).replace(f"{WRAPPED}.", "")
-                    state = full_name, module._parameters, name, weight, _state(weight)
-                    self._states.append(state)
+        self._model = model
+        self._states = [
+            (module._parameters, name, weight, _state(weight))
+            for module in each_module(model)
+            for name, weight in module._parameters.items()
+            if weight is not None and type(weight) is not RemoteTensor
+        ]
+        self._next = 1  # the number of the result to check at
 
-    def changed(self, in_place: bool = True) -> str | None:
-        """Return the first parameter that was replaced, or changed `in_place`, if any."""
-        for full_name, parameters, name, weight, state in self._states:
-            if parameters.get(name) is not weight or (in_place and _state(weight) != state):
-                return full_name
-        return None
+    def check(self, number: int, is_last: bool = False) -> None:
+        """Check that no parameter was replaced or changed in place: at the last result, and before.
+
+        At results 1, 8, 64 and so on, so that a result costs the same for all models.
+
+        Args:
+            number: the index of the result.
+            is_last: True to check in any case.
+
+        Raises:
+            RuntimeError: if a parameter was changed.
+        """
+        if number != self._next and not is_last:
+            return
+        self._next *= 8
+        for parameters, key, weight, state in self._states:
+            if parameters.get(key) is not weight or _state(weight) != state:
+                named = self._model.named_modules()
+                path = next(path for path, module in named if module._parameters is parameters)
+                name = join_path(path, key).replace(f"{WRAPPED}.", "")
+                raise RuntimeError(
+                    f"{name} was changed before result {number}, while runs used it, so earlier "
+                    "results may be of either value: change a copy of it in a hook, or "
+                    f"{ONE_AT_A_TIME}"
+                )
 
 
 class _HooksSnapshot:
@@ -257,10 +307,14 @@ class _HooksSnapshot:
             (name, point, list(point.fwd_hooks), list(point.bwd_hooks))
             for name, point in model.hook_dict.items()
         ]
+        self._with_hooks = [row for row in self._of_points if row[2] or row[3]]
+        self._n_hooked = hooked_outside()
 
     def check(self) -> None:
         """Check that later hooks on the model are gone again."""
-        for name, point, forward, backward in self._of_points:
+        is_new = self._n_hooked != hooked_outside()
+        self._n_hooked = hooked_outside()
+        for name, point, forward, backward in self._of_points if is_new else self._with_hooks:
             if point.fwd_hooks != forward or point.bwd_hooks != backward:
                 raise RuntimeError(
                     f"hooks on {name} were added or removed between two results, but the runs keep "
@@ -277,5 +331,5 @@ def _devices_of(model: Model, here: bool = False) -> tuple[torch.device, ...]:
 
 
 def _state(weight: torch.Tensor) -> tuple[object, bool]:
-    # `W.data.mul_(2)` goes unseen, because torch does not count it.
+    # torch does not count `W.data.mul_(2)`.
     return fingerprint(weight), weight.requires_grad

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.misspelt import shown
 
@@ -297,6 +298,8 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
                 "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'; "
                 "'sim:0' is there within `with tl_devicefix.simulate(4):`"
             )
+        elif simulated_device() is not None:
+            reason += "; leave device out, as this is within tl_devicefix.simulate"
         raise ValueError(
             f"device {str(device)!r} cannot be used here: {reason}{and_there_are()}"
         ) from error
@@ -344,11 +347,15 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if start + count <= len(sites):
         return [site.torch_device for site in sites[start : start + count]]
     if first.type == "cpu" or start + count > device_count(first.type):
+        simulated = (
+            f"load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
+            if simulated_device() is None or first.type == DEVICE_TYPE
+            else "leave device out, as this is within tl_devicefix.simulate"
+        )
         left = f", {max(device_count(first.type) - start, 0)} from there on" if start else ""
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {_there_are(first.type)}{left}; lower n_devices, or load on "
-            f"simulated ones, within `with tl_devicefix.simulate({start + count}):`"
+            f"{first.type!r}, but {_there_are(first.type)}{left}; lower n_devices, or {simulated}"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 
@@ -398,3 +405,18 @@ def storage_of(tensor: torch.Tensor) -> int:
 def has_values(tensor: torch.Tensor) -> bool:
     """Return True if a tensor has values; one of a dry run has none."""
     return getattr(tensor, "has_values", True)
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Makes this thread's empty tensors on meta, within a `with` block.
+
+    The weights of transformers' modules begin so, and take no memory; rotary tables have values.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)

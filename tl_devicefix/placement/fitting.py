@@ -19,7 +19,7 @@ _OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
-    """Return the bytes that loading needs beside the weights: two float32 copies of a slice."""
+    """Return the most bytes that loading needs beside the weights: a slice in float32, twice."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 

@@ -28,7 +28,7 @@ def by_device(
     if max_memory is None:
         return None
     if isinstance(max_memory, int | str):
-        return dict.fromkeys(devices, parse_bytes(max_memory, "max_memory"))
+        return dict.fromkeys(devices, _parse_limit(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
         raise ValueError(
             "max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
@@ -40,8 +40,14 @@ def by_device(
             named = resolve(key, home)
         except ValueError as error:
             raise ValueError(f"max_memory names {shown(key)}, but {error}") from error
-        limits.setdefault(named, parse_bytes(limit, f"max_memory[{key!r}]"))
+        limits.setdefault(named, _parse_limit(limit, f"max_memory[{key!r}]"))
     return limits
+
+
+def _parse_limit(limit: int | str, called: str) -> int:
+    if (n_bytes := parse_bytes(limit, called)) in range(1, 1000):  # no device has so few
+        raise ValueError(f"{called} is {n_bytes} bytes: did you mean '{n_bytes}GiB'?")
+    return n_bytes
 
 
 def capacity(device: torch.device, limits: Limits | None) -> int | None:

@@ -46,7 +46,7 @@ class OnDevice:
     """The most bytes that are allocated there at a time, weights included."""
     module: str
     """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
-    if none runs, as in a backward; of an estimate also "loading"."""
+    if none runs, as in a backward; of an estimate also "loading, at most"."""
     capacity: int | None
     """The memory of the device; None if it is not known."""
 

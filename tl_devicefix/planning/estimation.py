@@ -194,8 +194,12 @@ def estimate(
         # At most one a block, because others would stay empty, and 16, which large machines have.
         most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
-        # By bisection, because each count is a dry run; more devices should not fit less.
-        enough = bisect_left(counts, True, key=lambda count: on(count).fits)
+        # Each count is a dry run, and a few devices more do most often. More should not fit less.
+        below, tried = 0, 1
+        while tried <= len(counts) and not on(counts[tried - 1]).fits:
+            below, tried = tried, 2 * tried
+        most = min(tried - 1, len(counts))
+        enough = bisect_left(counts, True, below, most, key=lambda count: on(count).fits)
         fusing = "" if fuse_blocks else ", fuse_blocks"
         others = f"a smaller dtype, a smaller job{fusing} or offloaded blocks"
         if enough < len(counts):
@@ -240,7 +244,7 @@ def _estimate(
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.
             if runs and peak < (loading := weights + model.room_to_load(placement)):
-                peak, module = loading, "loading"
+                peak, module = loading, "loading, at most"
             capacity = capacities.get(device)
             devices.append(
                 replace(row, weights=weights, peak=peak, module=module, capacity=capacity)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from tl_devicefix.adapters import Adapter, adapters
@@ -60,7 +61,7 @@ class Blueprint(Protocol):
         """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return the bytes that loading needs on a device beside the weights."""
+        """Return the most bytes that loading needs on a device beside the weights."""
 
     def generation(self, model: Model, batch_size: int, seq_len: int) -> Generation:
         """Return the generation from prompts of `seq_len` tokens."""
@@ -109,6 +110,14 @@ def check_options(
 def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None) -> Adapter:
     """Return the adapter of the class that would be loaded; for `cls` see `dry_run`."""
     installed = adapters()
+    if isinstance(config_or_model_name, nn.Module):
+        config = (
+            "original_model.config" if hasattr(config_or_model_name, "original_model") else "cfg"
+        )
+        raise ValueError(
+            f"a {type(config_or_model_name).__name__} is a model, and neither a name nor a config: "
+            f"pass model.{config}"
+        )
     if cls is None:
         # As a PretrainedConfig has, and TransformerLens's configs have not.
         is_of_transformers = hasattr(config_or_model_name, "model_type")

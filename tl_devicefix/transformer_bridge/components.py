@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.model_bridge import TransformerBridge
@@ -122,7 +121,7 @@ def empty_hf_model(
     make = getattr(model_class, "from_config", None) or model_class._from_config
     called = getattr(config, "_name_or_path", None) or config.model_type
     errors = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
-    with reading_config(called, errors), init_empty_weights():
+    with reading_config(called, errors), torch.device("meta"):
         return make(config, dtype=dtype, **kwargs)
 
 

@@ -26,7 +26,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import PretrainedConfig
 
-from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, Methods, class_of
+from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import is_of_user
@@ -97,7 +97,7 @@ class FusedWrapper(Fused):
         if cls.is_block(module) and not _runs_its_layer(class_of(module)):
             return f"a {class_of(module).__name__} computes in its own way"
         _drop_pattern(module)
-        return _METHODS.why_not()
+        return why_replaced((*_classes(GeneralizedComponent), HookPoint))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the layer alone, if nobody listens to its wrapper."""
@@ -145,9 +145,6 @@ def _classes(of: type[nn.Module]) -> Iterator[type]:
     yield of
     for kind in of.__subclasses__():  # type: type[nn.Module]
         yield from _classes(kind)
-
-
-_METHODS = Methods((*_classes(GeneralizedComponent), HookPoint))
 
 
 def bound_of(wrapper: nn.Module) -> BoundWrapper:

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from tl_devicefix.checkpoints.hub import (
 )
 from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.loading import loading_elsewhere
@@ -40,6 +40,7 @@ from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
+from tl_devicefix.tracebacks import raised_in
 from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
     placement_as_it_lies,
@@ -109,18 +110,21 @@ def boot_transformers(
     try:
         bridge = _boot(original, bound)
         _check_components(bridge)
-    except AssertionError as error:  # TransformerLens asserts what its architectures have
+    except AssertionError as error:
+        if raised_in(error) != "transformer_lens":  # which asserts what its architectures have
+            raise
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(
             f"TransformerLens {installed()} cannot make a TransformerBridge of "
             f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
         ) from error
     except OSError:
-        if (name := str(options["model_name"])) not in _LISTED:
-            snapshot(name, _LISTED, **options)  # which raises if there is none
+        snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if there is none
         raise
     bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
-    return fused.fuse_blocks(bridge) if fuse_blocks else bridge
+    if fuse_blocks:
+        fused.fuse_blocks(bridge)
+    return bridge
 
 
 def _check_components(bridge: TransformerBridge) -> None:
@@ -253,16 +257,17 @@ class _PlannedClass:
 
     def watching_for_adapter(self) -> contextlib.AbstractContextManager[object]:
         """Note the adapter that TransformerLens selects, within a `with` block."""
-        select_adapter = ArchitectureAdapterFactory.select_architecture_adapter
 
-        def select(cfg: TransformerBridgeConfig) -> ArchitectureAdapter:
-            self._adapter = select_adapter(cfg)
+        def select(
+            original: Callable[..., ArchitectureAdapter], cfg: TransformerBridgeConfig
+        ) -> ArchitectureAdapter:
+            self._adapter = original(cfg)
             # TransformerLens refuses state space models over several devices, although each block's
             # state stays on its device. So we hide that the model is one until it is booted.
             self._is_stateful, cfg.is_stateful = cfg.is_stateful, False
             return self._adapter
 
-        return mock.patch.object(ArchitectureAdapterFactory, "select_architecture_adapter", select)
+        return replaced_in_thread(ArchitectureAdapterFactory, "select_architecture_adapter", select)
 
     def from_pretrained(self, model_name: object, **kwargs: Any) -> PreTrainedModel:
         """Load the model to its planned devices."""
@@ -290,7 +295,7 @@ class _PlannedClass:
             loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
             # Without accelerate's hooks, because they would look for all weights.
-            with mock.patch.object(modeling_utils, "accelerate_dispatch", return_value=None):
+            with replaced_in_thread(modeling_utils, "accelerate_dispatch", lambda *_, **__: None):
                 hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
             _bring_root_home(hf_model, self.placement.home)
@@ -337,7 +342,7 @@ def _without_all_values() -> Iterator[None]:
         for name, module in dict(sys.modules).items():
             is_own = name.startswith("transformer_lens.") and not name.endswith("quantization")
             if is_own and hasattr(module, check):
-                as_it_is = mock.patch.object(module, check, lambda weight, *_, **__: weight)
+                as_it_is = replaced_in_thread(module, check, lambda _, weight, *__, **___: weight)
                 stack.enter_context(as_it_is)
         yield
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeGuard
@@ -33,8 +33,9 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tl_devicefix.fusing.fused import class_of
+from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
+from tl_devicefix.offload.prefetch import attach_parts
 
 
 class NotPlain(Exception):
@@ -58,13 +59,16 @@ class Unwrapped:
         self._made: dict[int, nn.Module] = {}  # replacements by the ids of their modules
         self._joint: dict[int, GeneralizedComponent] = {}  # wrappers by their modules' ids
         for module in block.modules():
+            if module is not block and (name := replaced_in(module)):
+                kind = class_of(module).__name__
+                raise NotPlain(f"it contains a {kind} with a {name} of its own")
             if is_wrapper(module):
-                _check_wrapper(module, is_block=module is block)
-            elif "forward" in vars(module) and not _is_carried_by_accelerate(module):
-                raise NotPlain(f"it contains a {type(module).__name__} with a forward of its own")
-            _check_dropout(module)
+                _check_wrapper(module)
+            if applies_dropout(module):  # the Bridge draws in another order
+                raise NotPlain("it applies dropout in training")
         self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
         self.layer = self._of(block)
+        attach_parts(block, self.layer)
         used = self._wrapped.union(map(id, self.layer.modules()), self._made)
         for module in block.modules():
             own = module.original_component if is_wrapper(module) else None
@@ -93,8 +97,6 @@ class Unwrapped:
             return module
         if package_of(kind) not in LIBRARIES:  # because a user's code may keep its input
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
-        if name := replaced_in(module):
-            raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
         copied: nn.Module = object.__new__(_twin_class(kind))
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
@@ -178,7 +180,13 @@ def _scale_of(wrapper: GeneralizedComponent) -> float:
 
 @functools.cache
 def _twin_class(kind: Any) -> Any:
-    twin: Any = type(kind.__name__, (_Twin, kind), {"__module__": kind.__module__})
+    # A module's own values come before its class's, such as that of `gradient_checkpointing`.
+    values: dict[str, Any] = {
+        name: property(operator.attrgetter(f"_twin_of.{name}"))
+        for name in set(dir(kind)).difference(dir(nn.Module))
+        if not (name.startswith("__") or hasattr(getattr(kind, name), "__get__"))
+    }
+    twin: Any = type(kind.__name__, (_Twin, kind), {**values, "__module__": kind.__module__})
     if "forward" in vars(twin):  # because transformers wraps it for each subclass once more
         del twin.forward
     return twin
@@ -186,14 +194,8 @@ def _twin_class(kind: Any) -> Any:
 
 def replaced_in(module: nn.Module) -> str | None:
     """Return the name of a method that replaces the class's, except accelerate's forward."""
-    kind = type(module)
-    for name, value in vars(module).items():
-        if callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
-            if name == "forward" and _is_carried_by_accelerate(module):
-                continue
-            if isinstance(getattr(kind, name), (types.FunctionType, property)):
-                return name
-    return None
+    name = own_method(module)
+    return None if name == "forward" and _is_carried_by_accelerate(module) else name
 
 
 def _is_carried_by_accelerate(module: nn.Module) -> bool:
@@ -203,11 +205,9 @@ def _is_carried_by_accelerate(module: nn.Module) -> bool:
     return is_its and type(hook) is AlignDevicesHook and not vars(hook)["offload"]
 
 
-def _check_wrapper(wrapper: GeneralizedComponent, is_block: bool) -> None:
+def _check_wrapper(wrapper: GeneralizedComponent) -> None:
     """Check that a wrapped module computes the same as its wrapper."""
     kind = class_of(wrapper)
-    if not is_block and (name := replaced_in(wrapper)):
-        raise NotPlain(f"it contains a {kind.__name__} with a {name} of its own")
     if package_of(kind) != "transformer_lens":
         raise NotPlain(f"it contains a {kind.__name__}, which is not TransformerLens's")
     for name, child in wrapper._modules.items():
@@ -220,17 +220,6 @@ def _check_wrapper(wrapper: GeneralizedComponent, is_block: bool) -> None:
         parts = (part for part in own.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
-
-
-def _check_dropout(module: nn.Module) -> None:
-    """Check that a module has no dropout now, because the Bridge draws in another order."""
-    if not module.training:
-        return
-    rates = [value for name, value in vars(module).items() if "dropout" in name]
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        rates.append(module.p)
-    if any(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
-        raise NotPlain("it applies dropout in training")
 
 
 def computes_itself(wrapper: GeneralizedComponent) -> bool:

@@ -230,6 +230,21 @@ def test_bridges_of_equal_width_split_heads_by_their_own_config(name, tokens, to
         assert_agrees(bridge(tokens), unfused(bridge, lambda model: model(tokens)))
 
 
+def test_gradient_checkpointing_acts_on_a_fused_bridge(fused, tokens):
+    bridge = fused("llama").train().requires_grad_()
+    bridge(tokens)
+    bridge.original_model.activation_checkpointing_enable({"use_reentrant": False})
+
+    def n_kept(bridge):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+            bridge(tokens)
+        return len(kept)
+
+    assert n_kept(bridge) == unfused(bridge, n_kept)
+    assert_either_way(bridge, with_gradients(tokens))
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_plain_tensor_in_place_of_a_norms_parameter_acts(name, load, tokens):
     bridge = load("gpt2", device="cpu")
@@ -238,4 +253,5 @@ def test_a_plain_tensor_in_place_of_a_norms_parameter_acts(name, load, tokens):
     delattr(norm, name)
     setattr(norm, name, value)
     expected = bridge(tokens)
-    torch.testing.assert_close(tl_devicefix.fuse_blocks(bridge)(tokens), expected)
+    tl_devicefix.fuse_blocks(bridge)
+    torch.testing.assert_close(bridge(tokens), expected)

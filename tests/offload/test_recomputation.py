@@ -1,0 +1,165 @@
+"""What runs again during backward finds an offloaded block's weights on the device."""
+
+import gc
+
+import pytest
+import torch
+from comparison import assert_agrees
+from model_classes import fuses
+from offloads import assert_at_rest
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed(nn.Module):
+    """Runs a part under `checkpoint`."""
+
+    def __init__(self, part, use_reentrant):
+        super().__init__()
+        self.part, self.use_reentrant = part, use_reentrant
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(self.part, *args, use_reentrant=self.use_reentrant, **kwargs)
+
+
+class Rerun(torch.autograd.Function):
+    """Runs a layer in the forward, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        ctx.layer(x).backward(gradient)
+        return x.grad, None
+
+
+class WithRerun(nn.Module):
+    """Runs a part by `Rerun`."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return Rerun.apply(x, self.part)
+
+
+def replace_mlps(make):
+    """A change of a model that puts something around each MLP."""
+
+    def change(model):
+        for block in model.blocks:
+            block.mlp = make(block.mlp)
+
+    return change
+
+
+def checkpoint_blocks(model):
+    blocks = list(model.blocks)
+    apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+
+
+def checkpoint_layers(use_reentrant):
+    """transformers' own checkpointing of a Bridge's layers."""
+    options = {"use_reentrant": use_reentrant}
+    return lambda model: model.train().original_model.gradient_checkpointing_enable(options)
+
+
+def call_in_backward_hooks(model):
+    """Double a gradient where a part runs again without an error."""
+    for block in model.blocks:
+        block.mlp.register_full_backward_hook(
+            lambda mlp, _, of_outputs: (2 * torch.ones_like(mlp(of_outputs[0])),)
+        )
+
+
+OF_HOOKED = {
+    "a part": replace_mlps(lambda mlp: Recomputed(mlp, use_reentrant=False)),
+    "a part, re-entrant": replace_mlps(lambda mlp: Recomputed(mlp, use_reentrant=True)),
+    "a part, by a wrapper": replace_mlps(checkpoint_wrapper),
+    "a part, in a function of the user's": replace_mlps(WithRerun),
+    "blocks": checkpoint_blocks,
+    "backward hooks": call_in_backward_hooks,
+}
+OF_BRIDGE = {
+    "layers": checkpoint_layers(use_reentrant=False),
+    "layers, re-entrant": checkpoint_layers(use_reentrant=True),
+    "backward hooks": call_in_backward_hooks,
+}
+
+
+def gradients(model, tokens):
+    model(tokens, return_type="loss").backward()
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(change, model, reference, tokens):
+    for variant in (model, reference):
+        variant.requires_grad_()
+        change(variant)
+    assert_agrees(gradients(model, tokens), gradients(reference, tokens))
+    assert_at_rest(model)
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("change", OF_HOOKED.values(), ids=OF_HOOKED)
+def test_a_part_of_an_offloaded_block_is_recomputed(change, load, reference, tokens):
+    assert_same_gradients(change, load("llama", "some of one device"), reference, tokens)
+
+
+@fuses
+@pytest.mark.hooked
+def test_a_part_of_a_fused_offloaded_block_is_recomputed(load, reference, tokens):
+    model = load("llama", "some of one device", fuse_blocks=True)
+    assert_same_gradients(OF_HOOKED["a part"], model, reference, tokens)
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("change", OF_BRIDGE.values(), ids=OF_BRIDGE)
+def test_layers_of_an_offloaded_bridge_are_recomputed(change, fused, load, reference, tokens):
+    where = {"": 0, "blocks.1": "cpu", "blocks.2": "cpu", "blocks.4": "cpu"}
+    model = load("llama", device_map=where, fuse_blocks=fused)
+    assert_same_gradients(change, model, reference, tokens)
+
+
+def kept(model, machine, tokens):
+    """Bytes on the device that a loss keeps, and the loss."""
+    gc.collect()
+    before = machine.memory_allocated(0)
+    loss = model(tokens, return_type="loss")
+    gc.collect()
+    return machine.memory_allocated(0) - before, loss
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("spread", ["all of one device"])
+def test_checkpointed_offloaded_blocks_keep_little(load, spread, machine, tokens):
+    model = load("llama", spread)
+    without, _ = kept(model, machine, tokens)
+    checkpoint_blocks(model)
+    assert kept(model, machine, tokens)[0] < without / 3
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("spread", ["all of one device"])
+def test_save_on_cpu_acts_in_offloaded_blocks(model, reference, machine, tokens):
+    without, _ = kept(model, machine, tokens)
+    with save_on_cpu():
+        n_bytes, loss = kept(model, machine, tokens)
+    assert n_bytes < without / 3
+    loss.backward()
+    assert_agrees(
+        {name: p.grad.cpu() for name, p in model.named_parameters()}, gradients(reference, tokens)
+    )

@@ -1,0 +1,256 @@
+"""`sweep(..., batch_size=n)`: n runs are one forward, and each hook sees the rows of its run."""
+
+import functools
+
+import pytest
+import torch
+from comparison import assert_agrees
+from hf_models import padded
+from offloads import weights_of
+from transformer_lens import patching
+from transformer_lens.hook_points import HookPoint
+
+import tl_devicefix
+from tl_devicefix.dispatch.carrying import SkipBlock
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def in_place(activation, hook):
+    activation[:, -1] *= 0.5
+
+
+def in_place_and_returned(activation, hook):
+    activation[:, 0] = 0
+    return activation
+
+
+def returned(activation, hook):
+    return activation * 1.5
+
+
+def over_the_batch(activation, hook):
+    return activation - activation.mean(0, keepdim=True)
+
+
+EDITS = in_place, in_place_and_returned, returned, over_the_batch
+
+
+def in_turn(model, tokens, runs, **arguments):
+    return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
+
+
+def batched(model, tokens, runs, batch_size=16, **arguments):
+    return list(tl_devicefix.sweep(model, tokens, runs, batch_size=batch_size, **arguments))
+
+
+def on_stream(layer, edit=returned):
+    return [(f"blocks.{layer}.hook_resid_pre", edit)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_batches_give_the_loops_results_at_every_hook_point(kind, on_one, tokens):
+    """Or refuse a hook point in a sentence; the last batch is a smaller one."""
+    model = on_one(kind)
+    names = [name for name in model.hook_dict if not name.startswith(("blocks.0.", "blocks.1."))]
+    names = [name for name in names if not name.startswith(("blocks.3.", "blocks.4."))]
+    refused, compared = set(), 0
+    for name in names:
+        try:
+            runs = [[(name, edit)] for edit in EDITS]
+            expected = in_turn(model, tokens, runs)
+        except (RuntimeError, ValueError):  # it is gated, or gives what cannot be edited in place
+            continue
+        try:
+            actual = batched(model, tokens, runs, 3)
+        except ValueError as error:
+            if "pass batch_size=1" not in str(error):
+                raise
+            refused.add(name)
+        else:
+            assert_agrees(actual, expected, tolerance=2e-5)
+            compared += 1
+    assert compared > 20
+    kept = ("cos", "sin", "pos_embed", "experts", "expert", "gate", "rotary", "mask", "router")
+    kept += ("hook_normalized", "hook_scale")  # of a Bridge's norms
+    assert all(any(part in name for part in kept) for name in refused), refused
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_batches_of_runs_at_several_blocks_give_the_loops(batch_size, on_one, tokens):
+    model = on_one("llama")
+    runs = [
+        *([], on_stream(3), on_stream(1, in_place), on_stream(4)),
+        [*on_stream(4), ("blocks.2.attn.hook_z", in_place)],
+        [("hook_embed", in_place)],
+        [(lambda name: name in ("blocks.1.hook_mlp_out", "blocks.3.hook_mlp_out"), returned)],
+        [*on_stream(2), *on_stream(2, in_place), *on_stream(2, over_the_batch)],
+    ]
+    for arguments in (
+        {},
+        {"return_type": "loss"},
+        {"return_type": "loss", "loss_per_token": True},
+        {"return_type": "both"},
+        {"return_type": None},
+        {"stop_at_layer": 3},
+        {"attention_mask": padded(tokens)},
+        {"padding_side": "left", "return_type": "both"},
+    ):
+        inputs = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
+        expected = in_turn(model, inputs, runs, **arguments)
+        actual = batched(model, inputs, runs, batch_size, **arguments)
+        assert_agrees(actual, expected, tolerance=2e-5)
+    expected = in_turn(model, "w5 w6 w7", runs)
+    assert_agrees(batched(model, "w5 w6 w7", runs, batch_size), expected, tolerance=2e-5)
+
+
+def test_a_hook_sees_its_own_rows_and_context(on_one, tokens):
+    model, seen = on_one("llama"), []
+
+    def keep(activation, hook, run):
+        assert isinstance(hook, HookPoint)
+        assert hook.layer() == 2
+        hook.ctx["runs"] = [*hook.ctx.get("runs", ()), run]
+        seen.append((activation.clone(), hook.ctx["runs"]))
+
+    name = "blocks.2.hook_resid_pre"
+    runs = [
+        [(name, functools.partial(keep, run=n)), (name, functools.partial(keep, run=n))]
+        for n in range(3)
+    ]
+    batched(model, tokens, runs)
+    expected = model.run_with_cache(tokens)[1][name]
+    assert [runs for _, runs in seen] == [[0], [0, 0], [1], [1, 1], [2], [2, 2]]
+    assert_agrees([rows for rows, _ in seen], [expected] * 6, tolerance=1e-5)
+    assert not model.hook_dict[name].ctx
+
+
+def test_what_a_hook_keeps_is_not_edited_by_other_hooks(on_one, tokens):
+    """Of its own run, of the next one, and of the hook point after it on the same tensor."""
+    model, kept = on_one("llama"), []
+    before, at = "blocks.1.hook_resid_post", "blocks.2.hook_resid_pre"
+
+    def keep(activation, hook):
+        kept.append(activation)
+
+    run = [(before, keep), (at, keep), (at, returned), (at, keep), (at, returned)]
+    batched(model, tokens, [run, run])
+    in_turn(model, tokens, [run])
+    by_batch, by_loop = kept[:6], kept[6:]
+    assert_agrees([by_batch[n] for n in (0, 2, 3)], by_loop, tolerance=1e-5)
+    assert_agrees([by_batch[n] for n in (1, 4, 5)], by_loop, tolerance=1e-5)
+
+
+def test_gradients_of_what_hooks_return_reach_each_run(on_one, tokens):
+    model = on_one("llama")
+    with torch.enable_grad():
+        steering = [torch.zeros(model.cfg.d_model, requires_grad=True) for _ in range(2)]
+        add = lambda activation, hook, vector: activation + vector  # noqa: E731
+        runs = [on_stream(2, functools.partial(add, vector=vector)) for vector in steering]
+        gradients = [
+            torch.autograd.grad(sum(out.square().mean() for out in results), steering)
+            for results in (batched(model, tokens, runs), in_turn(model, tokens, runs))
+        ]
+    assert_agrees(*gradients, tolerance=1e-5)
+
+
+def test_a_batch_starts_at_the_first_block_of_its_runs(on_one, tokens, monkeypatch):
+    model, skipped, own = on_one("llama"), [], SkipBlock.forward
+
+    def forward(self, module, run, args, kwargs):
+        skipped.append(module)
+        return own(self, module, run, args, kwargs)
+
+    monkeypatch.setattr(SkipBlock, "forward", forward)
+    batched(model, tokens, [on_stream(4), on_stream(3), on_stream(4), on_stream(4)], 2)
+    # The unpatched run up to block 3, from there to block 4, and a batch from each of these.
+    assert len(skipped) == 3 + 3 + 4
+
+
+@pytest.mark.parametrize("where", [{"n_devices": 4}, {"device_map": {"": 0, "blocks": "cpu"}}])
+def test_batches_across_devices_give_the_loops_results(where, machine, load, tokens):
+    model = load("gpt2", **where)
+    at_home = tokens.to(model.cfg.device)
+    runs = [on_stream(layer, edit) for layer in (3, 1, 4) for edit in EDITS]
+    expected = in_turn(model, at_home, runs, return_type="both")
+    actual = batched(model, at_home, runs, 5, return_type="both")
+    assert_agrees(actual, expected, machine.devices[0], tolerance=2e-5)
+
+
+def test_an_offloaded_block_is_copied_once_for_a_batch(machine, load, tokens):
+    model = load("llama", device_map={"": 0, "blocks": "cpu"})
+    at_home = tokens.to(model.cfg.device)
+    sweep = tl_devicefix.sweep(model, at_home, [on_stream(0)] * 16, batch_size=16)
+    machine.reset_transfers()
+    next(sweep)
+    sent = [t.bytes for t in machine.transfers if t.source.type == "cpu"]
+    assert sum(sent) == sum(map(weights_of, model.blocks))
+
+
+def test_what_cannot_be_in_a_batch_is_refused(on_one, tokens):
+    model = on_one("llama")
+    for words, arguments in {
+        "past_kv_cache cannot be repeated": {"past_kv_cache": object()},
+        "attention_mask must be a tensor": {"attention_mask": [[1]]},
+        "return_type='predictions' cannot be split": {"return_type": "predictions"},
+    }.items():
+        if words.split()[0] in ("past_kv_cache",) and hasattr(model, "original_model"):
+            arguments = {"past_key_values": object()}
+            words = "past_key_values cannot be repeated"
+        with pytest.raises(ValueError, match=rf"{words}.*batch_size=1"):
+            batched(model, tokens, [[]], **arguments)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(ValueError, match="batch_size must be 1 or more runs, but is"):
+            batched(model, tokens, [[]], wrong)
+    for edit in (lambda a, hook: a[:, :1], lambda a, hook: a.double(), lambda a, hook: 0.0):
+        with pytest.raises(ValueError, match=r"hook on blocks\.2\..* returned .* shape and dtype"):
+            batched(model, tokens, [on_stream(2, edit), []])
+
+
+def test_an_error_in_a_batch_names_its_runs(on_one, tokens):
+    def fail(activation, hook):
+        raise torch.OutOfMemoryError("out of memory")
+
+    results = tl_devicefix.sweep(
+        on_one("llama"), tokens, [[], [], on_stream(2, fail), []], batch_size=2
+    )
+    assert len([next(results), next(results)]) == 2
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        next(results)
+    said = f"{raised.value}\n{getattr(raised.value, '__notes__', '')}"
+    assert "from run 2 to 3 of the sweep" in said
+    assert "2 runs are one batch: lower batch_size=2" in said
+
+
+def metric(logits):
+    return logits[0, -1, 5] - logits[0, -1, 7]
+
+
+def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
+    model, few = on_one("llama"), tokens[:1, :3]
+    clean = model.run_with_cache(few + 1)[1]
+    call = functools.partial(patching.get_act_patch_block_every, model, few, clean, metric)
+    with tl_devicefix.disabled():
+        expected = call()
+    n_runs = []
+
+    def counted(logits):
+        n_runs.append(len(logits))
+        return metric(logits)
+
+    with tl_devicefix.batch_sweeps(4):
+        actual = patching.get_act_patch_resid_pre(model, few, clean, counted)
+    assert_agrees(actual, expected[0], tolerance=2e-5)
+    assert n_runs == [1] * expected[0].numel()
+    before = tl_devicefix.batch_sweeps(16)
+    try:
+        assert_agrees(call(), expected, tolerance=2e-5)
+    finally:
+        before.__exit__()
+    with pytest.raises(ValueError, match="batch_size must be 1 or more runs"):
+        tl_devicefix.batch_sweeps(0)
+    assert torch.equal(call(), expected)

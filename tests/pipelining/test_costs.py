@@ -1,0 +1,117 @@
+"""What `sweep` and `pipeline_map` add to a run does not grow with the model's blocks."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import HF_CONFIGS, make_hf_model, save_checkpoint
+from model_classes import HOOKED
+
+import tl_devicefix
+
+PACKAGE = str(Path(tl_devicefix.__file__).parent)
+
+
+class Calls:
+    """Counts calls into the package, without those in a model's forward, and of making views."""
+
+    def __init__(self):
+        self.count, self._within = 0, threading.local()
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
+            return
+        name = (Path(code.co_filename).stem, code.co_name)
+        depth = getattr(self._within, "depth", 0)
+        if name in (("forward", "forward"), ("views", "__init__")):
+            self._within.depth = depth + (1 if event == "call" else -1)
+        elif event == "call" and depth == 0:
+            self.count += 1
+
+
+def calls_of(call, n_runs):
+    counting = Calls()
+    threading.setprofile(counting)
+    sys.setprofile(counting)
+    try:
+        call(n_runs)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return counting.count
+
+
+@pytest.fixture
+def deep(model_class, tokenizer, tmp_path):
+    """`deep(80, **options)`: a model of 80 blocks."""
+
+    def load(n_layers, **options):
+        config = HF_CONFIGS["llama"]()
+        config.num_hidden_layers = n_layers
+        hf_model = make_hf_model(config)
+        if model_class == HOOKED:
+            from transformer_lens import HookedTransformer
+
+            name = "01-ai/Yi-6B"
+            return HookedTransformer.from_pretrained(
+                name, hf_model=hf_model, tokenizer=tokenizer, **options
+            )
+        from transformer_lens.model_bridge import TransformerBridge
+
+        directory = save_checkpoint(hf_model, tokenizer, tmp_path / str(n_layers))
+        return TransformerBridge.boot_transformers(str(directory), **options)
+
+    return load
+
+
+def edit(activation, hook):
+    return activation * 2
+
+
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"n_devices": 2}])
+def test_one_more_run_costs_as_many_calls_at_8_and_80_blocks(where, machine, deep, tokens):
+    of_runs = []
+    for n_layers in (8, 80):
+        model = deep(n_layers, **where)
+        at_home = tokens.to(model.cfg.device)
+        runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 5
+
+        def sweep(n, model=model, at_home=at_home, runs=runs):
+            list(tl_devicefix.sweep(model, at_home, runs[:n]))
+
+        def pipeline_map(n, model=model, at_home=at_home, runs=runs):
+            run = lambda view, hooks: view.run_with_hooks(at_home, fwd_hooks=hooks)  # noqa: E731
+            list(tl_devicefix.pipeline_map(model, run, runs[:n]))
+
+        with torch.no_grad():
+            model(at_home)  # a Bridge's blocks wire their hooks in the first forward
+            of_runs += [calls_of(call, 5) - calls_of(call, 4) for call in (sweep, pipeline_map)]
+    assert min(of_runs) > 0
+    assert of_runs[:2] == of_runs[2:]
+
+
+SCRIPT = """
+import torch, tl_devicefix
+from tl_devicefix.demo import CHECKPOINT
+from transformer_lens import HookedTransformer
+
+with tl_devicefix.simulate(2), torch.no_grad():
+    model = HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices=2)
+    tokens = model.to_tokens("Emma likes red .")
+    results = tl_devicefix.pipeline_map(model, lambda view, item: view(item), [tokens] * 6)
+    next(results)
+print("ends")
+"""
+
+
+@pytest.mark.hooked
+def test_a_script_with_an_unfinished_pipeline_map_ends():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("ends\n")

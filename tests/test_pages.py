@@ -1,0 +1,41 @@
+"""Each output that a page shows is all that the block before it prints, on the version it names."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging
+
+ROOT = Path(__file__).parents[1]
+PAGES = runpy.run_path(str(ROOT / "docs" / "building" / "run_page.py"))
+
+
+@pytest.fixture(autouse=True)
+def bars_as_before():
+    """Commands turn transformers' progress bars off for their process."""
+    were_on = logging.is_progress_bar_enabled()
+    yield
+    if were_on:
+        logging.enable_progress_bar()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("page", "fault"),
+    [
+        ("```py\nf()\n```\n\n```text\n1\n```\n", "no block prints"),
+        ("```python\nprint(1)\n```\n\n```text\n1\n```\n", "does not name the TransformerLens"),
+    ],
+)
+def test_an_output_without_source_or_version_is_refused(page, fault, tmp_path):
+    (tmp_path / "page.md").write_text(page)
+    with pytest.raises(ValueError, match=fault):
+        PAGES["differences"](tmp_path / "page.md")
+
+
+@pytest.mark.parametrize("page", PAGES["PAGES"], ids=lambda page: page.name)
+def test_a_page_shows_what_its_blocks_print(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not PAGES["differences"](page)

@@ -1,0 +1,164 @@
+"""`transformer_lens.patching` by `sweep`.
+
+TransformerLens's own function runs, with its progress, metrics and shapes. Only the model that it
+is given is another, which hands out the sweep's results in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.patching import utils
+
+from tl_devicefix.adapters import is_model
+from tl_devicefix.misspelt import shown
+from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.pipelining.batches import Hooks
+from tl_devicefix.pipelining.sweep import sweep
+from tl_devicefix.types import Model
+
+T = TypeVar("T")
+_batch_size = 1
+
+
+class batch_sweeps:
+    """Have `transformer_lens.patching` run its sweeps in batches of this many runs.
+
+        with tl_devicefix.batch_sweeps(16):
+            patching.get_act_patch_resid_pre(model, corrupted_tokens, clean_cache, metric)
+
+        tl_devicefix.batch_sweeps(16)  # from here on, in all threads
+
+    It acts on `generic_activation_patch` and all `get_act_patch_*` that use it. Your metric is
+    called for each run with that run's logits. Numbers equal those of one run at a time to float32
+    rounding, and a batch takes the memory of a forward of that many prompts. Elsewhere, pass
+    `batch_size` to `sweep`.
+
+    Args:
+        batch_size: how many runs are one forward; 1 for one at a time, as without it.
+
+    Raises:
+        ValueError: if it is less than 1.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        global _batch_size
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more runs, but is {shown(batch_size)}")
+        self._before, _batch_size = _batch_size, batch_size
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _batch_size
+        _batch_size = self._before
+
+
+@patches(
+    None,
+    takes="model corrupted_tokens clean_cache patching_metric patch_setter activation_name "
+    "index_axis_names index_df",
+    why="each run starts at the block that it patches; several are in flight on several devices",
+)
+def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    asked = SimpleNamespace(**call.arguments)
+    if not is_model(asked.model):  # such as a stand-in in a test
+        return original(*args, **kwargs)
+    # TransformerLens 2.16 counts as many heads of keys and values as of queries.
+    knows_groups = "n_key_value_heads" in original.__code__.co_names
+
+    def runs() -> Iterator[Hooks]:
+        if getattr(asked, "baseline", False):
+            yield []
+        for index in _indices(asked, knows_groups):
+            name = utils.get_act_name(asked.activation_name, layer=index[0])
+            clean = asked.clean_cache[name]
+            hook = functools.partial(
+                _patch, patch_setter=asked.patch_setter, index=index, clean=clean
+            )
+            yield [(name, hook)]
+
+    started, swept = itertools.tee(runs())
+    results = sweep(asked.model, asked.corrupted_tokens, started, batch_size=_batch_size)
+    with contextlib.closing(results):
+        # `runs` alone reads the clean cache.
+        stand_ins = {"model": _Swept(asked.model, swept, results), "clean_cache": defaultdict(list)}
+        call.arguments |= stand_ins
+        return original(*call.args, **call.kwargs)
+
+
+def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[int]]:
+    """Yield TransformerLens's patching indices in its order: the layer, and the place in it."""
+    if asked.index_df is not None:
+        for _, row in asked.index_df.iterrows():
+            yield row.to_list()
+        return
+    cfg, length = asked.model.cfg, asked.corrupted_tokens.shape[-1]
+    heads = cfg.n_heads
+    if knows_groups and asked.activation_name in ("k", "v"):
+        heads = cfg.n_key_value_heads or heads
+    sizes = {"layer": cfg.n_layers, "head": heads, "head_index": heads}
+    lengths = [sizes.get(axis, length) for axis in asked.index_axis_names or ()]
+    yield from map(list, itertools.product(*map(range, lengths)))
+
+
+def _patch(
+    activation: torch.Tensor,
+    hook: HookPoint,
+    patch_setter: Callable[..., T],
+    index: list[int],
+    clean: torch.Tensor,
+) -> T:
+    """Patch an activation at an index, like TransformerLens's hook."""
+    if activation.requires_grad:  # TransformerLens 2 changes it in place
+        activation = activation.clone()
+    return patch_setter(activation, index, clean)
+
+
+def _patched(hooks: Hooks) -> list[tuple[object, object]]:
+    """Return the hook point and the index of each patching hook."""
+    return [(name, getattr(hook, "keywords", {}).get("index")) for name, hook in hooks]
+
+
+class _Swept:
+    """Stands in for the model in TransformerLens's loop; its outputs are the sweep's results."""
+
+    def __init__(
+        self, model: Model, runs: Iterator[Hooks], results: Iterator[torch.Tensor]
+    ) -> None:
+        self._model, self._runs, self._results = model, runs, results
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # TransformerLens asks if it is a module
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: Hooks) -> torch.Tensor:
+        """Return the logits of the next run, whose hooks have to patch what these patch.
+
+        Raises:
+            RuntimeError: if they patch another place, because results are taken in order.
+        """
+        result = next(self._results)
+        asked, given = _patched(fwd_hooks), _patched(next(self._runs))
+        if asked != given:
+            raise RuntimeError(
+                f"TransformerLens patches {asked} here, but the sweep has patched {given}: call "
+                "this function within `with tl_devicefix.disabled():`"
+            )
+        return result
