@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.pytorch_utils import Conv1D
 
 import tl_devicefix
+from tl_devicefix.hooked_transformer.components import IS_2
 
 pytestmark = pytest.mark.hooked
 
@@ -296,6 +297,10 @@ CASES: dict[str, Case] = {
     ),
 }
 
+CANNOT_RUN = ["an adapted model on the CPU"]  # PEFT does not run an offloaded DoRA
+if IS_2:  # transformers 4 loses embeddings that are tied and on disk
+    CANNOT_RUN.append("transformers, embeddings on disk")
+
 ARCHITECTURES = {**ALL_ARCHITECTURES, **WIDE}
 
 
@@ -354,12 +359,8 @@ def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
 
     assert_same_model(model, reference, tokens)
     before.assert_unchanged()
-    try:
-        expected = predictions(another, tokens)
-    except (KeyError, NotImplementedError):  # it cannot run: transformers 4 loses embeddings that
-        # are tied and on disk, and PEFT does not run an offloaded DoRA
-        return
-    assert torch.equal(predictions(hf_model, tokens), expected)
+    if name not in CANNOT_RUN:
+        assert torch.equal(predictions(hf_model, tokens), predictions(another, tokens))
 
 
 @pytest.mark.parametrize("case", NOT_AS_MERGED)
