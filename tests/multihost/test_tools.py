@@ -28,13 +28,12 @@ def mapped(model, tokens):
         kept = []
 
         def keep(x, hook):
-            x.retain_grad()
             kept.append(x)
 
         hooks = [("blocks.2.attn.hook_z", _scale), ("blocks.2.hook_resid_mid", keep)]
-        view.run_with_hooks(item, return_type="loss", fwd_hooks=hooks).backward()
+        loss = view.run_with_hooks(item, return_type="loss", fwd_hooks=hooks)
         with torch.no_grad():
-            return kept[0].grad, dict(view.run_with_cache(item)[1])
+            return torch.autograd.grad(loss, kept), dict(view.run_with_cache(item)[1])
 
     return list(tl_devicefix.pipeline_map(model, run, _batches(tokens, 6)))
 

@@ -127,7 +127,7 @@ def fuse_blocks(model: nn.Module) -> None:
     derivatives: unfuse before you differentiate twice.
 
     Args:
-        model: a HookedTransformer or a TransformerBridge, on any devices; or a view or a block.
+        model: a HookedTransformer or a TransformerBridge, on any devices; or a block.
 
     Raises:
         TypeError: if it is no module.
@@ -166,7 +166,12 @@ def unfuse_blocks(model: nn.Module) -> None:
 
 
 def fusable(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that can be fused."""
+    """Yield the outermost modules that can be fused, unless they are of a run in flight."""
+    if IN_VIEW in vars(model):
+        raise RuntimeError(
+            "a run in flight may not fuse or unfuse blocks of its view, which later runs get: do "
+            "so before pipeline_map, or pass max_in_flight=1"
+        )
     if kind_of(model) is not None:
         yield model
     else:
@@ -192,11 +197,6 @@ def is_fused(module: nn.Module) -> bool:
 def set_fused(module: nn.Module, asked: bool) -> None:
     """Fuse or unfuse a module; for a block on another host, only record it."""
     attributes, unfused = vars(module), class_of(module)
-    if IN_VIEW in attributes:
-        raise RuntimeError(
-            "a run in flight may not fuse or unfuse blocks of its view, which later runs get: do "
-            "so before pipeline_map, or pass max_in_flight=1"
-        )
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
     attributes.pop(BOUND, None)  # because fusing again has to find exchanged code
     attributes.pop(_WHY_NOT, None)

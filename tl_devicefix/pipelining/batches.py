@@ -162,7 +162,7 @@ class _Rows:
         self._run, self._n_runs, self._written, self._kept = run, n_runs, written, kept
         self._rows = slice(run * rows, (run + 1) * rows)
         self._total = n_runs * rows
-        self._contexts: dict[int, dict[Any, Any]] = {}  # by the id of the hook point's own
+        self._contexts: dict[int, dict[object, object]] = {}  # by the id of the hook point's own
 
     def call(
         self, user_hook: Callable[..., Any], activation: Any, *, hook: HookPoint
@@ -205,7 +205,7 @@ class _Rows:
 class _PointOfRun:
     """A hook point as a run of a batch sees it, with a context of its own."""
 
-    def __init__(self, point: HookPoint, context: dict[Any, Any]) -> None:
+    def __init__(self, point: HookPoint, context: dict[object, object]) -> None:
         self._point = point
         self.ctx = context
 
