@@ -263,6 +263,7 @@ def test_repair_keeps_tied_embeddings_tied(load, machine):
     assert embed.weight.device == machine.devices[0]
 
 
+@pytest.mark.hooked
 def test_repaired_blocks_share_the_buffers_that_they_shared(load):
     model = load("llama", 2)
     shared, own = torch.ones(3, device=device(1)), torch.ones(3, device=device(0))

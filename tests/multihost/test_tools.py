@@ -84,6 +84,14 @@ def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, 
     assert_equal(run, alone(kind), spread(kind), tokens)
 
 
+def test_blocks_of_one_process_are_fused_beside_remote_ones(alone, spread):
+    spread("llama")
+    model = alone("llama")
+    tl_devicefix.fuse_blocks(model)
+    assert set(tl_devicefix.report(model).values()) == {"fused"}
+    tl_devicefix.unfuse_blocks(model)
+
+
 def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path):
     name = "blocks.3.attn.hook_z"
     names = ["blocks.1.hook_resid_post", name]
