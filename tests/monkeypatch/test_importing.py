@@ -71,7 +71,7 @@ def run(*arguments: str, disable: str, without: str | None = None) -> None:
     assert without is None or f" {without}\n" not in done.stderr
 
 
-def test_importing_it_patches_models_that_exist_and_adds_no_hooks_for_all():
+def test_importing_it_patches_models_and_adds_no_global_hooks():
     run(str(Path(__file__)), disable="0")
 
 
