@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, overload
 
 from packaging.version import Version
 
+from tl_devicefix.fusing.listening import stop_counting
 from tl_devicefix.monkeypatch import applying
-from tl_devicefix.monkeypatch.applying import disable, disabled, is_enabled
+from tl_devicefix.monkeypatch.applying import disabled, is_enabled
 from tl_devicefix.monkeypatch.patch import Patch, registered
 from tl_devicefix.monkeypatch.versions import check_version, installed
 from tl_devicefix.placement.memory import format_table
@@ -56,6 +57,16 @@ def enable() -> None:
     if is_enabled():
         return
     applying.enable(table())
+
+
+def disable() -> None:
+    """Undo all patches: TransformerLens gets the objects back that `enable` replaced.
+
+    A model that is split across devices still runs, but you read its caches and weights on their
+    blocks' devices, and hooks that you add before you call `enable` again may not mix devices.
+    """
+    applying.disable()
+    stop_counting()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
-from tl_devicefix.placement.devices import EmptyOnMeta
+from tl_devicefix.placement.devices import EmptyOnMeta, OwnRandomNumbers
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import is_own_bug
 
@@ -312,7 +312,7 @@ def undisturbed() -> Iterator[None]:
         try:
             with (
                 warnings.catch_warnings(),
-                torch.random.fork_rng(devices=[]),
+                OwnRandomNumbers(),
                 torch.device("cpu"),
                 torch.autocast("cpu", enabled=False),
                 torch.no_grad(),

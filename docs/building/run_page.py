@@ -6,8 +6,7 @@
   run a script of docs/.
 - A block of ```text is all that the block before it prints, and so is a table after a script.
 - A line of "..." stands for lines that are left out, and "..." before a file for its directory.
-- `<!-- no output -->` marks a ```text that nothing prints, and `<!-- depends on the machine -->` an
-  output that is not compared; the block before it is ```py or ```bash.
+- `<!-- no output -->` marks a ```text that nothing prints; the block before it is ```py or ```bash.
 - Outputs are those of the TransformerLens that the page names before them. Blocks for versions that
   are not installed are left out.
 
@@ -39,7 +38,7 @@ _PART = re.compile(
     r"outputs\s+are\s+those\s+of\s+TransformerLens\s+(?P<version>\d+\.\d+)"
     r"|^```(?P<language>python|bash)\n(?P<code>.*?)^```\n"
     r"(?:\n```text\n(?P<text>.*?)^```\n|\n(?P<table>(?:\|[^\n]*\n)+))?"
-    r"|^(?P<mark><!-- (?:no output|depends on the machine) -->\n\n?)?```text\n",
+    r"|^(?P<mark><!-- no output -->\n\n?)?```text\n",
     re.DOTALL | re.MULTILINE,
 )
 

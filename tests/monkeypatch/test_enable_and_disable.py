@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from model_classes import fuses
+from torch import nn
 from transformer_lens import patching
 
 import tl_devicefix
@@ -95,6 +98,21 @@ def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
     _, header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["target", "TL", "versions", "why"]
     return {row.split()[0] for row in rows}
+
+
+@fuses
+def test_disable_removes_the_hook_by_which_fused_blocks_see_modules(load, tokens):
+    hooks = nn.modules.module._global_module_registration_hooks
+    before = dict(hooks)
+    model = load("llama", device="cpu")
+    tl_devicefix.fuse_blocks(model)
+    model(tokens)
+    assert hooks != before
+    tl_devicefix.disable()
+    assert hooks == before
+    tl_devicefix.enable()
+    model.blocks[1].mlp = type("Zero", (nn.Module,), {"forward": lambda _, x, *a, **k: 0 * x})()
+    assert not torch.equal(model(tokens), load("llama", device="cpu")(tokens))
 
 
 def test_disable_restores_the_original_objects_even_if_repeated():

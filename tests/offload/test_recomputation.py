@@ -15,6 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import tl_devicefix
+
 
 class Recomputed(nn.Module):
     """Runs a part under `checkpoint`."""
@@ -97,6 +99,17 @@ OF_BRIDGE = {
     "layers, re-entrant": checkpoint_layers(use_reentrant=True),
     "backward hooks": call_in_backward_hooks,
 }
+
+
+@fuses
+@pytest.mark.hooked
+def test_a_forward_put_into_an_offloaded_fused_block_runs(load, machine, tokens):
+    model = load("llama", device_map={"": 0, "blocks.1": "cpu"})
+    model.blocks[1].mlp.forward = lambda x: 0 * x
+    model.setup()
+    expected = model(tokens)
+    tl_devicefix.fuse_blocks(model)
+    assert_agrees(model(tokens), expected)
 
 
 def gradients(model, tokens):

@@ -37,7 +37,8 @@ def over_the_batch(activation, hook):
     return activation - activation.mean(0, keepdim=True)
 
 
-EDITS = in_place, in_place_and_returned, returned, over_the_batch
+# In a batch, edits in place come before and after an edit that returns a tensor.
+EDITS = in_place, returned, in_place_and_returned, over_the_batch
 
 
 def in_turn(model, tokens, runs, **arguments):
@@ -159,6 +160,25 @@ def test_a_batch_asks_the_models_own_loss(on_one, tokens):
     own = vars(model)["loss_fn"] = lambda *args, **kwargs: torch.tensor(7.0)
     assert batched(model, tokens, [[], [], []], return_type="loss") == [7, 7, 7]
     assert vars(model)["loss_fn"] is own
+
+
+def test_a_hook_asks_for_the_loss_of_its_own_rows(on_one, tokens):
+    model = on_one("llama")
+    seen = []
+
+    def lens(activation, hook):
+        seen.append(model.loss_fn(model.unembed(activation), tokens).item())
+
+    runs = [[("ln_final.hook_normalized", lens)]] * 3
+    in_turn(model, tokens, runs)
+    batched(model, tokens, runs)
+    assert seen[3:] == pytest.approx(seen[:3], abs=1e-5)
+
+
+def test_a_hook_may_return_a_view_of_its_rows(on_one, tokens):
+    model = on_one("llama")
+    runs = [[("blocks.1.attn.hook_pattern", lambda a, hook: a.transpose(-1, -2))]] * 3
+    assert_agrees(batched(model, tokens, runs), in_turn(model, tokens, runs), tolerance=2e-5)
 
 
 def test_gradients_of_what_hooks_return_reach_each_run(on_one, tokens):

@@ -169,6 +169,10 @@ def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches, nam
     results = pipeline_map(model, lambda view, batch: ATTRIBUTES[name](view), batches)
     with pytest.raises(RuntimeError, match=f"a run set {name} of a"):
         list(results)
+    results = pipeline_map(model, lambda view, batch: ATTRIBUTES[name](view), batches)
+    next(results)
+    with pytest.raises(RuntimeError, match=f"a run set {name} of a"):
+        results.close()
 
 
 def test_one_run_at_a_time_is_a_loop_over_the_model(on_one, batches):

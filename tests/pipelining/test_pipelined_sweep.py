@@ -197,6 +197,16 @@ def test_weight_changed_between_runs_of_a_sweep_is_refused(model, tokens):
         next(results)
 
 
+def test_a_weight_changed_before_a_sweep_is_closed_is_reported(on_one, tokens):
+    model = on_one("llama")
+    results = tl_devicefix.sweep(model, tokens, [at(3), at(4), at(4), at(3)])
+    next(results), next(results)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="was changed"):
+        results.close()
+
+
 def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
     results = tl_devicefix.sweep(model, tokens, [at(3), at(4)])
     next(results)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -50,6 +51,9 @@ class OutsideBlocks(TorchFunctionMode):
         return False
 
 
+_FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
+
+
 class _Paused(threading.local):
     modes: tuple[TorchFunctionMode, ...] = ()
 
@@ -68,17 +72,19 @@ def pausing_modes(model: Model) -> contextlib.AbstractContextManager[None]:
 
 
 def runs_users_code(model: Model) -> bool:
-    """Return True if users' hooks of torch's, or `forward`s, are called in a model's forward."""
+    """Return True if users' hooks of torch's, or methods, are called in a model's forward."""
     if _has_any_global_hook():
         return True
     modules: dict[nn.Module, None] = {model: None}
     for module in (pending := list(modules)):  # which grows meanwhile
         attributes = vars(module)
         hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
-        if any(map(is_of_user, hooks)) or is_of_user(attributes.get("forward", nn.Module)):
+        methods = (value for value in attributes.values() if type(value) in _FUNCTIONS)
+        is_replaced = is_of_user(type(module).forward) and not is_of_user(type(module))
+        # Hooks of TransformerLens's on its hook points resume what the forward pauses.
+        if is_replaced or any(map(is_of_user, (*hooks, *methods))):
             return True
-        # Hook points are left out: their hooks resume what the forward pauses.
-        inner = [m for m in module._modules.values() if type(m) is not HookPoint]
+        inner = module._modules.values()
         new = [m for m in inner if m is not None and m not in modules]
         modules.update(dict.fromkeys(new))
         pending += new

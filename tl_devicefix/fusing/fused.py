@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
+from tl_devicefix.around import AroundForward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
@@ -76,7 +77,7 @@ class Fused(nn.Module):
 def why_replaced(classes: Iterable[type]) -> str | None:
     """Return which method of these classes of TransformerLens's was defined elsewhere, if any."""
     for cls in classes:
-        if cls.__module__.startswith("tl_devicefix."):  # of a block on another host
+        if not cls.__module__.startswith("transformer_lens."):
             continue
         for name, value in vars(cls).items():
             if isinstance(value, FunctionType):
@@ -89,6 +90,8 @@ def why_replaced(classes: Iterable[type]) -> str | None:
 def own_method(module: nn.Module) -> str | None:
     """Return the name of a method that a module has in place of its class's; not this package's."""
     for name, value in vars(module).items():
+        while isinstance(value, AroundForward):
+            value = value.inner
         if callable(value) and not isinstance(value, nn.Module):
             is_method = isinstance(getattr(type(module), name, None), (FunctionType, property))
             if is_method and package_of(value) != "tl_devicefix":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from functools import cache
 from itertools import chain, count
 from operator import itemgetter
 from typing import Any
@@ -51,9 +50,20 @@ def count_assignment() -> None:
     _n_assigned = next(_assignments)
 
 
-@cache
+_handles: list[RemovableHandle] = []
+"""Of torch's hook for each module that is assigned, while blocks are fused."""
+
+
 def _count_assignments() -> None:
-    register_module_module_registration_hook(_count)
+    if not _handles:
+        _handles.append(register_module_module_registration_hook(_count))
+
+
+def stop_counting() -> None:
+    """Remove the hook; fused blocks look at their modules again in their next forward."""
+    while _handles:
+        _handles.pop().remove()
+    count_assignment()
 
 
 class Listeners:

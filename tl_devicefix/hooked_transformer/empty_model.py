@@ -66,7 +66,8 @@ def _give_buffers(model: HookedTransformer) -> None:
     for layer, block in enumerate(model.blocks):
         kind = attention_kind(model.cfg, layer)
         if kind not in made:
-            # Its weights are never written, so that they take no memory.
+            # Its weights are not written, and take no memory, unless torch's deterministic mode
+            # fills them.
             with torch.device("cpu"):
                 made[kind] = TransformerBlock(model.cfg, layer)
         for name, module in made[kind].named_modules():

@@ -106,11 +106,7 @@ def _call(*args: object, _replacement: _Function, **kwargs: object) -> object:
 
 
 def disable() -> None:
-    """Undo all patches: TransformerLens gets the objects back that `enable` replaced.
-
-    A model that is spread over devices still runs, but you read its caches and weights on their
-    blocks' devices, and hooks that you add before you call `enable` again may not mix devices.
-    """
+    """Undo all patches: TransformerLens gets the objects back that `enable` replaced."""
     global _is_enabled, _originals, _replaced
     _is_enabled = False
     # Backwards, because a function's code has to go before the replacement that it calls.

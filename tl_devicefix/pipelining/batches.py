@@ -19,7 +19,6 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.carrying import repeated
 from tl_devicefix.misspelt import shown
-from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
 
 Hooks = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
@@ -72,7 +71,7 @@ class Batch:
         self._arguments: dict[str, Any] = {
             # One row is for all rows of the batch.
             name: repeated(value, self._n)
-            if name in _REPEATED and value is not None and len(value) == self._rows
+            if name in _REPEATED and value is not None and value.shape[:-1] == (self._rows,)
             else value
             for name, value in arguments.items()
         }
@@ -109,6 +108,8 @@ class Batch:
     ) -> torch.Tensor:
         """Return the loss of each run `[run]`, or of each token `[run * batch, pos - 1]`."""
         given = logits, tokens, attention_mask
+        if len(logits) != self._n * self._rows:  # a hook's own, of its rows
+            return loss_fn(*given, per_token=per_token)
         parts = zip(*map(self._of_runs, given), strict=True)
         losses = [loss_fn(*part, per_token=per_token) for part in parts]
         return torch.cat(losses) if per_token else torch.stack(losses)
@@ -130,27 +131,25 @@ class Batch:
 
 
 class _Written:
-    """The activation that hooks of a batch write to: a copy, made once at a hook point.
+    """What hooks of a batch return at a hook point.
 
     Attributes:
-        activation: the copy that the last hook returned.
-        point: the name of the hook point. Another one may pass on the same tensor, which the
-            model reads elsewhere too.
-        runs: the runs that have seen their rows of it, and may have kept them.
+        source: the activation as the model has it. Other parts may read it too, so a run's edits in
+            place belong there, until one of its hooks returns another tensor.
+        activation: a copy of it with the rows of all runs, once a hook has returned a tensor.
+        returned: what each run's hooks returned last.
     """
 
+    source: torch.Tensor
     activation: torch.Tensor | None = None
-    point: str | None = None
+    returned: dict[int, torch.Tensor]
+    _point: str | None = None
 
-    def __init__(self) -> None:
-        self.runs: set[int] = set()
-
-    def of(self, activation: torch.Tensor, run: int, point: str | None) -> torch.Tensor:
-        """Return an activation to which a run may write at a hook point."""
-        is_own = self.activation is activation and self.point == point and run not in self.runs
-        if self.activation is None or not is_own:
-            self.activation, self.point, self.runs = activation.clone(), point, set()
-        return self.activation
+    def begin(self, activation: torch.Tensor, point: str | None) -> None:
+        """Take an activation, unless it is the copy that a hook before returned at this point."""
+        if activation is not self.activation or point != self._point:
+            self.source, self.activation, self._point = activation, None, point
+            self.returned = {}
 
 
 class _Rows:
@@ -176,18 +175,21 @@ class _Rows:
                 f"{hook.name} has no rows for each of {self._n_runs} runs of a batch, as it gives "
                 f"{what} instead of {self._total} rows: {_ALONE}"
             )
-        rows = activation[self._rows]
-        point = _PointOfRun(hook, self._contexts.setdefault(id(hook.ctx), {}))
-        version = version_of(rows)
+        written = self._written
+        written.begin(activation, hook.name)
+        rows = written.returned.get(self._run)
+        if rows is None:
+            rows = written.source[self._rows]
+        point = _PointOfRun(hook, self._contexts.setdefault(id(hook.ctx), dict(hook.ctx)))
+        before = rows.clone() if f"{hook.name}".endswith(self._kept) else None
         result = user_hook(rows, hook=point)
         if result is None or result is rows:
-            written = None
-            is_edited = version is None or version != version_of(rows)
-            if is_edited and f"{hook.name}".endswith(self._kept):
+            if before is not None and not torch.equal(before, rows):
                 raise ValueError(
                     f"a hook on {hook.name} edits in place, which a TransformerBridge ignores "
                     f"there: return a new tensor, or {_ALONE}"
                 )
+            result = rows
         elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
             given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)
             raise ValueError(
@@ -195,11 +197,12 @@ class _Rows:
                 f"in a batch it must return a tensor of the same shape and dtype: {_ALONE}"
             )
         else:
-            written = self._written.of(activation, self._run, hook.name)
-            written[self._rows] = result
-        if self._written.activation is (activation if written is None else written):
-            self._written.runs.add(self._run)
-        return written
+            written.returned[self._run] = result
+            if written.activation is None:
+                written.activation = activation.clone()
+        if written.activation is not None:
+            written.activation[self._rows] = result
+        return written.activation
 
 
 class _PointOfRun:

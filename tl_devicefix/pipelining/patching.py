@@ -54,10 +54,12 @@ class batch_sweeps:
         global _batch_size
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more runs, but is {shown(batch_size)}")
+        self._batch_size = batch_size
         self._before, _batch_size = _batch_size, batch_size
 
     def __enter__(self) -> None:
-        pass
+        global _batch_size
+        _batch_size = self._batch_size
 
     def __exit__(self, *_: object) -> None:
         global _batch_size

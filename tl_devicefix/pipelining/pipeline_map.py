@@ -203,34 +203,43 @@ def _pipelined(
             view.restore()
             views.append(viewed)  # making a view takes longer than restoring one
 
-    with contextlib.ExitStack() as within:
-        pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
-        # Called before the pool waits for its threads, because those may wait in the queue.
-        within.callback(queue.end)
-        views: list[tuple[View[Model], Streams]] = []  # those of runs that have ended
-        weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
-        runs, starts = deque[Future[Result]](), _starting(start, items)
-        runs.extend(itertools.islice(starts, max_in_flight))
-        number = 0
-        try:
-            while runs:
-                if runs[0].exception() is None:  # waits for the run
-                    hooks.check()
-                    runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-                    # Before the result is used: the run may have read changed weights.
-                    weights.check(number, is_last=len(runs) == 1)
-                # Without a name, because that would keep the result alive during the next run.
-                yield runs.popleft().result()
-                number += 1
-        except GeneratorExit:
-            weights.check(number, is_last=True)
-            raise
-        for view, _ in views:
-            if (setting := view.kept_setting()) is not None:
-                raise RuntimeError(
-                    f"a run set {setting} in its view, which later runs got too: set it on the "
-                    f"model before, or {ONE_AT_A_TIME}"
-                )
+    views: list[tuple[View[Model], Streams]] = []  # those of runs that have ended
+    try:
+        with contextlib.ExitStack() as within:
+            pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
+            # Called before the pool waits for its threads, because those may wait in the queue.
+            within.callback(queue.end)
+            weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
+            runs, starts = deque[Future[Result]](), _starting(start, items)
+            runs.extend(itertools.islice(starts, max_in_flight))
+            number = 0
+            try:
+                while runs:
+                    if runs[0].exception() is None:  # waits for the run
+                        hooks.check()
+                        runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
+                        # Before the result is used: the run may have read changed weights.
+                        weights.check(number, is_last=len(runs) == 1)
+                    # Without a name, which would keep the result alive during the next run.
+                    yield runs.popleft().result()
+                    number += 1
+            except GeneratorExit:
+                weights.check(number, is_last=True)
+                raise
+    except GeneratorExit:
+        _refuse_settings(views)
+        raise
+    _refuse_settings(views)
+
+
+def _refuse_settings(views: list[tuple[View[Model], Streams]]) -> None:
+    """Refuse attributes that a run has set in its view, once all runs have ended."""
+    for view, _ in views:
+        if (setting := view.kept_setting()) is not None:
+            raise RuntimeError(
+                f"a run set {setting} in its view, which later runs got too: set it on the "
+                f"model before, or {ONE_AT_A_TIME}"
+            )
 
 
 def _refuse_dropout(model: Model) -> None:

@@ -167,13 +167,18 @@ def _sweep(
     hooks = HooksSnapshot(model) if in_flight == 1 else None
     number = 0
     with contextlib.closing(run_all(model, run_from, starts(), in_flight)) as results:
-        for of_group in results:
-            for result in of_group:
-                if weights is not None and hooks is not None:
-                    weights.check(number)
-                    hooks.check()
-                yield result
-                number += 1
+        try:
+            for of_group in results:
+                for result in of_group:
+                    if weights is not None and hooks is not None:
+                        weights.check(number)
+                        hooks.check()
+                    yield result
+                    number += 1
+        except GeneratorExit:
+            if weights is not None:
+                weights.check(number, is_last=True)
+            raise
     if weights is not None:
         weights.check(number, is_last=True)
 

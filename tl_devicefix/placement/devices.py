@@ -407,6 +407,34 @@ def has_values(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "has_values", True)
 
 
+class OwnRandomNumbers(TorchFunctionMode):
+    """Fills this thread's tensors from a generator of its own, within a `with` block.
+
+    torch's random numbers, which all threads draw from, stay as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWING and kwargs.get("generator") is None:
+            kwargs = {**kwargs, "generator": self._generator}
+        return func(*args, **kwargs)
+
+
+# torch.nn.init's functions for linear layers call others without the mode.
+_DRAWING = frozenset(
+    (
+        *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+        *("bernoulli_", "normal", "normal_", "rand", "randint", "randn", "randperm", "uniform_"),
+    )
+)
+
+
 class EmptyOnMeta(TorchFunctionMode):
     """Makes this thread's empty tensors on meta, within a `with` block.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 import safetensors.torch
@@ -25,10 +25,24 @@ from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 
 
-@contextmanager
+class Simulation(ContextDecorator, AbstractContextManager[Machine]):
+    """Makes a machine in each `with` block, one block at a time."""
+
+    def __init__(self, make: Callable[[], Machine]) -> None:
+        self._make = make
+
+    def __enter__(self) -> Machine:
+        machine = (entered := entering(self._make)).__enter__()
+        self._entered = entered
+        return machine
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
+
+
 def simulate(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", *, values: bool = True
-) -> Iterator[Machine]:
+) -> Simulation:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
     Simulated devices compute the CPU's numbers, random ones too. Operands on different devices
@@ -47,8 +61,8 @@ def simulate(
             that you copy to the CPU is zeros, and a mask selects everything. See
             `tl_devicefix.dry_run`.
 
-    Yields:
-        The machine, which counts transfers and memory.
+    Returns:
+        A context. It gives a machine, which counts transfers and memory.
 
     Raises:
         RuntimeError: if torch is another version, if the process has another backend of this
@@ -64,10 +78,9 @@ def simulate(
     sim:1 -> sim:0  1  12 bytes
     all             1  12 bytes
     """
-    executor = CpuExecutor() if values else MetaExecutor()
+    kind = CpuExecutor if values else MetaExecutor
     capacities = _capacities(n_devices, memory)
-    with entering(lambda: Machine(capacities, executor)) as machine:
-        yield machine
+    return Simulation(lambda: Machine(capacities, kind()))
 
 
 @contextmanager

@@ -119,7 +119,8 @@ def boot_transformers(
             f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
         ) from error
     except OSError:
-        snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if there is none
+        if options.get("hf_model") is None:
+            snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if it is absent
         raise
     bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
     if fuse_blocks:

@@ -36,6 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.offload.prefetch import attach_parts
+from tl_devicefix.placement.devices import OwnRandomNumbers
 
 
 class NotPlain(Exception):
@@ -350,7 +351,7 @@ def _order(
     n_out, n_in = joint.weight.shape[::-1] if is_in_out else joint.weight.shape
     key = type(owner), name, n_out, n_in, getattr(split, "__qualname__", None)
     if key not in known:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        with OwnRandomNumbers(), torch.no_grad(), torch.device("cpu"):
             numbers = torch.arange(n_out, dtype=torch.float32)
             weight = numbers[:, None].expand(n_out, n_in)  # each row has its output's number
             numbered, holder = copy.copy(joint), copy.copy(owner)
