@@ -101,7 +101,7 @@ def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 
 @fuses
-def test_disable_removes_the_hook_by_which_fused_blocks_see_modules(load, tokens):
+def test_disable_removes_the_hook_that_counts_assigned_modules(load, tokens):
     hooks = nn.modules.module._global_module_registration_hooks
     before = dict(hooks)
     model = load("llama", device="cpu")

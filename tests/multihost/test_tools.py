@@ -40,7 +40,8 @@ def mapped(model, tokens):
 
 def swept(model, tokens):
     points = [[(f"blocks.{layer}.hook_resid_pre", _scale)] for layer in range(5)]
-    return list(tl_devicefix.sweep(model, tokens, points))
+    with torch.no_grad():
+        return [[*tl_devicefix.sweep(model, tokens, points, batch_size=size)] for size in (1, 3)]
 
 
 def fused(model, tokens):
