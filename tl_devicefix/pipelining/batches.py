@@ -131,7 +131,7 @@ class Batch:
 
 
 class _Written:
-    """What hooks of a batch return at a hook point.
+    """The results of a batch's hooks at a hook point.
 
     Attributes:
         source: the activation as the model has it. Other parts may read it too, so a run's edits in

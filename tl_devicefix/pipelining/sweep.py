@@ -83,8 +83,8 @@ def sweep(
     starts at the first block that any of them changes. A hook sees its own run's rows, as if it ran
     alone, and may edit them in place, return a tensor of their shape, or return None;
     `hook.ctx` is a copy for its run. Permanent hooks, and modules that are not TransformerLens's,
-    see the whole batch once. Results equal those of `batch_size=1` to float32 rounding, and bit for bit
-    only with `batch_size=1`. A batch takes the memory of a forward of that many prompts. The
+    see the whole batch once. Results equal those of `batch_size=1` to float32 rounding, and bit for
+    bit only with `batch_size=1`. A batch takes the memory of a forward of that many prompts. The
     results of a batch are parts of one tensor and one graph: clone one that you keep alone, and
     differentiate the results of a batch together.
 

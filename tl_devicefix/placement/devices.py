@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.misspelt import shown
 
 DEVICE_TYPE = "sim"
@@ -418,8 +419,8 @@ class OwnRandomNumbers(TorchFunctionMode):
         self._generator = torch.Generator().manual_seed(0)
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _DRAWING and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator}
@@ -442,8 +443,8 @@ class EmptyOnMeta(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
