@@ -103,13 +103,15 @@ def listed(capsys: pytest.CaptureFixture[str]) -> set[str]:
 @fuses
 def test_disable_removes_the_hook_that_counts_assigned_modules(load, tokens):
     hooks = nn.modules.module._global_module_registration_hooks
-    before = dict(hooks)
+    tl_devicefix.disable()
+    before = {*hooks}
+    tl_devicefix.enable()
     model = load("llama", device="cpu")
     tl_devicefix.fuse_blocks(model)
     model(tokens)
-    assert hooks != before
+    assert {*hooks} != before
     tl_devicefix.disable()
-    assert hooks == before
+    assert {*hooks} == before
     tl_devicefix.enable()
     model.blocks[1].mlp = type("Zero", (nn.Module,), {"forward": lambda _, x, *a, **k: 0 * x})()
     assert not torch.equal(model(tokens), load("llama", device="cpu")(tokens))
