@@ -102,6 +102,13 @@ class Around:
         return None
 
 
+def innermost(forward: Any) -> Any:
+    """Return the `forward` that all in a module's `__dict__` stand around; None if its class's."""
+    while isinstance(forward, AroundForward):
+        forward = forward.inner
+    return forward
+
+
 class AroundForward:
     """The `forward` of a module that an `Around` stands around; `inner` is the next, if any."""
 

@@ -41,7 +41,7 @@ USER_PAGES = {
     "docs/cheat_sheet.md": 350,
     "docs/compatibility.md": 1350,
     "docs/troubleshooting.md": 1200,
-    "docs/benchmarks.md": 1600,
+    "docs/benchmarks.md": 1500,
     "docs/glossary.md": 250,
 }
 CONTRIBUTORS_PAGES = {

@@ -112,8 +112,9 @@ def test_mix_devices_is_off_in_a_forward_but_for_users_code(model, at_home, monk
         with monkeypatch.context() as patch:
             patch.setattr(type(model.blocks[2].ln1), "forward", lambda ln, x: ln.hook_normalized(x))
             assert calls() > 50
-        vars(model.blocks[2].mlp)["forward"] = lambda x, *_: x
-        assert calls() > 50
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(model.blocks[2].mlp), "forward", lambda x, *_: x)
+            assert calls() > 50
     assert calls(lambda: torch.ones(1) + 1) == 0
 
 

@@ -25,7 +25,7 @@ from torch.overrides import (
 )
 from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
-from tl_devicefix.around import Args, Forward, Kwargs
+from tl_devicefix.around import Args, Forward, Kwargs, innermost
 from tl_devicefix.dispatch.scheduler import note_hooked
 from tl_devicefix.fusing.listening import hooks_of
 from tl_devicefix.fusing.one_forward import kept_in_forward
@@ -49,9 +49,6 @@ class OutsideBlocks(TorchFunctionMode):
     def pauses_in(self, model: Model) -> bool:
         """Return True if the mode is off in a model's forward."""
         return False
-
-
-_FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 
 class _Paused(threading.local):
@@ -80,15 +77,19 @@ def runs_users_code(model: Model) -> bool:
         attributes = vars(module)
         hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
         methods = (value for value in attributes.values() if type(value) in _FUNCTIONS)
-        is_replaced = is_of_user(type(module).forward) and not is_of_user(type(module))
+        forward = innermost(attributes.get("forward")) or nn.Module
         # Hooks of TransformerLens's on its hook points resume what the forward pauses.
-        if is_replaced or any(map(is_of_user, (*hooks, *methods))):
+        if any(map(is_of_user, (*hooks, *methods, forward))):
             return True
         inner = module._modules.values()
         new = [m for m in inner if m is not None and m not in modules]
         modules.update(dict.fromkeys(new))
         pending += new
-    return False
+    kinds: set[type[nn.Module]] = {*map(type, modules)}
+    return any(is_of_user(kind.forward) and not is_of_user(kind) for kind in kinds)
+
+
+_FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import nn
 
-from tl_devicefix.around import AroundForward
+from tl_devicefix.around import innermost
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
@@ -90,8 +90,7 @@ def why_replaced(classes: Iterable[type]) -> str | None:
 def own_method(module: nn.Module) -> str | None:
     """Return the name of a method that a module has in place of its class's; not this package's."""
     for name, value in vars(module).items():
-        while isinstance(value, AroundForward):
-            value = value.inner
+        value = innermost(value)
         if callable(value) and not isinstance(value, nn.Module):
             is_method = isinstance(getattr(type(module), name, None), (FunctionType, property))
             if is_method and package_of(value) != "tl_devicefix":
