@@ -19,6 +19,7 @@ from runs_of_users import LAST, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
+from tl_devicefix.dispatch import scheduler
 
 
 @pytest.fixture
@@ -173,6 +174,52 @@ def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches, nam
     next(results)
     with pytest.raises(RuntimeError, match=f"a run set {name} of a"):
         results.close()
+
+
+def test_runs_may_generate_and_call_eval(load, batches):
+    model = load("llama").train()  # as `from_pretrained` leaves it
+
+    def run(view, batch):
+        return view.generate(batch[:1], max_new_tokens=2, do_sample=False, verbose=False)
+
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model.train(), run, batches)), expected)
+    assert all(pipeline_map(model.train(), lambda view, batch: view.eval() is view, batches))
+
+
+def test_a_run_goes_on_until_it_changes_devices(model, batches, monkeypatch):
+    """Threads that alternate at each operation cost twice the time."""
+    monkeypatch.setattr(scheduler, "MAX_WAIT", 600.0)
+    events = []
+
+    def note(activation, hook):
+        events.append((threading.get_ident(), model.placement.device_of(hook.name)))
+
+    def run(view, batch):
+        view.run_with_hooks(batch, fwd_hooks=[(lambda name: "resid" in name, note)])
+
+    list(pipeline_map(model, run, batches))
+    n_devices = len({on for _, on in events})
+    turns = [key for key, _ in itertools.groupby(events)]
+    # At home also after the last block's device.
+    assert len(turns) <= len(batches) * (n_devices + 1), turns
+
+
+def test_a_run_that_waits_in_a_hook_holds_others_up_briefly(model, batches, monkeypatch):
+    monkeypatch.setattr(scheduler, "MAX_WAIT", 0.01)
+    other = threading.Event()
+
+    def wait(activation, hook):
+        assert other.wait(timeout=60), "the other run never came"
+
+    def run(view, number):
+        if number == 0:
+            return view.run_with_hooks(batches[0], fwd_hooks=[(LAST, wait)])
+        output = view(batches[0], stop_at_layer=1)
+        other.set()
+        return output
+
+    list(pipeline_map(model, run, range(2)))
 
 
 def test_one_run_at_a_time_is_a_loop_over_the_model(on_one, batches):

@@ -86,7 +86,8 @@ def save_activations(
         transform: a function of an activation, whose result, `[batch, ...]`, is stored instead. It
             is called on the activation's device. Or a dict from names to such functions.
         token_mask: which tokens' activations are stored: a function of tokens `[batch, pos]` (on
-            the CPU) that returns booleans of that shape, or "attention_mask" for all but padding.
+            the CPU) that returns booleans of that shape; or "attention_mask" for all but padding,
+            if the batches are texts, or dicts with one.
         resume: continue after the activations in the directory, if there are any.
         shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit, at least one.
         max_in_flight: how many batches are run at once; see `pipeline_map`.

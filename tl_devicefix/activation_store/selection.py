@@ -193,6 +193,12 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
             # By TransformerLens, because a BOS token may be the padding token too.
             mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
             mask = None if mask.all() else mask  # so that the forward needs no masking
+        elif mask is None and isinstance(how := selection.token_mask, str):
+            raise ValueError(
+                f"token_mask={how!r} needs batches with an attention_mask, but item {number} has "
+                "none: give dicts with one, or texts, or "
+                "token_mask=lambda tokens: tokens != model.tokenizer.pad_token_id"
+            )
         if inputs.dim() != 2 or not inputs.numel() or inputs.is_floating_point():
             raise ValueError(
                 "a batch must be one or more tokens [batch, pos], but is "

@@ -25,7 +25,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.prefetch import drop_prefetched
-from tl_devicefix.placement.devices import module_with_streams
+from tl_devicefix.placement.devices import is_elsewhere, module_with_streams
 from tl_devicefix.placement.in_use import setting
 from tl_devicefix.types import Model
 
@@ -33,14 +33,25 @@ Item = TypeVar("Item")
 T = TypeVar("T")
 
 
+MAX_WAIT = 1.0
+"""Seconds that a run waits, at most, for another to end what it does on its device."""
+
+
 class Abandoned(BaseException):
     """Cancels a run. Derives from BaseException because user code may catch Exception."""
 
 
 class DeviceQueue:
-    """Gives each device to one run at a time: of those that ask, the one of the lowest number."""
+    """Gives each device to one run at a time: of those that ask, the one of the lowest number.
+
+    Attributes:
+        turn: held by the run whose Python runs. Threads that hand over Python's own lock at each
+            operation, as torch has them do, cost twice the time of one that goes on for a device's
+            blocks.
+    """
 
     def __init__(self) -> None:
+        self.turn = threading.Lock()
         # Its lock guards the attributes below; only `check` reads `_is_over` without it.
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
@@ -112,6 +123,7 @@ class Run:
         self.queue = queue
         self._streams = streams
         self.device: torch.device | None = None
+        self._has_turn = False
         # Pairs of a source and its copy. The source is kept, because the copy reads it meanwhile.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # Tensor -> its version when it was last sent. The host waits for each copy, so a tensor of
@@ -146,6 +158,10 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
+        # Not for another host, whose answer a run waits for. Others go on without their turn if
+        # this one waits for long, in a hook perhaps.
+        if not is_elsewhere(device):
+            self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor to a device: asynchronously in `moving_to`, if the device has streams."""
@@ -178,6 +194,9 @@ class Run:
     def release(self) -> None:
         """Release the device that the run holds, if any, and what is prefetched there."""
         device, self.device = self.device, None
+        if self._has_turn:
+            self._has_turn = False
+            self.queue.turn.release()
         if device is not None:
             # The next run prefetches there too, and the device has memory for two blocks only.
             drop_prefetched(device)

@@ -152,7 +152,9 @@ class _State:
             before = self.as_made.get(name, _MISSING)
             # A library replaces its tables, lists and dicts, and what is around a forward.
             is_kept = type(before) in _REPLACED or value is before or name.startswith("_")
-            if not is_kept:
+            # By `eval()`, which TransformerLens's `generate` calls: no run in flight has dropout.
+            is_eval = name == "training" and value is False
+            if not (is_kept or is_eval):
                 return f"{name} of a {self.kind.__name__}"
         return None
 
