@@ -311,3 +311,42 @@ def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
     with pytest.raises(ValueError, match="batch_size must be 1 or more runs"):
         tl_devicefix.batch_sweeps(0)
     assert torch.equal(call(), expected)
+
+
+def test_batches_of_fused_blocks_give_the_loops_results(load, tokens):
+    model = load("llama")
+    tl_devicefix.fuse_blocks(model)
+    runs = [on_stream(layer, edit) for layer in range(5) for edit in EDITS]
+    assert_agrees(batched(model, tokens, runs), in_turn(model, tokens, runs), tolerance=2e-5)
+
+
+def test_a_permanent_hook_and_a_module_of_the_user_see_the_whole_batch(load, tokens):
+    model, seen = load("llama"), []
+
+    class Halved(torch.nn.Module):
+        def forward(self, activation):
+            seen.append(len(activation))
+            return activation * 0.5
+
+    model.add_hook(
+        "blocks.3.hook_resid_pre", lambda x, hook: seen.append(len(x)), is_permanent=True
+    )
+    block = model.blocks[2]
+    is_bridge = hasattr(model, "original_model")
+    part, name = (block.mlp, "hook_out") if is_bridge else (block, "hook_mlp_out")
+    setattr(part, name, torch.nn.Sequential(getattr(part, name), Halved()))
+    runs = [on_stream(layer) for layer in (1, 3)]
+    expected = in_turn(model, tokens, runs)
+    seen.clear()
+    assert_agrees(batched(model, tokens, runs), expected, tolerance=2e-5)
+    assert seen == [2 * len(tokens)] * 2
+
+
+@pytest.mark.bridge
+def test_position_ids_are_repeated(on_one, tokens):
+    model, runs = on_one("llama"), [on_stream(layer) for layer in (1, 3)]
+    for rows in (1, len(tokens)):
+        positions = torch.arange(3, 3 + tokens.shape[1]).expand(rows, -1)
+        expected = in_turn(model, tokens, runs, position_ids=positions)
+        actual = batched(model, tokens, runs, position_ids=positions)
+        assert_agrees(actual, expected, tolerance=2e-5)

@@ -11,7 +11,7 @@ import torch
 from by_name import NAME, a_bridge_by_name, peaks_of
 from model_classes import fuses
 
-from tl_devicefix import dry_run, estimate, plan, simulate
+from tl_devicefix import dry_run, estimate, plan, simulate, sweep
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 Job = Callable[[Any], Any]
@@ -44,6 +44,12 @@ def steer(model: Any) -> Any:
         return model.run_with_hooks(TOKENS, fwd_hooks=[hook])
 
 
+def sweep_in_batches(model: Any) -> Any:
+    runs = [[("blocks.2.hook_resid_pre", lambda activation, hook: activation * 2)]] * 4
+    with torch.no_grad():
+        return list(sweep(model, TOKENS.to(model.cfg.device), runs, batch_size=4))
+
+
 def analyse(model: Any) -> Any:
     with torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
@@ -57,7 +63,9 @@ def fold(bridge: Any) -> Any:
 
 
 JOBS = (forward, keep_all, generate, backward, steer)
-CASES: list[tuple[str, int, Job]] = [("llama", 1, generate), *(("llama", 3, job) for job in JOBS)]
+ON_ONE = (generate, sweep_in_batches)
+CASES: list[tuple[str, int, Job]] = [("llama", 1, job) for job in ON_ONE]
+CASES += [("llama", 3, job) for job in JOBS]
 """An architecture, over how many devices, and what is done with it."""
 if has_hooked_transformer():
     CASES += [("llama", 3, analyse), ("gpt2", 3, analyse), ("pythia", 3, backward)]
