@@ -320,7 +320,7 @@ def test_batches_of_fused_blocks_give_the_loops_results(load, tokens):
     assert_agrees(batched(model, tokens, runs), in_turn(model, tokens, runs), tolerance=2e-5)
 
 
-def test_a_permanent_hook_and_a_module_of_the_user_see_the_whole_batch(load, tokens):
+def test_permanent_hooks_and_a_users_module_see_the_batch(load, tokens):
     model, seen = load("llama"), []
 
     class Halved(torch.nn.Module):
