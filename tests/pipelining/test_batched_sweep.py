@@ -6,6 +6,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import padded
+from model_classes import fuses
 from offloads import weights_of
 from transformer_lens import patching
 from transformer_lens.hook_points import HookPoint
@@ -313,6 +314,7 @@ def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
     assert torch.equal(call(), expected)
 
 
+@fuses
 def test_batches_of_fused_blocks_give_the_loops_results(load, tokens):
     model = load("llama")
     tl_devicefix.fuse_blocks(model)

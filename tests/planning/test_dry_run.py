@@ -63,9 +63,10 @@ def fold(bridge: Any) -> Any:
 
 
 JOBS = (forward, keep_all, generate, backward, steer)
-ON_ONE = (generate, sweep_in_batches)
-CASES: list[tuple[str, int, Job]] = [("llama", 1, job) for job in ON_ONE]
-CASES += [("llama", 3, job) for job in JOBS]
+CASES: list[tuple[str, int, Job]] = [
+    *(("llama", 1, job) for job in (generate, sweep_in_batches)),
+    *(("llama", 3, job) for job in JOBS),
+]
 """An architecture, over how many devices, and what is done with it."""
 if has_hooked_transformer():
     CASES += [("llama", 3, analyse), ("gpt2", 3, analyse), ("pythia", 3, backward)]
