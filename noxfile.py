@@ -158,11 +158,8 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
 
 # CI runs all tests of these; the others are for `nox -s tests-3.5.1`.
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
-WITH_NOTEBOOKS = ("3.9.0",)
-"""With the newest HookedTransformer; with the others, they are in the full sessions."""
 WITH_RAY = ("3.9.0",)
 """With a cluster of Ray; the others run workers in threads alone."""
-NOTEBOOKS_TOO = ("--nbmake", "notebooks", "tests")
 
 
 def install_tests(session: nox.Session, transformer_lens: str) -> None:
@@ -175,24 +172,21 @@ def install_tests(session: nox.Session, transformer_lens: str) -> None:
 
 
 def add_tests(transformer_lens: str) -> None:
-    """Add a session that runs the tests on one TransformerLens version; with some, notebooks."""
+    """Add a session that runs the tests on one TransformerLens version."""
 
     @nox.session(name=f"tests-{transformer_lens}")
     def tests(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
-        # The notebooks first, or a process would wait for the last one.
-        all_of_it = NOTEBOOKS_TOO if transformer_lens in WITH_NOTEBOOKS else ()
-        session.run("pytest", "-n", "2", "--dist", "worksteal", *(session.posargs or all_of_it))
+        session.run("pytest", "-n", "2", "--dist", "worksteal", *session.posargs)
 
 
 def add_full_tests(transformer_lens: str) -> None:
-    """Add a session that runs all: each combination of parameters; notebooks."""
+    """Add a session that runs all: each combination of parameters."""
 
     @nox.session(name=f"full-{transformer_lens}")
     def full(session: nox.Session) -> None:
         install_tests(session, transformer_lens)
-        what = session.posargs or NOTEBOOKS_TOO
-        session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *what)
+        session.run("pytest", "-n", "2", "--dist", "worksteal", "--full", *session.posargs)
 
 
 for version in EVERY_VERSION:

@@ -2,15 +2,16 @@
 
     python notebooks/execute.py [NOTEBOOK ...]
 
-What is kept is text and figures. Left out is what would be different at each run or on each
-machine: times, progress bars, and the directory that the package is installed in. A warning is an
-error, as no reader should begin with one.
+Text and figures are kept. What differs at each run or on each machine is left out: times, progress
+bars, and the directory that the package is installed in. A warning is an error, as no reader should
+begin with one. The tests execute each notebook and compare the text.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import difflib
 import io
 import json
 from pathlib import Path
@@ -27,8 +28,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"  # a progress bar
 INSTALLED = str(Path(tl_devicefix.__file__).parents[1])
 
 
-def execute(path: Path) -> None:
-    """Execute a notebook and write it with its outputs.
+def executed(path: Path) -> Any:
+    """Execute a notebook and return it with its outputs.
 
     Raises:
         RuntimeError: if a cell wrote to stderr, as a warning does.
@@ -43,8 +44,18 @@ def execute(path: Path) -> None:
             cell.outputs = [_kept(output, cell.id, path) for output in shown]
     notebook.metadata.language_info = {"name": "python"}
     notebook.metadata.pop("widgets", None)
-    text = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True)
-    path.write_text(text + "\n")
+    return notebook
+
+
+def differences(path: Path) -> list[str]:
+    """Return the lines in which the text that a notebook prints differs from what it shows."""
+    before, after = _printed(json.loads(path.read_text())), _printed(executed(path))
+    return list(difflib.unified_diff(before, after, "shown", "printed", lineterm=""))
+
+
+def _printed(notebook: Any) -> list[str]:
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    return "".join(line for output in outputs for line in output.get("text", ())).splitlines()
 
 
 def _kept(output: Any, cell: str, path: Path) -> Any:
@@ -75,7 +86,8 @@ def main() -> None:
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(HERE.glob("*.ipynb")))
     for path in parser.parse_args().notebooks:
         print(path.name, flush=True)
-        execute(path)
+        text = json.dumps(executed(path), indent=1, ensure_ascii=False, sort_keys=True)
+        path.write_text(text + "\n")
 
 
 if __name__ == "__main__":
