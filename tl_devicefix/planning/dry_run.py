@@ -156,7 +156,10 @@ def dry_run(
         TypeError: if there is no such argument; it names what may be meant.
     """
     if not callable(run):
-        raise ValueError(f"run must be a function to call with the model, but is {shown(run)}")
+        raise ValueError(
+            f"run, the second argument, must be a function to call with the model, but is "
+            f"{shown(run)}"
+        )
     check_options(dry_run, config_or_model_name, options, cls)
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
