@@ -180,13 +180,13 @@ def elsewhere(model, save, load):
     return other
 
 
-@row("`safetensors.torch.save_model`, loaded over other devices")
+@row("`safetensors.torch.save_model`, loaded onto other devices")
 def in_safetensors(model, tokens):
     other = elsewhere(model, safetensors.torch.save_model, safetensors.torch.load_model)
     return other(tokens)
 
 
-@row("`safetensors.torch.save_file` of copies, loaded over other devices")
+@row("`safetensors.torch.save_file` of copies, loaded onto other devices")
 def copies_in_safetensors(model, tokens):
     def save(model, path):
         copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
