@@ -36,7 +36,7 @@ Pieces = Mapping[str, Sequence[torch.Tensor]]
 Examples = int | slice | Sequence[int] | torch.Tensor
 """Numbers of examples; -1 is the last one."""
 
-# torch's name of a dtype -> safetensors's; listed here, because safetensors's own list is private.
+# torch's name of a dtype -> safetensors's name (safetensors's own table is private).
 CODES = (
     {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     | {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bool": "BOOL"}
@@ -74,9 +74,9 @@ class Shard:
     file: str
     start: int
     stop: int
-    tokens: int  # the number of saved tokens, which `token_mask` decides
+    tokens: int  # the number of saved tokens: those that `token_mask` selects
     bytes: int
-    xxh3_128: str  # a fast checksum, because it is computed while the shard is written
+    xxh3_128: str  # a checksum that is fast enough to compute during the write
 
     @property
     def examples(self) -> str:
@@ -93,13 +93,13 @@ class Index:
     """The contents of a directory, as `index.json` lists them.
 
     Attributes:
-        model: its name, class, and the fields of its config that say what shapes it has.
-        made_by: versions of the packages that computed and wrote them.
-        entries: in a cache's order; tokens and masks first.
-        examples_per_shard: in each but the last.
-        shards: in order.
+        model: the model's name, class, and the fields of its config that give its shapes.
+        made_by: the versions of the packages that computed and wrote the activations.
+        entries: what is stored: tokens and masks, then activations in a cache's order.
+        examples_per_shard: the number of examples in each shard but the last.
+        shards: the shards, in the order of their examples.
         is_complete: True if all examples of the call are here.
-        version: of this format.
+        version: the version of this format.
     """
 
     model: dict[str, object]
@@ -176,13 +176,13 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with part.open("wb") as file:
             write(file)
             file.flush()
-            # Before the rename, because after a crash the name could lead to an empty file.
+            # Sync before the rename, or the name may belong to an empty file after a crash.
             os.fsync(file.fileno())
         part.replace(path)
-    except BaseException:  # Ctrl-C too, because nothing half-written may stay
+    except BaseException:  # Ctrl-C too: no half-written file may stay
         part.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)  # synced too, because it has the new name
+    directory = os.open(path.parent, os.O_RDONLY)  # sync the new name too
     try:
         os.fsync(directory)
     finally:
@@ -195,7 +195,7 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     Returns:
         Its bytes, and its checksum.
     """
-    # The widest dtypes first, as safetensors does, so that each tensor is aligned.
+    # As in safetensors, the widest dtypes come first, so that each tensor is aligned.
     by_width = sorted(pieces.items(), key=lambda item: -item[1][0].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt", "examples": f"{start}:{stop}"}}
     end = 0
@@ -211,7 +211,7 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     checksum = xxh3_128()
 
     def write(file: BinaryIO) -> None:
-        parts: Iterator[bytes | memoryview] = (  # one at a time, because `reshape` may copy
+        parts: Iterator[bytes | memoryview] = (  # lazy: `reshape` may copy a tensor
             tensor.reshape(-1).view(torch.uint8).numpy().data
             for _, tensors in by_width
             for tensor in tensors
@@ -232,7 +232,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def shard_faults(directory: Path, index: Index, checksums: bool) -> Iterator[str]:
     """Yield a sentence for each shard that differs from what was written.
 
-    Without `checksums`, only missing files and wrong sizes are found, because no file is read.
+    Without `checksums`, no file is read: only missing files and wrong sizes are found.
     """
     for shard in index.shards:
         path = directory / shard.file
@@ -258,7 +258,7 @@ class Stored:
 
     def __init__(self, directory: Path, index: Index, entry: Entry) -> None:
         self._directory, self._index, self.entry = directory, index, entry
-        # By shard: the row at which each example's tokens end, because examples differ in tokens.
+        # Shard -> the row at which each example's tokens end: `token_mask` varies their number.
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -283,7 +283,7 @@ class Stored:
             (rows,) = self._pieces([numbers])
             return rows if self.entry.axis == "token" else rows[0]
         pieces = self._pieces(numbers)
-        # With an empty tensor, because torch.cat([]) knows neither shape nor dtype.
+        # The empty tensor gives the shape and dtype if there are no pieces.
         empty = torch.empty((0, *self.entry.shape), dtype=self.dtype, device="cpu")
         return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
@@ -309,9 +309,9 @@ class Stored:
                 raise IndexError(f"there is no example {number} among {len(self)}: see len(saved)")
         return examples[index] if isinstance(index, int) else [examples[n] for n in index]
 
-    def of_shard(self, number: int) -> torch.Tensor:
+    def map_shard(self, number: int) -> torch.Tensor:
         """Map all rows of a shard; the disk is read when they are used."""
-        # Anew at each call, because a caller may change the tensor in place.
+        # Not cached: a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file
         verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
@@ -336,7 +336,7 @@ class Stored:
     def _pieces(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Return the rows of some examples, in one piece for each run of consecutive ones."""
         pieces: list[torch.Tensor] = []
-        mapped: dict[int, torch.Tensor] = {}  # each shard once, because mapping takes longer
+        mapped: dict[int, torch.Tensor] = {}  # each shard is mapped once
         at = 0
         while at < len(numbers):
             start = numbers[at]
@@ -347,7 +347,7 @@ class Stored:
             while at + count < len(numbers) and numbers[at + count] == start + count < shard.stop:
                 count += 1
             if number not in mapped:
-                mapped[number] = self.of_shard(number)
+                mapped[number] = self.map_shard(number)
             first = start - shard.start
             pieces.append(mapped[number][self._rows(number, first, first + count)])
             at += count
@@ -359,6 +359,6 @@ class Stored:
             return slice(start, stop)
         if shard not in self._ends:
             (mask,) = (entry for entry in self._index.entries if entry.name == TOKEN_MASK)
-            saved = Stored(self._directory, self._index, mask).of_shard(shard)
+            saved = Stored(self._directory, self._index, mask).map_shard(shard)
             self._ends[shard] = [0, *saved.sum(1).cumsum(0).tolist()]
         return slice(self._ends[shard][start], self._ends[shard][stop])

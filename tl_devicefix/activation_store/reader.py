@@ -89,7 +89,7 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            # Here, as in `cache`; by this name, because TransformerLens 3 has renamed its `utils`.
+            # Imported late, as in `cache`. This path works in 2, 3 and 4: 3 renamed `utils`.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -115,12 +115,13 @@ class SavedActivations:
     def cache(self, examples: Examples, model: Model | None = None) -> ActivationCache:
         """Return an ActivationCache of an example (without a batch axis), or of several.
 
-        An entry is read each time that you ask for it; methods that need several read all of them.
+        An entry is read from disk each time that you ask for it. Methods that need several entries
+        read all of them.
 
         Args:
             examples: an example's number, a slice, or a list of numbers.
             model: for methods that need one, such as `accumulated_resid`. Activations are
-                read at its home; without a model, on the CPU.
+            read to its first device; without a model, to the CPU.
 
         Returns:
             A cache with TransformerLens's names, `[batch, pos, ...]`, or `[pos, ...]` of one
@@ -131,7 +132,7 @@ class SavedActivations:
             IndexError: if there is no such example.
             TypeError: if `examples` is no number, slice or list of numbers.
         """
-        # Here, because importing TransformerLens takes longer than reading.
+        # Imported late: importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache
 
         from tl_devicefix.gathering.caches import CacheAtHome
@@ -152,11 +153,11 @@ class SavedActivations:
             placement = placement_of(model)
             home = placement.home if placement else next(model.parameters()).device
         self.tokens.numbers(examples)  # raises for other indices
-        # Any, because a cache calls its partials, so that its readers see tensors only.
+        # Any: a CacheAtHome calls the partials, so that whoever reads it gets tensors.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
-        of_model: Any = _NoModel() if model is None else model
+        cache_model: Any = _NoModel() if model is None else model
         has_batch_dim = not isinstance(examples, int)
-        return ActivationCache(CacheAtHome(home).of(reads), of_model, has_batch_dim)
+        return ActivationCache(CacheAtHome(home).of(reads), cache_model, has_batch_dim)
 
     def activations(
         self,
@@ -170,21 +171,21 @@ class SavedActivations:
         """Return batches of tokens' activations, for SAELens's SAETrainer or dictionary_learning.
 
         Args:
-            name: of an activation.
-            batch_size: tokens in a batch.
-            shuffle: each token once an epoch, in an order that is drawn by blocks; see
-                `TokenBatches`. False: as on disk.
-            seed: of the order.
-            device: where batches are brought; by default they are on the CPU.
-            epochs: how often; None for ever.
+            name: the activation's name.
+            batch_size: the number of tokens in a batch.
+            shuffle: True for a random order, each token once an epoch (`TokenBatches` says how);
+                False for the order on disk.
+            seed: the seed of the order.
+            device: the device of the batches; by default the CPU.
+            epochs: the number of epochs; None for batches without end.
 
         Returns:
             An iterator of tensors `[batch_size, ...]`. A row is a token, or an example for
-            attention patterns, and for activations without an axis of tokens after `transform`.
+            attention patterns, and for activations whose token axis `transform` removed.
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
-        # 1 without shards, because a save that was interrupted early has none.
+        # A save that was interrupted early has no shards.
         largest = max((shard.bytes for shard in self.index.shards), default=1)
         return TokenBatches(
             stored,
@@ -194,7 +195,7 @@ class SavedActivations:
             device=device,
             epochs=epochs,
             group_bytes=largest // 2,  # three groups and the batches take less than two shards
-            # [examples, pos, ...], unless `transform` has taken the axis of tokens away
+            # [examples, pos, ...], unless `transform` removed the token axis
             by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
         )
 
@@ -205,7 +206,7 @@ class SavedActivations:
     def verify(self) -> list[str]:
         """Read all shards, and compare them with their checksums.
 
-        Only this finds values that have changed on disk, because reading does not compare.
+        Only this finds values that changed on disk: reading compares no checksums.
 
         Returns:
             A sentence for each shard that is not as it was written; empty if all are.

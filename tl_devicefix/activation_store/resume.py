@@ -20,7 +20,7 @@ LOCK = ".tl_devicefix.lock"
 _FIELDS = (
     # The shapes of a model's activations.
     *("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab"),
-    "normalization_type",  # "LNPre" if norms are folded, so that activations have other values
+    "normalization_type",  # "LNPre" if norms are folded, which changes activations
 )
 
 
@@ -37,7 +37,7 @@ def locked(directory: Path) -> Iterator[None]:
         ) from error
     with open(directory / LOCK, "ab") as file:
         try:
-            # Without waiting, because the other process may save for hours.
+            # Do not wait: the other process may save for hours.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(
@@ -47,7 +47,7 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not by closing, because a DataLoader's worker may keep the file open for longer.
+            # Closing is not enough: a DataLoader's worker may keep the file open for longer.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -57,7 +57,7 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     Raises an error if saving cannot continue there.
     """
     if not (directory / INDEX).exists():
-        if (directory / shard_name(0)).exists():  # because its activations would be overwritten
+        if (directory / shard_name(0)).exists():  # saving would overwrite it
             raise FileExistsError(
                 f"{directory} has a {shard_name(0)}, but no {INDEX}: put the {INDEX} back, or give "
                 "another directory"
@@ -76,7 +76,7 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     if all(exists):
         return index
     first = exists.index(False)
-    if not first or any(exists[first:]):  # because later shards would be lost
+    if not first or any(exists[first:]):  # later shards would be lost
         more = f", or delete those after {index.shards[first].file} too" if first else ""
         raise FileNotFoundError(
             f"{directory / index.shards[first].file} is missing, and resume=True computes only the "

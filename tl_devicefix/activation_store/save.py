@@ -65,8 +65,8 @@ def save_activations(
 
     A stream of its own copies activations to CPU memory, and a thread writes them. If the disk is
     slower than the devices, the devices wait. CPU memory holds two shards and a few batches,
-    however long the run. Over several devices, several batches run at once (`pipeline_map`). An
-    activation that all examples share, such as rotary tables, is stored for each of them.
+    however long the run. On several devices, several batches run at the same time (`pipeline_map`).
+    An activation that all examples share, such as rotary tables, is stored for each of them.
 
     However a call ends, the shards that its index lists are complete. The same call with
     ``resume=True`` continues, and ends with the same bytes. It reads `batches` from the beginning
@@ -90,7 +90,7 @@ def save_activations(
             if the batches are texts, or dicts with one.
         resume: continue after the activations in the directory, if there are any.
         shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit, at least one.
-        max_in_flight: how many batches are run at once; see `pipeline_map`.
+        max_in_flight: how many batches may be in flight; see `pipeline_map`.
         progress: show a bar.
         arguments: of the forward, such as `stop_at_layer`.
 
@@ -169,14 +169,14 @@ class _Saving:
             raise ValueError("batches has no batch: give at least one")
         self._first = batch
         n_examples, self._width = batch.inputs.shape
-        # By pipeline_map, because hooks of the first batch have to act as those of the others.
+        # By pipeline_map, like the other batches, so that hooks act in the same way.
         (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
         self._entries = self._entries_of(batch, tensors)
         if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
             self._arguments = {"return_type": None, **self._arguments}
 
         self._total = self._n_bytes = None
-        if self._n_batches >= 0:  # at most: the last one may be smaller
+        if self._n_batches >= 0:  # upper bounds: the last batch may be smaller
             first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
             self._total = n_examples * self._n_batches
             self._n_bytes = first_bytes * self._n_batches
@@ -188,10 +188,10 @@ class _Saving:
             *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in batch.stored.items()),
             *self._entries.values(),
         )
-        rows = {"example": 1, "token": self._width}  # at most: fewer tokens may be saved
-        of_example = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
-        # At least one, because an example is not split over shards.
-        per_shard = max(1, shard_bytes // of_example)
+        rows = {"example": 1, "token": self._width}  # an upper bound: fewer tokens may be saved
+        example_bytes = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
+        # At least one: an example is never split across shards.
+        per_shard = max(1, shard_bytes // example_bytes)
         made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
         index = Index(on_disk.model_fields(self._model), made_by, entries, per_shard)
         self._index = index if saved is None else saved
@@ -201,7 +201,7 @@ class _Saving:
         else:
             self._saved.compare_index(index)
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
-        # Kept until its turn, so that the first batch is run once.
+        # `_run` returns these in the first batch's turn, so that it runs once.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
         self._first_tensors = {} if is_on_disk else tensors
 
@@ -219,7 +219,7 @@ class _Saving:
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
             batches = self._remaining(writer)
-            # Any, because an Iterator has no `close` in its type.
+            # Any: the type Iterator has no `close`.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:
@@ -293,7 +293,7 @@ class _Saving:
             return_cache_object=False,
             **{**self._arguments, **batch.arguments},
         )
-        return self._selection.of(cache, len(batch.inputs), batch.saved)
+        return self._selection.select(cache, len(batch.inputs), batch.saved)
 
     def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())

@@ -43,7 +43,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         mask = self.token_mask
-        # The type first, because `==` of a tensor compares its elements.
+        # Check the type first: `==` on a tensor compares its elements.
         is_name = isinstance(mask, str) and mask == "attention_mask"
         if not (mask is None or is_name or callable(mask)):
             raise ValueError(
@@ -64,9 +64,9 @@ class Selection:
                 f"token_mask must return a tensor of booleans {list(tokens.shape)}, as the tokens, "
                 f"but returned {saved.dtype} {list(saved.shape)}"
             )
-        return saved.to("cpu", copy=True)  # because it is written later, and may be a reused buffer
+        return saved.to("cpu", copy=True)  # it is written later, and may be a reused buffer
 
-    def of(
+    def select(
         self,
         cache: Mapping[str, torch.Tensor],
         n_examples: int,
@@ -100,7 +100,7 @@ class Selection:
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
-        # Asked again, because a Bridge caches some activations under a second name too.
+        # Ask again: a Bridge caches some activations under a second name too.
         asked = self.names_filter
         return asked is None or bool(asked(name) if callable(asked) else name in asked)
 
@@ -158,7 +158,7 @@ def checked_names(
         return names_filter
     names = [names_filter] if isinstance(names_filter, str) else list(names_filter)
     for name in names:
-        if name not in model.hook_dict:  # because `run_with_cache` would ignore it
+        if name not in model.hook_dict:  # `run_with_cache` would ignore it
             raise ValueError(
                 f"names_filter has {shown(name)}, which is no hook point of this model (names are "
                 "in model.hook_dict; a function such as "
@@ -189,10 +189,10 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
         if isinstance(inputs, list):
             inputs = model.to_tokens(inputs)
             bos = model.cfg.default_prepend_bos
-            assert model.tokenizer is not None  # because `to_tokens` has used it
-            # By TransformerLens, because a BOS token may be the padding token too.
+            assert model.tokenizer is not None  # `to_tokens` has used it
+            # TransformerLens's mask keeps a BOS token that is also the padding token.
             mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
-            mask = None if mask.all() else mask  # so that the forward needs no masking
+            mask = None if mask.all() else mask  # the forward is faster without a mask
         elif mask is None and isinstance(how := selection.token_mask, str):
             raise ValueError(
                 f"token_mask={how!r} needs batches with an attention_mask, but item {number} has "
@@ -205,14 +205,14 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
                 f"{list(inputs.shape)} of {inputs.dtype}: "
                 "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
-        inputs = inputs.clone()  # because a loader may reuse the memory for its next batch
+        inputs = inputs.clone()  # a loader may reuse the memory for its next batch
         mask = None if mask is None else _as_tensor(mask).clone()
         if mask is not None and mask.shape != inputs.shape:
             raise ValueError(
                 f"the attention_mask of a batch is {list(mask.shape)}, but its tokens are "
                 f"{list(inputs.shape)}: give one value for each token"
             )
-        # Both [batch, pos]; int64, because that is the dtype on disk whatever the loader's is.
+        # Both [batch, pos]. Tokens are int64 on disk, whatever dtype the loader gives.
         tokens = inputs.cpu().long()
         seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu().bool()
         stored = {TOKENS: tokens, MASK: seen}
@@ -222,7 +222,7 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
 
 
 def _as_tensor(values: object) -> torch.Tensor:
-    # Tensors stay, because `torch.as_tensor` would move one to torch's default device.
+    # `torch.as_tensor` would move a tensor to torch's default device.
     return values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
 
 

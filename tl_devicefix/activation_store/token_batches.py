@@ -31,20 +31,21 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     With `shuffle=True`, rows are mixed in groups of half a shard's bytes. A group has blocks of
     256 KiB from anywhere on disk, in a random order of its rows. So you get a permutation of all
-    rows, but not each one is equally likely. The same seed gives the same order, and each epoch has
-    another. An epoch's last batch has the remaining rows.
+    rows, but not every permutation is equally likely. The same seed gives the same order, and each
+    epoch has another. An epoch's last batch has the remaining rows.
 
-    A thread reads ahead, so up to three groups are in memory. A batch that you keep holds its whole
-    group, so clone it. A process that you fork later has no such thread, and would wait for ever:
-    make new batches there. `state_dict()` has the position, and `load_state_dict` continues there.
+    A thread reads ahead, so up to three groups are in memory. A batch that you keep is a view that
+    keeps its whole group alive, so clone it. A process that you fork later has no such thread, and
+    would wait for ever: make new batches there. `state_dict()` has the position, and
+    `load_state_dict` continues there.
 
     Args:
         stored: the activation.
         batch_size: the number of rows in a batch.
         shuffle: False for the order on disk.
         seed: the seed of the order.
-        device: the device of batches; by default they are on the CPU.
-        epochs: how often all rows are handed out; None for ever.
+        device: the device of the batches; by default the CPU.
+        epochs: how often all rows are handed out; None for batches without end.
         group_bytes: the size of a group, of which three are in memory.
         by_token: True if the second axis is tokens, so that rows are tokens.
 
@@ -67,16 +68,16 @@ class TokenBatches(Iterator[torch.Tensor]):
         if shuffle not in (True, False):
             raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-            if value is not None and value < 1:  # of which batches would be none, or never come
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
-        # torch resolves an index, because `resolve` would import TransformerLens for it.
+        # torch resolves an index: for one, `resolve` would import TransformerLens.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
-        # Rounded up, because an epoch's last batch may be smaller.
-        self._batches_of_epoch = -(-self._rows.count // batch_size)
+        # Rounded up: an epoch's last batch may be smaller.
+        self._batches_per_epoch = -(-self._rows.count // batch_size)
         self._handed_out = 0
         self._running: Generator[torch.Tensor, None, None] | None = None
 
@@ -88,7 +89,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         """
         if self._epochs is None:
             raise TypeError("batches with epochs=None have no length: pass a number of epochs")
-        return self._epochs * self._batches_of_epoch
+        return self._epochs * self._batches_per_epoch
 
     def __next__(self) -> torch.Tensor:
         if not self._rows.count or (self._epochs is not None and self._handed_out >= len(self)):
@@ -100,16 +101,16 @@ class TokenBatches(Iterator[torch.Tensor]):
             batch = next(self._running)
             batch = batch if self._device is None else batch.to(self._device)
         except BaseException:
-            self.close()  # because the next try has to read this batch again
+            self.close()  # the next try has to read this batch again
             raise
         self._handed_out += 1
         return batch
 
     def _from_here(self) -> Generator[torch.Tensor, None, None]:
-        epoch, batch = divmod(self._handed_out, self._batches_of_epoch)
+        epoch, batch = divmod(self._handed_out, self._batches_per_epoch)
         groups = _Groups(self._rows, self._group_rows, self._shuffle, self._seed)
         row = batch * self._batch_size
-        # Not a method, because the thread has to end when this object is dropped.
+        # A function, not a method: the thread must not keep this object alive.
         read = _ahead(groups.read(epoch, row, self._epochs))
         return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 
@@ -168,16 +169,16 @@ class TokenBatches(Iterator[torch.Tensor]):
 def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the same groups, while a thread reads the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="activations reader") as reader:
-        future = reader.submit(next, groups, None)  # because `next` reads the disk
+        future = reader.submit(next, groups, None)  # `next` reads the disk
         while (group := future.result()) is not None:
             future = reader.submit(next, groups, None)
             yield group
 
 
 def _batches(
-    groups: Iterator[torch.Tensor], batch_size: int, left: int, of_epoch: int
+    groups: Iterator[torch.Tensor], batch_size: int, left: int, epoch_rows: int
 ) -> Generator[torch.Tensor, None, None]:
-    """Cut groups into batches: `left` rows in the first epoch, then `of_epoch` rows each."""
+    """Cut groups into batches: `left` rows in the first epoch, then `epoch_rows` rows each."""
     # groups   [a a a a a][b b b b b][c ...     a batch may have rows of several groups,
     # batches  [a a a][a a b][b b b][b c ...    but not of two epochs
     parts: list[torch.Tensor] = []
@@ -190,7 +191,7 @@ def _batches(
             if not missing:
                 yield parts[0] if len(parts) == 1 else torch.cat(parts)
                 parts.clear()
-                left = left or of_epoch
+                left = left or epoch_rows
                 missing = min(batch_size, left)
 
 
@@ -203,13 +204,13 @@ class _Rows:
         self._is_flat = by_token and entry.axis == "example"
         n_tokens = entry.shape[0] if self._is_flat else 1
         self.shape = entry.shape[1:] if self._is_flat else entry.shape
-        self.of_shards = [n * n_tokens for n in stored.rows_of_shards()]
-        self.count = sum(self.of_shards)
+        self.rows_by_shard = [n * n_tokens for n in stored.rows_of_shards()]
+        self.count = sum(self.rows_by_shard)
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
-    def mapped(self, shard: int) -> np.ndarray:
+    def shard_bytes(self, shard: int) -> np.ndarray:
         """Return a shard's rows as bytes, which numpy copies fastest."""
-        rows = self._stored.of_shard(shard)  # [examples, pos, ...], or [rows, ...]
+        rows = self._stored.map_shard(shard)  # [examples, pos, ...], or [rows, ...]
         rows = rows.flatten(0, 1) if self._is_flat else rows  # [rows, ...]
         # [rows, bytes]
         return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
@@ -225,14 +226,14 @@ class _Groups:
         self._blocks = torch.tensor(
             [
                 (shard, start, min(block_rows, count - start))
-                for shard, count in enumerate(rows.of_shards)
+                for shard, count in enumerate(rows.rows_by_shard)
                 for start in range(0, count, block_rows)
             ],
             device="cpu",
         )
         self._mapped: dict[int, np.ndarray] = {}
 
-    def _of(self, epoch: int) -> tuple[torch.Tensor, ...]:
+    def _blocks_by_group(self, epoch: int) -> tuple[torch.Tensor, ...]:
         """Return the blocks of each group of an epoch, as (shard, first row, number of rows)."""
         blocks = self._blocks  # [blocks, 3]
         if self._shuffle:
@@ -244,7 +245,7 @@ class _Groups:
     def read(self, epoch: int, skip: int, epochs: int | None) -> Iterator[torch.Tensor]:
         """Yield the shuffled rows of each group, from an epoch's row `skip` on."""
         while epochs is None or epoch < epochs:
-            for number, blocks in enumerate(self._of(epoch)):
+            for number, blocks in enumerate(self._blocks_by_group(epoch)):
                 size = int(blocks[:, 2].sum())
                 if skip < size:
                     places = self._permutation(size, epoch, number) if self._shuffle else None
@@ -256,11 +257,11 @@ class _Groups:
         self, blocks: list[list[int]], size: int, places: torch.Tensor | None
     ) -> torch.Tensor:
         """Read the rows of some blocks, each to its place; None keeps the order on disk."""
-        # [rows, bytes]; by numpy, because it uses huge pages
+        # [rows, bytes]; numpy allocates huge pages
         out, at = np.empty((size, self._rows.bytes), np.uint8), 0
         for shard, start, count in sorted(blocks):  # sorted, so that the disk reads forwards
             if shard not in self._mapped:
-                self._mapped[shard] = self._rows.mapped(shard)
+                self._mapped[shard] = self._rows.shard_bytes(shard)
             where = slice(at, at + count) if places is None else places[at : at + count].numpy()
             out[where] = self._mapped[shard][start : start + count]
             at += count
@@ -268,7 +269,7 @@ class _Groups:
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
         """Draw a permutation that depends on seed, epoch and group alone."""
-        # So `load_state_dict` can skip groups without drawing theirs.
+        # `load_state_dict` can then skip groups without drawing theirs.
         drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
         return torch.randperm(count, generator=generator, device="cpu")

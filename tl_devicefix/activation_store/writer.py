@@ -47,9 +47,9 @@ def start_copies(
             copies[name] = copy().copy_(tensor)
             continue
         stream = _copy_stream(tensor.device)
-        # The copy waits for the forward's kernels, because these write the tensor.
+        # The copy waits for the kernels that write the tensor.
         stream.wait_stream(module.current_stream(tensor.device))
-        # Otherwise the tensor's memory would be reused as soon as the forward drops it.
+        # Record the stream, so that the allocator does not reuse the memory before the copy.
         tensor.record_stream(stream)
         with module.stream(stream):
             copies[name] = copy(pin_memory=True).copy_(tensor, non_blocking=True)
@@ -59,7 +59,7 @@ def start_copies(
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    # Not the one of `offload/copying.py`, because weights would wait behind activations.
+    # Not the stream of `offload/copying.py`: weights would wait behind activations.
     return module_with_streams(device).Stream(device)
 
 
@@ -82,17 +82,17 @@ class Writer:
         self._largest, self._n_taken = 0, index.n_examples
         self._has_ended = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="activations writer")
-        # Batches that may not be on disk yet. A single thread, because shards are in order.
+        # Batches that may not be on disk yet. A single thread writes them in order.
         self._writes: deque[Future[None]] = deque()
 
     def make_room(self, n_examples: int) -> None:
         """Wait until host memory has room for more examples; raises the errors of the thread."""
         self._largest = max(self._largest, n_examples)
         self._n_taken += n_examples
-        # No less, because the writer would wait for a batch that waits for the writer.
-        most = 2 * self.index.examples_per_shard + self._n_batches * self._largest
+        # With less room, the writer would wait for a batch that waits for the writer.
+        limit = 2 * self.index.examples_per_shard + self._n_batches * self._largest
         while self._writes and (
-            self._writes[0].done() or self._n_taken - self.index.n_examples > most
+            self._writes[0].done() or self._n_taken - self.index.n_examples > limit
         ):
             self._writes.popleft().result()
 
@@ -111,16 +111,16 @@ class Writer:
                 self._writes.append(self._pool.submit(self._unless_ended, self._complete))
             wait(self._writes)
         except BaseException:
-            self._has_ended = True  # so that batches in the queue are not written
+            self._has_ended = True  # batches in the queue are not written
             raise
         finally:
-            self._pool.shutdown()  # because until then nobody else may write to the directory
+            self._pool.shutdown()  # until then nobody else may write to the directory
         for written in self._writes if is_complete else ():
             written.result()
 
     def _unless_ended(self, write: Callable[..., None], *args: Copied) -> None:
         """Write, unless an earlier write failed or `close` was interrupted."""
-        if self._has_ended:  # because later shards would lack examples
+        if self._has_ended:  # later shards would lack examples
             return
         try:
             write(*args)
@@ -134,8 +134,8 @@ class Writer:
 
     def _add(self, copied: Copied) -> None:
         """Add a batch's examples to their shards."""
-        # batches  [0 1 2 3][4 5 6 7][8 9 ...     are cut where a shard is full, because
-        # shards   [0 1 2 3 4 5][6 7 8 9 10 11]   the index alone says how many it holds
+        # batches  [0 1 2 3][4 5 6 7][8 9 ...     are cut where a shard is full:
+        # shards   [0 1 2 3 4 5][6 7 8 9 10 11]   each has `examples_per_shard`
         copied.wait()
         ends = [0, *accumulate(copied.tokens)]
         start, count = copied.skip, len(copied.tokens)

@@ -1,4 +1,4 @@
-"""The demo: run the shipped checkpoint over several devices, and find its recall heads."""
+"""The demo: run the shipped checkpoint across several devices, and find its recall heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ N_PROMPTS, N_FACTS, SEED = 64, 8, 0
 
 
 def run_demo(n_devices: int) -> bool:
-    """Load the shipped checkpoint over `n_devices`, compare it, and show its recall heads.
+    """Load the shipped checkpoint across `n_devices`, compare it, and show its recall heads.
 
     Returns True if it agrees with the unfolded Hugging Face model.
     """
@@ -42,7 +42,7 @@ def run_demo(n_devices: int) -> bool:
             f"Face model on the CPU: largest difference {difference:.1e} "
             f"({'ok' if difference < TOLERANCE else 'TOO LARGE'}: {TOLERANCE:.0e} is rounding)"
         )
-        # [batch, pos, d_vocab] -> [batch], at the end of every prompt, because all are as long
+        # [batch, pos, d_vocab] -> [batch]: the last position, as all prompts are equally long
         words = [model.to_string([token]) for token in logits[:, -1].argmax(dim=-1).tolist()]
         right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
         print(f"\n  {prompts[0].text} -> {words[0]}")
@@ -68,7 +68,7 @@ def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
 
 @contextlib.contextmanager
 def devices_for(n_devices: int) -> Iterator[str]:
-    """Make devices available within a `with` block: real ones, or simulated ones if there are few.
+    """Make devices available within a `with` block: simulated ones if there are too few real ones.
 
     After `init_hosts`, devices of all hosts count.
 
@@ -83,7 +83,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
         yield f"Using {n_devices} device(s) of {len(hosts) + 1} hosts."
         return
     n_real = device_count(accelerator.type)
-    is_simulated = accelerator.type == DEVICE_TYPE  # the load says if too few
+    is_simulated = accelerator.type == DEVICE_TYPE  # the load raises if there are too few
     if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and n_real >= n_devices):
         yield f"Using {n_devices} {accelerator.type} device(s)."
         return
@@ -107,7 +107,7 @@ def largest_difference(
     reference: Float[torch.Tensor, "batch pos d_vocab"],
 ) -> float:
     """Return the largest difference between two models' log probabilities, compared on the CPU."""
-    # Not of logits, because centring the unembedding moves all logits of a position.
+    # Logits themselves differ: centring the unembedding shifts all logits of a position.
     ours = logits.detach().cpu().log_softmax(dim=-1)
     return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()
 

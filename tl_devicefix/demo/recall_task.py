@@ -4,10 +4,10 @@ A prompt states some facts, one sentence each, and then asks for one of them aga
 
     Alice likes green . Bob likes red . Carol likes blue . Bob likes
 
-The next word is ``red``. Who likes what is drawn anew for every prompt, so that nothing but the
-context tells the answer: a model has to look it up, with its attention heads.
+The next word is ``red``. Who likes what is drawn anew for every prompt, so the answer is in the
+context only: a model has to look it up with its attention heads.
 
-``training/train_recall.py`` makes the sentences that it was trained on, of the same words.
+``training/train_recall.py`` makes the training sentences of the checkpoint from the same words.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ OBJECTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """A prompt whose next word only its context tells."""
+    """A prompt whose next word can be known from its context only."""
 
     text: str  # with one space between any two tokens; it ends with the verb of the question
     answer: str  # the word that should come next: the object of the fact asked for
-    answer_position: int  # of the answer in the context; 0 is <bos>, which is not in `text`
+    answer_position: int  # the answer's position in the context; 0 is <bos>, not in `text`
 
 
 def recall_prompts(n: int, seed: int, n_facts: int) -> list[RecallPrompt]:

@@ -1,7 +1,7 @@
-"""The self-check: test whether a model may be spread over this machine's devices.
+"""The self-check: test whether a model may be split across this machine's devices.
 
-Some boards corrupt copies between two devices without an error. So every pair of devices is
-compared through the CPU before a model runs.
+Some machines corrupt copies between two devices without an error. So copies between all pairs of
+devices are compared on the CPU before a model runs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tl_devicefix.simulation import simulate
 # 18 MB of float32; odd, so that the last vector access is partial.
 _COPY_ELEMENTS = 4_500_003
 _SMALL = 1023
-# The size of matrices, and how many products of them take longer than a backward of one number.
+# The size of matrices, and how many products of them keep a stream busy for long enough.
 _BUSY = 4096, 20
 _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
-_LONGEST = 8  # devices in a row, because the shipped checkpoint has as many blocks
+_LONGEST = 8  # devices at a time: the shipped checkpoint has eight blocks
 _SIMULATED = 4
 _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devicefix")
 
@@ -65,11 +65,11 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
-    # Ordered pairs, because a copy may be wrong in one direction alone.
+    # Ordered pairs: a copy may be wrong in one direction only.
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
     checks += [_check_streams(device) for device in devices if module_with_streams(device)]
-    # The devices after the first eight too, in rows of eight.
+    # Then the devices after the first eight, eight at a time.
     for start in range(_LONGEST, n_devices, _LONGEST):
         checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
@@ -83,7 +83,7 @@ def _verdict(checks: list[bool], good: str) -> bool:
 def _check_copy(source: torch.device, target: torch.device) -> bool:
     """Return True if copies between two devices arrive intact, read through the CPU."""
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
-    # Not contiguous, empty, and of no dimension, because these take other paths.
+    # Not contiguous, empty, and 0-dimensional: torch has other code for these.
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
         int((sent.to(source).to(target).cpu() != sent).sum())
@@ -95,8 +95,8 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 
 def _check_streams(device: torch.device) -> bool:
     """Return True if a gradient keeps its memory until another stream has read it."""
-    # torch's autograd says so to the device's guard (`recordDataPtrOnStream`), which a backend may
-    # lack; then gradients in flight are wrong without an error.
+    # Autograd calls `recordDataPtrOnStream` of the device's guard. A backend may lack it, and then
+    # gradients of runs at the same time are wrong without an error.
     module = torch.get_device_module(device.type)
     size, products = _BUSY
     main, side = module.current_stream(device), module.Stream(device)
@@ -105,11 +105,11 @@ def _check_streams(device: torch.device) -> bool:
     x = torch.ones(_COPY_ELEMENTS, device=device, requires_grad=True)
     written: list[torch.Tensor] = []
 
-    def keep_busy(gradient: torch.Tensor) -> None:  # the stream that will read this gradient
+    def keep_busy(gradient: torch.Tensor) -> None:  # delays the stream that reads the gradient
         for _ in range(products):
             torch.mm(matrix, matrix, out=product)
 
-    def write(gradient: torch.Tensor) -> None:  # to free memory, meanwhile, by the main stream
+    def write(gradient: torch.Tensor) -> None:  # on the main stream, to free memory
         written.extend(torch.zeros_like(weight) for _ in range(4))
 
     read_last = x * 3
@@ -129,7 +129,7 @@ def _check_streams(device: torch.device) -> bool:
 
 def _check_parity(n_devices: int, home: torch.device) -> bool:
     """Return True if the shipped checkpoint gives transformers' numbers on n devices."""
-    # Quiet, because TransformerLens prints a line for each load.
+    # TransformerLens prints a line for each load.
     with contextlib.redirect_stdout(io.StringIO()):
         model = load_checkpoint(n_devices, home)
     tokens = model.to_tokens([p.text for p in recall_prompts(8, seed=SEED, n_facts=N_FACTS)])
