@@ -1,1 +1,1 @@
-"""Read at home from all devices: caches, stacked weights, SVD."""
+"""Caches, stacked weights and SVD: tensors of all devices, read on the first one."""

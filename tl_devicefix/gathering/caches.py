@@ -1,6 +1,6 @@
 """Caches whose activations stay where they were computed, and are copied home at each read.
 
-The same dict serves for weights. Within `gather_on`, its device takes the place of home.
+Home is the model's first device; within `gather_on`, its device. The same dict serves for weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return {name: _read(value) for name, value in super().items()}
 
     def __iter__(self) -> Iterator[str]:
-        # Defined because dict(cache) and {**cache} would otherwise bypass __getitem__.
+        # Without this override, dict(cache) and {**cache} would bypass __getitem__.
         return super().__iter__()
 
     def __or__(self, other: Any) -> Any:
@@ -70,8 +70,8 @@ class CacheAtHome(dict[str, torch.Tensor]):
         name, value = super().popitem()
         return name, self._at_home(value)
 
-    if not TYPE_CHECKING:  # because their types are those of a dict's
-        # Mapping's versions, because a dict's own bypass `__getitem__`.
+    if not TYPE_CHECKING:  # their types are those of dict's methods
+        # dict's own methods bypass `__getitem__`.
         get, setdefault = MutableMapping.get, MutableMapping.setdefault
         items, values = MutableMapping.items, MutableMapping.values
 
@@ -79,7 +79,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         """Return a shallow copy that reads at home too."""
         return self.of(dict(super().items()))
 
-    __copy__ = copy  # because `copy.copy` would otherwise go by __reduce_ex__
+    __copy__ = copy  # otherwise `copy.copy` would use __reduce_ex__
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheAtHome:
         return self.of(copy.deepcopy(self.stored(), memo))
@@ -91,7 +91,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return new
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        # Saved as a plain dict, because torch.load(weights_only=True) refuses other classes.
+        # Pickled as an OrderedDict: torch.load(weights_only=True) refuses this class.
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -156,23 +156,23 @@ def read_all(original: Callable[..., Any], self: ActivationCache) -> Any:
     *("apply_ln_to_stack", "compute_head_results", "get_full_resid_decomposition"),
     *("get_neuron_results", "logit_attrs", "stack_head_results", "stack_neuron_results"),
     takes="self",
-    why="cached activations meet weights on one device",
+    why="cached activations and weights are brought to one device",
 )
 def reading_together(
     original: Callable[..., T], self: ActivationCache, *args: object, **kwargs: object
 ) -> T:
     """Wrap a method of ActivationCache that combines activations and weights of several blocks.
 
-    They meet on the device on which the cache is read: home, the device of `gather_on`, or the one
-    of `cache.to(...)`.
+    They are copied to the device on which the cache is read: home, the device of `gather_on`, or
+    the one of `cache.to(...)`.
     """
     device = _read_on(self)
     if device is not None:
         args, kwargs = bring_home((args, kwargs), device)  # such as a direction from a block
     read = functools.partial(original, self, *args, **kwargs)
     name = original.__name__
-    # On each block's device, because head results, [batch, pos, head, d_model], are larger than
-    # what they are made of. They stay there until they are read.
+    # Head results, [batch, pos, head, d_model], are larger than their factors: they are computed
+    # on each block's device, and stay there until they are read.
     in_place = name == "compute_head_results"
     return read_together(device, self.model, f"cache.{name}", read, in_place)
 
@@ -192,10 +192,10 @@ def changing_in_place(
         return original(self, *args, **kwargs)
     in_place = _in_place(self)
     changed = original(in_place, *args, **kwargs)
-    if changed is not in_place:  # but a new cache, of a slice
+    if changed is not in_place:  # a new cache, of a slice
         changed.cache_dict = kept.of(changed.cache_dict)
         return changed
-    kept.update(in_place.cache_dict)  # because TransformerLens keeps the dict, too
+    kept.update(in_place.cache_dict)  # TransformerLens keeps the dict object too
     self.has_batch_dim = in_place.has_batch_dim
     return self
 
@@ -203,22 +203,22 @@ def changing_in_place(
 @patches(
     "ActivationCache",
     takes="self device",
-    why="activations go there from where they are, not by way of home",
+    why="activations are copied there directly, not by way of home",
 )
 def to(
     original: Callable[..., ActivationCache], self: ActivationCache, *args: object, **kwargs: object
 ) -> ActivationCache:
-    """Wrap `ActivationCache.to`: each activation goes there from where it is."""
+    """Wrap `ActivationCache.to`: each activation is copied there directly."""
     is_at_home = isinstance(self.cache_dict, CacheAtHome)
     moved = original(_in_place(self), *args, **kwargs).cache_dict
-    device = next(iter(_devices_of(moved).values()), None)
+    device = next(iter(_device_by_name(moved).values()), None)
     if device is not None and (is_at_home or spread_placement(self.model) is not None):
-        moved = CacheAtHome(device).of(moved)  # because it is read there from now on, not at home
+        moved = CacheAtHome(device).of(moved)  # reads go there from now on
     self.cache_dict = moved
     return self
 
 
-def _devices_of(cache_dict: Mapping[str, object]) -> dict[str, torch.device]:
+def _device_by_name(cache_dict: Mapping[str, object]) -> dict[str, torch.device]:
     return {name: value.device for name, value in cache_dict.items() if hasattr(value, "device")}
 
 
@@ -242,7 +242,7 @@ def _read_on(cache: ActivationCache) -> torch.device | None:
     if placement is None:
         return None
     # A plain dict: its activations are read at home, unless all were moved to one device.
-    devices = _devices_of(cache.cache_dict)
+    devices = _device_by_name(cache.cache_dict)
     lie_on = set(devices.values())
     was_brought = len(lie_on) == 1 and any(
         placement.device_for(name) != device for name, device in devices.items()

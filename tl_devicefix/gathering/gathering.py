@@ -46,14 +46,14 @@ def home_of(model: object) -> torch.device | None:
 
 
 class ReadAt(JoinedAt):
-    """Within it, functions that are written for one device read a model on several.
+    """A mode in which functions written for one device can read a model on several.
 
     Args:
-        device: where tensors of two devices meet, and stacks are made, in one copy.
+        device: the device to which operands on two devices are copied, and where stacks are made.
         model: the model, or what a cache has in its place.
         what: the name of what is read, for messages.
-        in_place: True if tensors that the functions bring home stay where they are until they meet
-            others, and False if they come to `device`.
+        in_place: True to leave tensors that the functions bring home where they are, until an
+            operation mixes them with others; False to copy them to `device`.
     """
 
     def __init__(self, device: torch.device, model: object, what: str, in_place: bool) -> None:
@@ -64,14 +64,14 @@ class ReadAt(JoinedAt):
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Return the device of the reading."""
-        # Offloaded weights come to the one other device, because they are used on it as ever.
+        # Offloaded weights are copied to the one other device, on which their block runs.
         others = devices - {CPU}
         return next(iter(others)) if len(others) == 1 and self._device != CPU else self._device
 
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        # With `in_place` it stays for now, because the next call may need a few rows of a W_U only.
+        # With `in_place` it stays for now: the next call may need a few rows of a W_U only.
         is_brought = func is torch.Tensor.to and args[1:] in ((self._home,), (self._device,))
         if is_brought and not kwargs and args[0].device in self._devices:
             return args[0] if self._in_place else args[0].to(self._device)
@@ -92,7 +92,7 @@ class _StackOn(torch.autograd.Function):
         device: torch.device, *tensors: Shaped[torch.Tensor, "*part"]
     ) -> Shaped[torch.Tensor, "block ..."]:
         first = tensors[0]
-        # Not `torch.stack` of copies, because a stack of a large model leaves no room for both.
+        # `torch.stack` of copies would need memory for the copies and for the stack.
         stack = torch.empty((len(tensors), *first.shape), dtype=first.dtype, device=device)
         for part, tensor in zip(stack, tensors):
             part.copy_(tensor)  # [*part]
@@ -111,7 +111,7 @@ class _StackOn(torch.autograd.Function):
 
 def check_room(needed: int, device: torch.device, what: str) -> None:
     """Check that a device has room for a tensor before it is copied."""
-    on_cpu = device.type == "cpu"  # of which `free_memory` knows nothing
+    on_cpu = device.type == "cpu"  # `free_memory` does not report host memory
     room = psutil.virtual_memory().available if on_cpu else free_memory(device)
     if room is not None and needed > room:
         other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
@@ -136,15 +136,15 @@ def read_together(
     return move(mapped(result, lambda part: move(part, device)), device)
 
 
-_OF_KEY_VALUE_HEADS = ("W_K", "W_V", "b_K", "b_V")
-_OF_BLOCKS = ("W_Q", "W_O", "W_in", "W_gate", "W_out", "b_Q", "b_O", "b_in", "b_out")
-_OF_SEVERAL = ("accumulated_bias", "all_composition_scores", "tokens_to_residual_directions")
+_KEY_VALUE_NAMES = ("W_K", "W_V", "b_K", "b_V")
+_BLOCK_NAMES = ("W_Q", "W_O", "W_in", "W_gate", "W_out", "b_Q", "b_O", "b_in", "b_out")
+_COMBINING_NAMES = ("accumulated_bias", "all_composition_scores", "tokens_to_residual_directions")
 _SINGLE = ("W_E", "W_U", "b_U")
 _GATHERS = "weights of several devices are read at home, or on the device of `gather_on`"
 
 
-@patches("HookedTransformer", *_SINGLE, "W_pos", *_OF_BLOCKS, *_OF_SEVERAL, why=_GATHERS)
-@patches("TransformerBridge", *_SINGLE, *_OF_SEVERAL, "stack_params_for", why=_GATHERS)
+@patches("HookedTransformer", *_SINGLE, "W_pos", *_BLOCK_NAMES, *_COMBINING_NAMES, why=_GATHERS)
+@patches("TransformerBridge", *_SINGLE, *_COMBINING_NAMES, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
 def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a property that returns a weight, a stack of all blocks' weights, or their product."""
@@ -161,8 +161,8 @@ def stacked(original: Callable[..., T], self: Model, attr_path: str, *args: obje
     return read_together(gathering_device(self), self, what, read)
 
 
-@patches("HookedTransformer", *_OF_KEY_VALUE_HEADS, why=_GATHERS)
-def of_key_value_heads(
+@patches("HookedTransformer", *_KEY_VALUE_NAMES, why=_GATHERS)
+def stacked_key_value_heads(
     original: Callable[..., Shaped[torch.Tensor, "block head ..."]], self: Model
 ) -> Shaped[torch.Tensor, "block head ..."]:
     """Wrap `HookedTransformer.W_K` and `W_V`: grouped heads are repeated after stacking."""
@@ -174,7 +174,7 @@ def of_key_value_heads(
     what = f"model.{name}"
 
     def repeated() -> torch.Tensor:
-        # [block, key_head, ...]: after stacking, because repeated ones would be copied from afar.
+        # [block, key_head, ...]: repeat after stacking, so that fewer bytes cross devices.
         stack = torch.stack([getattr(block.attn, f"_{name}") for block in self.blocks])
         check_room(stack.nbytes * attn.repeat_kv_heads, device, what)
         return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)  # [block, head, ...]
