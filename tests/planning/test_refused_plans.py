@@ -45,8 +45,8 @@ if has_hooked_transformer():
     )
     TOO_MANY = "n_devices must be from 1 to 64, but is"
     REFUSED += [
-        (lambda: estimated(CFG, n_ctx=4), "no argument 'n_ctx' beside a config"),
-        (lambda: dry(CFG, n_ctx=4), "no argument 'n_ctx' beside a config"),
+        (lambda: estimated(CFG, n_ctx=4), "no argument 'n_ctx' for a config, which has"),
+        (lambda: dry(CFG, n_ctx=4), "no argument 'n_ctx' for a config, which has"),
         (lambda: estimated(batch_size=0), "batch_size must be an int of 1 or more, but is 0"),
         (lambda: estimated(n_devices=0), f"{TOO_MANY} 0"),
         (lambda: estimated(n_devices=10**9), f"{TOO_MANY} 1000000000"),

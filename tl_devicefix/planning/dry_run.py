@@ -81,7 +81,7 @@ class DryRun:
     """Each device's weights, its peak during the job, and the module at the peak."""
     transfers: Transfers
     """Every copy between devices, in order. Printing them shows a line for each pair."""
-    result: Any  # of any type, because `run` is the user's
+    result: Any  # whatever the user's `run` returns
     """The result of the job."""
     error: BaseException | None = None
     """The error that stopped it: operands on several devices, memory that ran out, or its own."""
@@ -131,8 +131,8 @@ def dry_run(
         config_or_model_name: as for `plan`: a name, a local checkpoint directory, or a config.
         run: your function of the model, as you write it for a loaded one: a forward,
             `run_with_cache`, `generate`, hooks, a backward, an optimizer's step.
-        n_devices: how many devices to spread over. If you leave it out, there are as many as the
-            other arguments name, and those that `max_memory` names are used.
+        n_devices: how many devices to split the model across. If you leave it out, there are as
+        many as the other arguments name, and those that `max_memory` names are used.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
         max_memory: as for `plan`.
         dtype: of the weights; by default float32, as for loading.
@@ -164,7 +164,7 @@ def dry_run(
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(numbers)
-    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # because `run` may set it
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # `run` may change it
     at_least = len(memory) if isinstance(memory, list | tuple) else 1  # one size for each
     request = device_request(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
@@ -182,7 +182,7 @@ def record_run(
     """Run the function, and record its memory and transfers on each device."""
     devices = range(len(machine.devices))
     weights = tuple(machine.memory_allocated(index) for index in devices)
-    # From zero, because making the model has moved and allocated too.
+    # Reset the counters: building the model used them too.
     for index in devices:
         machine.reset_peak_memory_stats(index)
     machine.reset_transfers()
@@ -197,9 +197,9 @@ def record_run(
     try:
         with _noting_what_runs(model, placement, running):
             result = run(model)
-    except Exception as caught:  # noqa: BLE001  # because the report is about the job's own errors
+    except Exception as caught:  # noqa: BLE001  # the job's own errors are what is reported
         error, stopped_at = caught, _where(caught, model)
-        traceback.clear_frames(caught.__traceback__)  # because their variables hold tensors
+        traceback.clear_frames(caught.__traceback__)  # their variables hold tensors
     finally:
         machine.on_peak = None
     return DryRun(
@@ -225,10 +225,10 @@ def record_run(
 @contextlib.contextmanager
 def _noting_what_runs(model: Model, placement: Placement, running: list[str]) -> Iterator[None]:
     """Keep `running` as the names of the components that run, innermost last."""
-    # Not of modules within them, because hooks there would keep more memory alive.
+    # Only components are hooked: hooks on modules within them would keep more memory alive.
 
     def entering(name: str) -> Callable[..., None]:
-        # Not a partial, because that would be taken for a hook of the user's.
+        # A lambda: a partial would be taken for a user's hook.
         return lambda *_: running.append(name)
 
     def leave(*_: object) -> None:
@@ -238,12 +238,12 @@ def _noting_what_runs(model: Model, placement: Placement, running: list[str]) ->
         for component, module in placement.modules_of(model):
             before = entering(component.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            # Always, because a caught error would leave the component in `running`.
+            # Called after errors too: a caught one would leave the component in `running`.
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
-_LIBRARIES = (*map(sysconfig.get_path, ("purelib", "stdlib")), str(Path(__file__).parents[1]))
+_LIBRARY_DIRS = (*map(sysconfig.get_path, ("purelib", "stdlib")), str(Path(__file__).parents[1]))
 
 
 def _where(error: BaseException, model: Model) -> str:
@@ -252,8 +252,8 @@ def _where(error: BaseException, model: Model) -> str:
     while error.__cause__ is not None:  # a hook's sentence is raised from what torch said
         error = error.__cause__
         frames += traceback.walk_tb(error.__traceback__)
-    lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARIES)]
-    frame, number = (lines or frames)[-1]  # of the library, if the user's code has no frame
+    lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARY_DIRS)]
+    frame, number = (lines or frames)[-1]  # a library's, if the user's code has no frame
     line = linecache.getline(frame.f_code.co_filename, number).strip()
     names = {module: name for name, module in named_modules(model) if name}
     # A module runs if one of its methods has a frame in the traceback.

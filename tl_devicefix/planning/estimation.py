@@ -44,7 +44,8 @@ class Job:
     seq_len: int = 1024
     """Tokens in each sequence."""
     cache: str | None = None
-    """Activations that `run_with_cache` keeps: names less "hook_" ("resid_post,z"), "all", None."""
+    """Activations that `run_with_cache` keeps: "all", None, or names without "hook_"
+    ("resid_post,z")."""
     max_new_tokens: int = 0
     """New tokens for each sequence, with a KV cache."""
     gradients: bool = False
@@ -91,7 +92,7 @@ class Estimate:
     placement: Placement
     """Where each component would live."""
     advice: str = ""
-    """If it does not fit: how many devices would do, and other changes to try."""
+    """If it does not fit: how many devices would be enough, and other changes to try."""
 
     @property
     def fits(self) -> bool:
@@ -121,7 +122,7 @@ class Estimate:
         if left < 0:
             needs = f"device {device.device} needs {gib(device.peak)} but has {gib(capacity)}"
             return f"It does not fit: {needs}. {self.advice}"
-        # Not of CPU memory, which needs no such share.
+        # CPU memory needs no such share.
         gpus = [row for row in rows if row[2].device != "cpu"]
         if tight := [row for row in gpus if row[0] < LEFT_ON_GPUS * row[1]]:
             left, capacity, device = min(tight, key=lambda row: row[0])
@@ -164,7 +165,7 @@ def estimate(
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch_size: how many sequences.
         seq_len: how many tokens in each; by default 1024, or the model's n_ctx if that is less.
-        cache: what `run_with_cache` keeps: hook names less "hook_" ("resid_post", or several
+        cache: what `run_with_cache` keeps: hook names without "hook_" ("resid_post", or several
             "resid_post,z"), or "all".
         max_new_tokens: how many tokens to generate, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
@@ -191,10 +192,11 @@ def estimate(
             return result
         is_placed = device_map is not None and device_map not in STRATEGIES
         may_be_more = not (is_placed or isinstance(max_memory, Mapping))
-        # At most one a block, because others would stay empty, and 16, which large machines have.
+        # At most one device for each block (others would be empty), and at most 16.
         most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
-        # Each count is a dry run, and a few devices more do most often. More should not fit less.
+        # Each count takes a dry run, and a few devices more are mostly enough: try the 1st, 2nd,
+        # 4th, ... count, then bisect. A job that fits on n devices should fit on n + 1.
         below, tried = 0, 1
         while tried <= len(counts) and not on(counts[tried - 1]).fits:
             below, tried = tried, 2 * tried
@@ -219,27 +221,27 @@ def _estimate(
     """Run the job dry on devices without limits, and compare with their real memory."""
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
-    of_each = _of_each(request.max_memory, request.n_devices)
-    # Only the devices that are named, because `decide` uses all that have a limit.
-    limits = request.max_memory if request.names_used else of_each
-    # Without limits, so that the table says how much is missing.
+    size_by_device = _size_by_device(request.max_memory, request.n_devices)
+    # Only the devices that are named: `decide` uses all that have a limit.
+    limits = request.max_memory if request.names_used else size_by_device
+    # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
-        capacities = by_device(of_each, placement.home) or {}
+        capacities = by_device(size_by_device, placement.home) or {}
         live = model.make(placement)
         _check_cache(job, live)
         if job.fuse_blocks:
             fused.fuse_blocks(live)
 
         dry = record_run(machine, live, placement, partial(_run, job, model))
-        if dry.error is not None:  # not the model's memory, which has no limit here
+        if dry.error is not None:  # never out of memory: there is no limit here
             raise dry.error
         devices = []
         for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
-            # Without offloaded blocks, because their weights live in CPU memory.
+            # Weights of offloaded blocks live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
-            # The larger one, because sizes count an unembedding that a Bridge ties.
+            # The larger one: sizes count an unembedding of its own, which a Bridge may tie.
             weights = max(row.weights, resident + shared_buffer_bytes(runs))
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.
@@ -259,9 +261,9 @@ def _estimate(
     return Estimate(model.name, dtype, job, tuple(devices), placement)
 
 
-def _of_each(memory: MaxMemory | None, n_devices: int) -> dict[DeviceLike, int | str]:
+def _size_by_device(memory: MaxMemory | None, n_devices: int) -> dict[DeviceLike, int | str]:
     """Return the size of each device: one for all, or a dict's sizes and 80 GiB for the rest."""
-    if not isinstance(memory, Mapping):  # ignored, because `parse_bytes` refuses None
+    if not isinstance(memory, Mapping):  # `parse_bytes` refuses None
         size = parse_bytes(memory, "max_memory")  # type: ignore[arg-type]
         return dict.fromkeys(range(n_devices), size)
     return {**dict.fromkeys(range(n_devices), "80GiB"), **memory}
@@ -306,7 +308,7 @@ def _run(job: Job, blueprint: Blueprint, model: Model) -> object:
         with torch.no_grad():
             generation = blueprint.generation(model, job.batch_size, job.seq_len)
             generation.prompt()
-            # The last token only, because memory is largest there: the KV cache is full.
+            # Skip to the last token: with a full KV cache, memory is largest there.
             generation.skip_to(job.seq_len + job.max_new_tokens - 1)
             generation.last_token()
     return kept

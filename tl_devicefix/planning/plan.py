@@ -61,7 +61,7 @@ class Blueprint(Protocol):
         """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return the most bytes that loading needs on a device beside the weights."""
+        """Return the most bytes that loading needs on a device beyond the weights."""
 
     def generation(self, model: Model, batch_size: int, seq_len: int) -> Generation:
         """Return the generation from prompts of `seq_len` tokens."""
@@ -80,7 +80,7 @@ def blueprint(
     adapter = adapter_to_load(config_or_model_name, cls)
     model: Blueprint = adapter.read_blueprint(config_or_model_name, dtype, {**options}, cls)
     n_ctx = options.get("n_ctx")
-    # Learnt embeddings would get another shape, which a load could not fill.
+    # With another n_ctx, learnt position embeddings would not have the checkpoint's shape.
     if n_ctx is not None and any(size.name == "pos_embed" for size in model.sizes()):
         own = blueprint(config_or_model_name, dtype, {**options, "n_ctx": None}, cls).n_ctx
         if n_ctx != own:
@@ -100,9 +100,9 @@ def check_options(
     """Refuse options that `estimate` or `dry_run` does not have."""
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
-    # The function's own names too, because one of them may be misspelt.
+    # The function's own names too: one of them may be misspelt.
     own = [name for name in inspect.signature(function).parameters if name != "options"]
-    where = "" if names else " beside a config, which says all"
+    where = "" if names else " for a config, which has every setting"
     where = " for a TransformerBridge" if adapter.name == "TransformerBridge" else where
     refuse_unknown(function.__name__, options, [*own, *names], where)
 
@@ -119,12 +119,12 @@ def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None)
             f"pass model.{config}"
         )
     if cls is None:
-        # As a PretrainedConfig has, and TransformerLens's configs have not.
+        # transformers' configs have `model_type`; TransformerLens's do not.
         is_of_transformers = hasattr(config_or_model_name, "model_type")
         usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
         return usual or next(iter(installed.values()))  # TransformerLens 4 has a Bridge only
     for name, adapter in installed.items():
-        # No subclass of a Bridge, because `boot_transformers` makes a TransformerBridge.
+        # No subclass of a Bridge: `boot_transformers` always makes a TransformerBridge.
         is_hooked = name == "HookedTransformer" and isinstance(cls, type)
         if cls is adapter.model_class or (is_hooked and issubclass(cls, adapter.model_class)):
             return adapter
@@ -141,7 +141,7 @@ def plan(
 ) -> Placement:
     """Return where each component of a model would live, without loading or allocating it.
 
-    Blocks lie in contiguous ranges over the home device and those after it. Home also has the
+    Blocks lie in contiguous ranges on the first device (home) and those after it. Home also has the
     embeddings, the final norm and the unembedding, so it gets fewer blocks. A device with more free
     memory gets more. Weights of offloaded blocks live in CPU memory, and are copied to a device
     while the block runs.
@@ -151,9 +151,9 @@ def plan(
             model name (a name TransformerLens knows, or a local checkpoint directory). The sizes
             of common models are known, so that the hub is not asked for their configs. With
             TransformerLens 4: a transformers config, or what `boot_transformers` takes.
-        n_devices: over how many devices to spread the blocks; by default those that `max_memory`
-            names, and 1 if nothing else is said.
-        device: the home device; the others are those that follow it. "cuda:2" with `n_devices=2`
+        n_devices: how many devices to split the blocks across; by default those that `max_memory`
+            names, or else 1.
+        device: the first device; the others are those that follow it. "cuda:2" with `n_devices=2`
             means cuda:2 and cuda:3. By default the current device, or the lowest that `max_memory`
             names.
         device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
@@ -172,15 +172,15 @@ def plan(
     Raises:
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
-    # Count norms too, because a Bridge is booted without folding.
+    # Norms are counted: a Bridge is booted without folding.
     is_of_bridge = adapter_to_load(config_or_model_name).name == "TransformerBridge"
     options = {} if is_of_bridge else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
     return decide_fitting(model.sizes(), n_devices, device, device_map, max_memory)
 
 
-def _index(device: DeviceLike) -> DeviceLike:
-    """Return 1 for "cuda:1", because there may be no such GPU here."""
+def _device_index(device: DeviceLike) -> DeviceLike:
+    """Return 1 for "cuda:1": there may be no such GPU here."""
     kind, _, number = str(device).partition(":")
     return int(number) if kind != "cpu" and number.isdecimal() else device
 
@@ -189,7 +189,7 @@ class DeviceRequest(NamedTuple):
     """A user's arguments about devices, by their indices."""
 
     n_devices: int  # the least number of devices
-    spread: int | None  # the number to spread over; None if the other arguments name them
+    spread: int | None  # the number to split across; None if other arguments name the devices
     device_map: DeviceMap | None
     max_memory: MaxMemory | None
     names_used: bool  # True if `max_memory` alone names the devices to use
@@ -203,18 +203,18 @@ def device_request(
 ) -> DeviceRequest:
     """Read a user's arguments about devices; there are at least `at_least`."""
     if isinstance(device_map, Mapping):
-        device_map = {component: _index(device) for component, device in device_map.items()}
+        device_map = {part: _device_index(device) for part, device in device_map.items()}
     elif device_map is not None:
-        device_map = _index(device_map)
+        device_map = _device_index(device_map)
     if isinstance(max_memory, Mapping):
-        max_memory = {_index(device): size for device, size in max_memory.items()}
+        max_memory = {_device_index(device): size for device, size in max_memory.items()}
     limited = list(max_memory) if isinstance(max_memory, Mapping) else []
     placed = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    # By type, because a name such as "cpu" is no index, and True is no number of a device.
+    # Only ints are indices: not a name such as "cpu", and not True.
     least = 1 + max((index for index in (*placed, *limited) if type(index) is int), default=0)
     least = max(least, at_least)
     check_number(least if n_devices is None else n_devices)
     names_used = n_devices is None and any(type(key) is int for key in limited)
-    # None beside a device_map, because `decide` refuses both.
+    # `spread` is None if a device_map was given: `decide` refuses both.
     spread = None if names_used or device_map is not None else n_devices or least
     return DeviceRequest(max(least, n_devices or 1), spread, device_map, max_memory, names_used)
