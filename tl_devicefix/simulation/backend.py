@@ -59,20 +59,20 @@ class DeviceModule:
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the dtypes of autocast."""
-        # torch asks for them even if autocast is off, as transformers enters it for RoPE.
+        # torch calls this even where autocast is disabled, as transformers does around RoPE.
         return [torch.bfloat16, torch.float16]
 
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: random numbers are the CPU's."""
 
     def _is_in_bad_fork(self) -> bool:
-        return False  # torch asks before it seeds devices; a CPU works after a fork
+        return False  # torch asks this before it seeds devices; a CPU works after a fork
 
 
 _acc = getattr(torch._C, "_acc", None)  # `simulate` refuses a torch without it
 
 
-# The base classes are Any to mypy, because an older torch lacks them.
+# An older torch lacks these base classes.
 class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
     def is_available(self) -> bool:
         return entered_machine() is not None
@@ -85,13 +85,13 @@ class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
 
 
 class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
-    # In C, because Ctrl-C in a Python function that the guard calls would end the process.
+    # A C function: Ctrl-C in a Python function that the guard calls would end the process.
     type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 
 def register() -> None:
     """Register the device type with torch."""
-    if _libraries:  # once for a process, because torch cannot forget it
+    if _libraries:  # once per process: torch cannot unregister it
         return
     backend_registration._setup_privateuseone_for_python_backend(
         rename=DEVICE_TYPE, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
@@ -111,7 +111,7 @@ def register() -> None:
     for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
         library.impl(name, functools.partial(_cast_first, name), _AUTOCAST.name)
     everything_else.fallback(torch.library.fallthrough_kernel, _AUTOCAST.name)
-    # Kept, because torch takes the kernels out when a Library is collected.
+    # Keep the Libraries: when one is garbage-collected, torch removes its kernels.
     _libraries.extend((library, everything_else))
 
 
@@ -120,7 +120,7 @@ _WITH_KERNELS = (
     # Without a kernel, torch builds these two from other operations, with other roundings.
     aten.silu_backward.default,
     aten.mish_backward.default,
-    # Reads scalars in the data of `torch.tensor([...])` in C++, where torch finds no fallback.
+    # `torch.tensor([...])` reads scalar tensors in C++, where torch finds no fallback.
     aten._local_scalar_dense.default,
 )
 
@@ -128,10 +128,10 @@ _WITH_KERNELS = (
 def _allocate(
     make: Operation, *geometry: object, device: torch.device | None = None, **options: object
 ) -> torch.Tensor:
-    options.pop("pin_memory", None)  # which is of CPU memory
+    options.pop("pin_memory", None)  # only CPU memory is pinned
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
-    # Before the CPU allocates, because the simulated device may have no room.
+    # Check before the CPU allocates: the simulated device may have no room.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
     options["device"] = machine.executor.data_device
@@ -178,7 +178,7 @@ def _attention(
     )[0]
 
 
-# The CPU's lists of autocast, because numbers have to be the CPU's.
+# Autocast's lists for the CPU, so that the numbers are the CPU's.
 
 _IN_LOWER_PRECISION = (
     *("addbmm", "addmm", "baddbmm", "bmm", "linear", "matmul", "mm"),
@@ -195,7 +195,7 @@ def _cast_first(name: str, *args: object, **kwargs: object) -> torch.Tensor:
     if name in _IN_THE_WIDEST:
         dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf))
         dtype = functools.reduce(torch.promote_types, dtypes, dtype)
-    # Without autocast, because this kernel would be called again.
+    # Exclude autocast, which would call this kernel again.
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
         args, kwargs = tree_map(
             lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs)

@@ -41,7 +41,7 @@ def _interrupts_later() -> Iterator[None]:
     """Make Ctrl-C wait, within a `with` block; the user's handler gets it at the end."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # because no interrupt is raised here
+        yield  # no interrupt is raised in this thread
         return
     interrupts: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda number, frame: interrupts.append((number, frame)))
@@ -60,7 +60,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
-        # In this thread, because torch would start a worker for each device, and knows of one.
+        # In this thread: torch would start a worker for each device, and knows of one device.
         with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
             return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 
@@ -69,7 +69,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
 
 def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
     _running.engines += 1
-    # Set to 0, because a user's hook may run this engine, whose errors have to be kept too.
+    # Set to 0: a user's hook may run this engine, whose errors have to be kept too.
     hooks, _running.hooks = _running.hooks, 0
     try:
         result = engine()
@@ -123,11 +123,11 @@ def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result
 class KeptErrors:
     """A user's hook of a backward, whose error is kept and which then changes nothing."""
 
-    holds_users_hook = True  # because a view of the model has its own
+    holds_users_hook = True  # a view of the model gets a copy that refers to its own modules
 
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
-        functools.update_wrapper(self, hook)  # TransformerLens 2 tells hooks by their names
+        functools.update_wrapper(self, hook)  # TransformerLens 2 identifies hooks by name
 
     def __call__(self, *args: object) -> object:
         """Call the hook, and check the device of the gradient that it returns."""
@@ -170,7 +170,7 @@ def saving(init: Callable[..., None]) -> Callable[..., None]:
         pack: Callable[[torch.Tensor], Packed],
         unpack: Callable[[Packed], torch.Tensor],
     ) -> None:
-        # With zeros of its kind, because the engine needs some tensor if unpacking fails.
+        # Pack a maker of zeros too: the engine needs some tensor if unpacking fails.
         def pack_with_zeros(tensor: torch.Tensor) -> tuple[Packed, Callable[[], torch.Tensor]]:
             kind = {"dtype": tensor.dtype, "device": tensor.device}
             return pack(tensor), functools.partial(torch.zeros, tensor.shape, **kind)

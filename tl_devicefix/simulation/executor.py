@@ -45,12 +45,12 @@ class MetaExecutor(CpuExecutor):
     def run(self, func: Operation, args: Args, kwargs: Kwargs, device: int | None) -> Any:
         """Make a result of the right shape; values that the host reads are 0."""
         if func is aten.copy_.default and args[1].is_meta and device is None:
-            # Zeros for integers, because they may be indices; others take no memory unwritten.
+            # Integers may be indices, so they become 0; unwritten floats take no memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:  # torch raises its subclass NotImplementedError too
-            # Known by their words, because torch has no class for errors of missing values.
+            # torch has no exception class for missing values, so match the message.
             if re.search(r"meta tensor|with Meta|register_meta", str(error)):
                 raise NotImplementedError(
                     f"the result of {func} depends on values, which a dry run does not have: "
@@ -62,7 +62,7 @@ class MetaExecutor(CpuExecutor):
 
 def zeros_for(meta: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU, which take no memory until they are written to."""
-    # Not numel() elements, because expanded rows share memory and sliced ones leave gaps.
+    # Not numel() elements: expanded rows share memory, and sliced ones leave gaps.
     last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
     n_bytes = (last + 1) * meta.itemsize if meta.numel() else 0
     blank = torch.from_numpy(numpy.zeros(n_bytes, numpy.uint8))

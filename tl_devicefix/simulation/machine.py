@@ -71,12 +71,12 @@ class Allocation:
         self.nbytes = 0
 
     def __del__(self) -> None:
-        # Only queued, because this may run in any thread at any moment: see `Machine._settle`.
+        # Only queue it: this may run in any thread at any moment. `Machine._settle` counts it.
         self.machine._freed.append((self.device.index, self.nbytes))
 
 
-class _Current(threading.local):
-    index = 0  # of the current device: each thread has its own, as on CUDA
+class _CurrentDevice(threading.local):
+    index = 0  # each thread has its own, as on CUDA
 
 
 _ALLOCATION = "_tl_devicefix_allocation"  # the attribute of a storage
@@ -103,14 +103,14 @@ class Machine:
         # Called with a device's index at each new peak of its memory.
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
-        self.current = _Current()
+        self.current = _CurrentDevice()
         self.is_open = True
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        # (device, bytes); a deque, because any thread appends to it without a lock.
+        # (device, bytes); any thread appends to this deque without a lock.
         self._freed: deque[tuple[int, int]] = deque()
-        # Reentrant, because `_add` settles too.
+        # Reentrant: `_add` calls `_settle`.
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class Machine:
 
     def memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
-        self._settle()  # because freed memory is only queued
+        self._settle()  # freed memory is only queued
         return self._allocated[self.index_of(device)]
 
     def max_memory_allocated(self, device: DeviceLike | None = None) -> int:
@@ -185,7 +185,7 @@ class Machine:
 
         It may be new, or have grown in place; if it does not fit, that is CUDA's error.
         """
-        # Kept on the storage, because views share it and torch keeps its Python object.
+        # Kept on the storage, which views share, and whose Python object torch keeps alive.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`
@@ -193,7 +193,7 @@ class Machine:
             self.check_room(device, growth)
             self._add(device.index, growth)
             allocation.nbytes += growth
-        vars(storage)[_ALLOCATION] = allocation  # last, because `check_room` may raise
+        vars(storage)[_ALLOCATION] = allocation  # last: `check_room` may raise
         return allocation
 
     def record_transfer(
@@ -201,12 +201,12 @@ class Machine:
     ) -> None:
         """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
         nbytes = sum(part.nbytes for part in dense_tensors(copy))
-        # No empty copies, because transformers' KV cache begins with empty tensors.
+        # Skip empty copies: transformers' KV cache begins with empty tensors.
         if nbytes and source != target:
             self.transfers.append(Transfer(source, target, nbytes, copy.shape))
 
     def _add(self, index: int, nbytes: int) -> None:
-        with self._adding:  # locked, because transformers loads in several threads
+        with self._adding:  # transformers loads in several threads
             self._settle()
             self._allocated[index] += nbytes
             if self._allocated[index] > self._peak[index]:
@@ -246,7 +246,7 @@ def entered(machine: Machine) -> Iterator[Machine]:
     global _active
     outer, _active = _active, machine
     try:
-        # A mask without values selects everything. Ignored, because torch adds `patch` at import.
+        # A mask without values selects everything. torch adds `patch` to this module at import.
         with meta_config.patch(  # type: ignore[attr-defined]
             meta_nonzero_assume_all_nonzero=not machine.has_values
         ):

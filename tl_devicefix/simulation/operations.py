@@ -80,7 +80,7 @@ def _chosen_for(value: object) -> object:
         return value
     cpu = value._cpu
     if cpu.is_meta:
-        # One row in memory, because the choice depends on shapes, dtypes and the last stride only.
+        # One row in memory: the choice depends on shapes, dtypes and the last stride only.
         cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
     return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
@@ -109,7 +109,7 @@ def _bincount(func: Operation, args: Args, kwargs: Kwargs) -> object:
 def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``torch.histc``."""
     counted, *rest = args
-    # Integers as floats, because CUDA counts them and the CPU refuses them.
+    # CUDA counts integers, and the CPU refuses them: convert them to floats.
     if counted.is_floating_point():
         return run_on_one_device(func, args, kwargs)
     as_float = aten._to_copy.default(counted, dtype=torch.float64)
@@ -135,7 +135,7 @@ def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return run_on_one_device(func, (indexed, _CheckedIndices(cpu_indices), *rest), kwargs)
 
 
-# A class of its own, because `unwrap` looks into plain lists only.
+# `unwrap` looks into plain lists only, so not into this one.
 class _CheckedIndices(list[torch.Tensor | None]):
     """Index tensors on the CPU."""
 

@@ -20,9 +20,10 @@ from tl_devicefix.simulation.executor import CpuExecutor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
-# Bounds, because torch's guard and hooks for backends in Python are private. 2.9 had none, and the
-# tests pass with these two and with 2.13.
+# torch's guard and hooks for backends in Python are private, and 2.9 had none. The tests pass with
+# these two versions and with 2.13.
 _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
+MAX_DEVICES = 64
 
 
 class Simulation(ContextDecorator, AbstractContextManager[Machine]):
@@ -50,7 +51,7 @@ def simulate(
     thread, autocast casts as on the CPU, and a pickled tensor arrives on the CPU.
 
     torch keeps the name of the device type until the process ends, so use real GPUs in another
-    process. The simulation needs torch 2.10 to 2.15, because it uses private parts of torch.
+    process. The simulation uses private parts of torch, and needs torch 2.10 to 2.15.
 
     Args:
         n_devices: how many devices, at least 1.
@@ -95,7 +96,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
         _refuse_to_compile(stack)
-        # For a machine that stays open until Python ends, because later its modules are gone.
+        # Close a machine that is open when Python ends, before its modules are gone.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
         yield machine
@@ -104,7 +105,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
 def simulate_apart(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
 ) -> AbstractContextManager[Machine]:
-    """Run `simulate(..., values=False)`, also inside another `simulate`, which continues after."""
+    """Run `simulate(..., values=False)`, even inside another `simulate`, which then continues."""
     if entered_machine() is None:
         return simulate(n_devices, memory, values=False)
     machine = Machine(_capacities(n_devices, memory), MetaExecutor())
@@ -113,11 +114,8 @@ def simulate_apart(
 
 def check_number(n_devices: object) -> None:
     """Refuse a number of devices that is no int, or out of range."""
-    if type(n_devices) is not int or not 1 <= n_devices <= _MOST_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {_MOST_DEVICES}, but is {shown(n_devices)}")
-
-
-_MOST_DEVICES = 64
+    if type(n_devices) is not int or not 1 <= n_devices <= MAX_DEVICES:
+        raise ValueError(f"n_devices must be from 1 to {MAX_DEVICES}, but is {shown(n_devices)}")
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
@@ -132,7 +130,7 @@ def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list
 
 
 def _prepare_torch() -> None:
-    """Register the type of devices, unless this torch or this place does not allow it."""
+    """Register the device type; refuse an untested torch, inference mode and nesting."""
     version = ".".join(torch.__version__.split(".")[:2])  # "2.13.1+cpu" -> "2.13"
     if not Version(_OLDEST_TORCH) <= Version(version) <= Version(_NEWEST_TORCH):
         raise RuntimeError(
@@ -154,40 +152,40 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
     # Otherwise it would make new parameters, which optimizers and tied modules do not know.
     compatible = torch._has_compatible_shallow_copy_type
 
-    # Any signature, because torch.compile, if imported now, compares it with its own.
+    # It takes any arguments: torch.compile, if imported now, compares this signature with its own.
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
-    _replace(stack, torch, "_has_compatible_shallow_copy_type", is_compatible)
-    _replace(stack, torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data))
+    _set_attribute(stack, torch, "_has_compatible_shallow_copy_type", is_compatible)
+    _set_attribute(stack, torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data))
 
 
 def _avoid_inference_mode(stack: ExitStack) -> None:
-    """Run ``inference_mode`` as ``no_grad``, because tensor subclasses do not work in it."""
+    """Run ``inference_mode`` as ``no_grad``: tensor subclasses do not work in it."""
 
     def enter(self: Any) -> None:
         # The attribute whose `__exit__` torch's own `__exit__` calls.
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
 
-    _replace(stack, torch.inference_mode, "__enter__", enter)
+    _set_attribute(stack, torch.inference_mode, "__enter__", enter)
 
 
 def _keep_errors_of_backwards(stack: ExitStack) -> None:
     """Let a backward that fails raise, and refuse what would end the process."""
     engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
     for module in (torch.autograd, torch.autograd.graph):  # the first imports it by name
-        _replace(stack, module, "_engine_run_backward", engine)
+        _set_attribute(stack, module, "_engine_run_backward", engine)
     for owner, name in (
         (torch.Tensor, "register_hook"),
         (torch.nn.Module, "register_full_backward_hook"),
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
-        _replace(stack, owner, name, backward.registering(getattr(owner, name)))
+        _set_attribute(stack, owner, name, backward.registering(getattr(owner, name)))
     function = torch.autograd.function.BackwardCFunction
     saved = torch.autograd.graph.saved_tensors_hooks
-    _replace(stack, function, "apply", backward.applying(function.apply))
-    _replace(stack, saved, "__init__", backward.saving(saved.__init__))
+    _set_attribute(stack, function, "apply", backward.applying(function.apply))
+    _set_attribute(stack, saved, "__init__", backward.saving(saved.__init__))
 
 
 def _open_safetensors(stack: ExitStack) -> None:
@@ -198,16 +196,16 @@ def _open_safetensors(stack: ExitStack) -> None:
         filename: object, framework: str, device: DeviceLike = "cpu", **kwargs: object
     ) -> object:
         if isinstance(device, str) and device.partition(":")[0] == DEVICE_TYPE:
-            # An index, because safetensors knows the names of some device types only.
+            # safetensors knows the names of some device types only, but takes an index.
             device = active_machine().index_of(device)
         return own(filename, framework, device, **kwargs)
 
     for module in (safetensors, safetensors.torch):
-        _replace(stack, module, "safe_open", safe_open)
+        _set_attribute(stack, module, "safe_open", safe_open)
 
 
 def _refuse_to_compile(stack: ExitStack) -> None:
-    """Refuse a simulated model at once, because inductor's errors name neither it nor a reason."""
+    """Refuse to compile a simulated model: inductor's errors name neither it nor a reason."""
     own: Any = torch.compile
 
     @functools.wraps(own)
@@ -222,10 +220,10 @@ def _refuse_to_compile(stack: ExitStack) -> None:
             )
         return own(model, *args, **kwargs)
 
-    _replace(stack, torch, "compile", compile)
+    _set_attribute(stack, torch, "compile", compile)
 
 
-def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
+def _set_attribute(stack: ExitStack, owner: object, name: str, value: object) -> None:
     """Set an attribute; on leaving, set the old one, or delete it if it was inherited."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])

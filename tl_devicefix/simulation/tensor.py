@@ -21,12 +21,12 @@ aten = torch.ops.aten
 Handler = Callable[[Operation, Args, Kwargs], object]
 HANDLERS: dict[Operation, Handler] = {}  # filled by `operations`, which imports this module
 
-# Torch's own descriptor, in C, because `simulate` puts another before it.
+# torch's own C descriptor: `simulate` replaces `torch.Tensor.data`.
 TENSOR_DATA = vars(torch._C.TensorBase)["data"]
 
 
 class _LooksLikeTensor(torch._C._TensorMeta):
-    """Makes ``type(x) == torch.Tensor`` hold, because TransformerLens asserts it."""
+    """Makes ``type(x) == torch.Tensor`` true, which TransformerLens asserts."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is torch.Tensor
@@ -45,10 +45,10 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
-        # Ignored: accelerate passes a parameter's attributes, and a plain one has none.
+        # accelerate also passes the parameter's attributes; a plain parameter has none.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
-    # Disabled, because torch would call Python once more for each operation.
+    # Disabled: it would be one more Python call for each operation.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -95,7 +95,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Save as a CPU tensor, because a simulated device does not outlive its machine."""
+        """Save as a CPU tensor: a simulated device does not outlive its machine."""
         values = read(self).detach()
         if getattr(self, "_is_param", False):
             values = torch.nn.Parameter(values, requires_grad=self.requires_grad)
@@ -103,18 +103,18 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __format__(self, spec: str) -> str:
         """Format a scalar as its number."""
-        # In Python, because torch does so for its own class only.
+        # torch does so for its own class only.
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
-        # Through the tensor behind, because torch refuses subclasses.
+        # torch's own method refuses subclasses.
         values = read(self)
         return zeros_for(values).tolist() if values.is_meta else values.tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Raise the error that a CUDA tensor raises, unless forced."""
-        # Not torch's own here, because it blames subclasses, which tells users nothing.
+        # torch's own error would blame a subclass, which tells users nothing.
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -124,7 +124,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def new_tensor(self, data: object, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """Make a tensor on this device."""
-        # By torch.tensor, because torch's own asks the guard, which knows of index 0 only.
+        # torch's own method asks the device guard, which knows of index 0 only.
         given = {name: value for name, value in options.items() if value is not None}
         return torch.tensor(data, **{"dtype": self.dtype, "device": self.device, **given})
 
@@ -160,7 +160,7 @@ _addresses = itertools.count(1 << 60, 1 << 40)  # an address in no process's mem
 class _Unallocated(torch.UntypedStorage):
     """A storage on meta, with an address of its own."""
 
-    # Because libraries find tied tensors by addresses, and torch gives 0 for all on meta.
+    # Libraries find tied tensors by their addresses, and torch gives 0 for all on meta.
     address: int
 
     def data_ptr(self) -> int:
@@ -170,7 +170,7 @@ class _Unallocated(torch.UntypedStorage):
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     storage = tensor.untyped_storage()
     if tensor.is_meta and type(storage) is torch.UntypedStorage:
-        # Permanent, because torch returns the same object for the same storage.
+        # torch returns the same object for the same storage, so it keeps this class.
         storage.__class__ = _Unallocated
         storage.address = next(_addresses)  # type: ignore[attr-defined]
     return storage
@@ -184,11 +184,11 @@ def read(tensor: SimTensor) -> torch.Tensor:
 
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
     """Return ``cpu`` as a tensor on ``device``, which must have an index, if there is room."""
-    # Only complex ones, because `is_conj` releases the GIL.
+    # `is_conj` releases the GIL, so ask complex tensors only.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
-        # Resolve lazy conjugation here, because a wrapper cannot carry its bit.
+        # Resolve lazy conjugation here: a wrapper cannot carry its bit.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # Values and indices, because a sparse tensor itself has no storage, strides or offset.
+    # A sparse tensor has no storage, strides or offset; its values and indices do.
     parts = dense_tensors(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
     strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
@@ -203,21 +203,21 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Give ``tensor`` the values of ``value`` in place, as ``tensor.data = value`` does on CUDA.
 
-    ``nn.Module.to`` moves parameters in this way, so that their identity, and so ties, survive.
+    ``nn.Module.to`` moves parameters in this way, which keeps the objects, and so tied weights.
     """
     if (type(tensor) is SimTensor) != (type(value) is SimTensor):
         _change_kind(tensor, value)
         return
     TENSOR_DATA.__set__(tensor, value)
     if type(tensor) is SimTensor and type(value) is SimTensor:
-        # torch exchanges the metadata in C++, so the values follow here.
+        # torch has replaced the metadata in C++; replace the values too.
         tensor._cpu, tensor._allocation = value._cpu, value._allocation
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Turn a CPU tensor into a simulated one or back, keeping the Python object."""
-    # Not by torch.utils.swap_tensors, because that refuses while a graph holds the tensor, and
-    # takes the attributes that a user has set on it away.
+    # torch.utils.swap_tensors refuses while a graph holds the tensor, and removes the attributes
+    # that a user has set on it.
     copied = value.detach()
     if isinstance(tensor, torch.nn.Parameter):
         copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -345,7 +345,7 @@ def _mixed_error(one: torch.device, other: torch.device) -> RuntimeError:
         "Expected all tensors to be on the same device, but found at least two devices,"
         f" {one} and {other}!"
     )
-    if one.type == other.type:  # one with the CPU is an error on a single device too
+    if one.type == other.type:  # mixing with the CPU is an error on a single device too
         note_mixed_devices(error)
     return error
 
