@@ -31,7 +31,7 @@ __all__ = ["Conventions", "Steps", "Weights", "WorkingCopies", "process_componen
 
 @dataclass(frozen=True)
 class Conventions:
-    """The conventions of a TransformerLens version, as data, because the steps know no versions."""
+    """The conventions of a TransformerLens version, as data: the steps check no versions."""
 
     folds_moe: bool
     """True if norms fold into mixture-of-experts blocks (not in 2.x, nor in some 3.x)."""
@@ -83,7 +83,7 @@ class Steps:
         """Return these steps without the folding of value biases, and warn.
 
         Args:
-            beside: the part of attention because of which they cannot be folded.
+            beside: the part of attention that rules out the folding.
         """
         _log.warning(
             "fold_value_biases=True does not apply to attention with %s, where value biases add "
@@ -109,7 +109,7 @@ def check_refactorable(cfg: Config, is_grouped: bool, beside: str | None) -> Non
     Args:
         cfg: the model's config.
         is_grouped: True if heads share keys and values.
-        beside: the part of attention because of which value biases cannot be folded.
+        beside: the part of attention that rules out folding value biases, if there is one.
     """
     if cfg.positional_embedding_type == "rotary":
         raise ValueError(
@@ -150,13 +150,13 @@ def process_component(
     layer_norm = uses_layer_norm(cfg)
     fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
     if name in ("embed", "pos_embed"):
-        # Left alone, because ALiBi models carry a W_pos that is never read.
+        # An ALiBi model has a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
         if steps.center_writing_weights and not unread:
             center(weights, "embed.W_E", "pos_embed.W_pos")  # over d_model
     elif name == "unembed":
         # TransformerLens centres after folding. The two act on different dimensions, so the order
-        # does not matter; this way round, the mean over the vocabulary can be known beforehand.
+        # does not matter; in this order, the mean over the vocabulary can be computed beforehand.
         if steps.center_unembed:
             center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:

@@ -31,7 +31,7 @@ class Slice:
 
     def of(self, weights: Mapping[str, torch.Tensor], so_far: Weights) -> Weights:
         """Return its weights: views of the component's, and the sum over the slices before."""
-        # No comprehension, because its frame in a traceback would keep tensors (until Python 3.12).
+        # Before Python 3.12, a comprehension's frame in a traceback would keep tensors alive.
         views: Weights = {}
         for name, index in self.cut.items():
             views[name] = weights[name][index]
@@ -46,7 +46,7 @@ _SUM = "attn.b_O"
 
 # For each kind of layer: the axis of heads, neurons or tokens of each weight, and the weights that
 # every slice has whole.
-_LAYERS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+_LAYER_AXES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "attention": (
         {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
         | {f"attn.{bias}": 0 for bias in ("b_Q", "b_K", "_b_K", "b_V", "_b_V")},
@@ -66,15 +66,15 @@ def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice
     """Cut one component into slices of at most `elements` elements.
 
     The smallest slice is a key-value head with its query heads, a neuron, a token or an expert.
-    SoLU's MLP is not cut, because its inner norm mixes the neurons.
+    SoLU's MLP is not cut: its inner norm mixes the neurons.
     """
     left = dict(weights)
-    for layer, (axes, shared) in _LAYERS.items():
+    for layer, (axes, shared) in _LAYER_AXES.items():
         axes = {name: axis for name, axis in axes.items() if name in left}
         if not axes or (layer == "MLP" and "mlp.ln.w" in left):
             continue
         shared = tuple(name for name in shared if name in left)
-        yield from _parts(left, axes, shared, elements)
+        yield from _cut_evenly(left, axes, shared, elements)
         for name in (*axes, *shared):
             del left[name]
     if any(name.startswith("mlp.experts.") for name in left):
@@ -83,7 +83,7 @@ def slices(weights: Mapping[str, torch.Tensor], elements: int) -> Iterator[Slice
         yield Slice(uncut=tuple(left))
 
 
-def _parts(
+def _cut_evenly(
     weights: Mapping[str, torch.Tensor],
     axes: dict[str, int],
     shared: tuple[str, ...],
@@ -91,10 +91,10 @@ def _parts(
 ) -> Iterator[Slice]:
     # With grouped-query attention a part is a key-value head and the query heads that share it.
     n_parts = min(weights[name].shape[axis] for name, axis in axes.items())
-    of_one_part = sum(weights[name].numel() for name in axes) // n_parts
-    at_once = max(1, elements // max(of_one_part, 1))
-    for start in range(0, n_parts, at_once):
-        stop = min(start + at_once, n_parts)
+    part_elements = sum(weights[name].numel() for name in axes) // n_parts
+    parts_per_slice = max(1, elements // max(part_elements, 1))
+    for start in range(0, n_parts, parts_per_slice):
+        stop = min(start + parts_per_slice, n_parts)
         index = {}
         for name, axis in axes.items():
             width = weights[name].shape[axis] // n_parts
@@ -148,13 +148,13 @@ class WorkingCopies(dict[str, torch.Tensor]):
         tensor = super().__getitem__(name)
         if name in self.as_given:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            # Moved before it is widened, because fewer bytes are copied.
+            # Move, then widen: fewer bytes are copied.
             moved = tensor.detach().to(self._device)
             tensor = moved.to(dtype, copy=moved.device == tensor.device)
             self[name] = tensor
         return tensor
 
-    get: Any = Mapping.get  # because dict.get does not call __getitem__
+    get: Any = Mapping.get  # dict.get does not call __getitem__
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         self.as_given.discard(name)
@@ -173,8 +173,8 @@ def write(
 
     Args:
         model: the model. A weight that it has no place for is dropped, as in TransformerLens.
-        name: of the parameter or buffer.
-        value: on any device and in any dtype; not aliased.
+        name: the parameter's or buffer's name.
+        value: a tensor on any device and in any dtype; not aliased.
         like: the whole weight as it was given.
         device: the device of a parameter that has no values yet.
         index: the part of the parameter to write.
@@ -195,5 +195,5 @@ def write(
         own = nn.Parameter(values, requires_grad=own.requires_grad)
         module._parameters[leaf] = own
     part = own.detach()[index]
-    # Reshaped, because a checkpoint may have a scalar as a tensor of one element.
+    # A checkpoint may have a scalar as a tensor of one element.
     part.copy_(value if value.shape == part.shape else value.reshape(part.shape))

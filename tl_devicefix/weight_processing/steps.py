@@ -60,14 +60,14 @@ def _fold_norm(
 ) -> None:
     """Fold a norm into a matrix of d_in rows, or one for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
-    has_bias = norm == "ln1" or bias in weights  # because attention always has biases
-    # The bias comes first, because it needs the matrix before the norm's weights scale it.
+    has_bias = norm == "ln1" or bias in weights  # attention always has biases
+    # The bias comes first: it needs the matrix before the norm's weights scale it.
     if fold_biases and f"{norm}.b" in weights and has_bias:
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
         )
     matrix *= weights[f"{norm}.w"][:, None]  # [... d_in, d_out]
-    if center_weights:  # changes no output, because LayerNorm's has mean zero over d_in
+    if center_weights:  # changes no output: LayerNorm's output has mean zero over d_in
         matrix -= matrix.mean(dim=-2, keepdim=True)  # [... 1, d_out]
 
 
@@ -134,7 +134,7 @@ def vocabulary_means(
     means = {}
     for name in _OVER_VOCABULARY:
         if name in head:
-            # Summed in parts, because a whole W_U in float32 may not fit on the device.
+            # Sum in parts: a whole W_U in float32 may not fit on the device.
             parts = head[name].detach().split(tokens_at_once, dim=-1)  # [d_model, some tokens]
             sums = [part.to(device).to(dtype).sum(dim=-1, keepdim=True) for part in parts]
             means[name] = sum(sums[1:], sums[0]) / head[name].shape[-1]
@@ -180,7 +180,7 @@ def refactor_attention_of_block(block: Weights) -> None:
     block["attn.W_Q"], block["attn.b_Q"] = even_Q[:, :-1, :], even_Q[:, -1, :]
     block["attn.W_K"], block["attn.b_K"] = even_K[:, :-1, :], even_K[:, -1, :]
 
-    # The value biases go into b_O first, because they would not fit the new W_O.
+    # Fold the value biases into b_O first: they would not fit the new W_O.
     fold_value_biases_of_block(block)
     # [heads, d_model, d_head], [heads, d_head], [heads, d_model, d_head]
     U, S, Vh = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()
