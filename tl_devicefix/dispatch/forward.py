@@ -1,6 +1,6 @@
-"""The forward of a model on several devices, whose results are at home.
+"""The forward of a model on several devices, whose results are on the first one (home).
 
-A model whose processing was interrupted is refused, because its weights are mixed.
+A model whose processing was interrupted is refused: only some of its weights are processed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def align(
     brings_home: Callable[[str], bool],
     is_own: IsOwn | None = None,
 ) -> None:
-    """Make a model run over the devices of `placement`, replacing any earlier alignment.
+    """Make a model run across the devices of `placement`, replacing any earlier alignment.
 
     A model in one memory gets no hooks. The outputs of components for whose names `brings_home` is
     True come home. Without `is_own`, users' modules get no `RunWhereItIs`.
@@ -56,16 +56,16 @@ def unalign(model: Model) -> None:
 
 
 def is_aligned(model: Model) -> bool:
-    """Return True if the model runs over several devices, or has offloaded blocks."""
+    """Return True if the model runs across several devices, or has offloaded blocks."""
     return WATCH in model.__dict__
 
 
 def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
-    """Run the forward of either class, and bring its results home, also with `stop_at_layer`.
+    """Run the forward of either class, and bring its results home, even with `stop_at_layer`.
 
-    It runs within `one_forward`.
+    The caller has entered `one_forward`.
     """
-    # A patch, not a hook, because `generate` and `run_with_hooks` call `forward` directly.
+    # A patch, not a hook: `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
     with noting_unlike(), pausing_modes(self):
@@ -92,9 +92,9 @@ def _forward(original: Callable[..., T], self: Model, *args: object, **kwargs: A
 
 @contextlib.contextmanager
 def changing_weights(model: Model) -> Iterator[None]:
-    """Mark the model's weights as mixed within a `with` block, and for good after an error."""
+    """Mark the weights as partly processed within a `with` block; after an error, for good."""
     model.__dict__[_UNFINISHED] = True
-    yield  # without `finally`, because after an error the weights stay mixed
+    yield  # no `finally`: after an error, some weights stay processed and others not
     del model.__dict__[_UNFINISHED]
 
 

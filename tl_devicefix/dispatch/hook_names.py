@@ -32,7 +32,7 @@ def add_hook(
     try:
         return original(self, name, *args, **kwargs)
     except (KeyError, AttributeError) as error:  # which of them depends on the model's class
-        if _is_known(self, name):
+        if _is_hook_point(self, name):
             raise
         cls = UnknownName if isinstance(error, KeyError) else AttributeError
         raise cls(_sentence(self, name)) from error
@@ -44,8 +44,8 @@ def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: obje
     """See TransformerLens's `hooks`.
 
     Raises:
-        KeyError: if the model has no hook point of a name. For TransformerLens 3's Bridge it is a
-            warning, because that ignores the hook.
+        KeyError: if the model has no hook point of a name. TransformerLens 3's Bridge ignores such
+            a hook, so there it is a warning.
         TypeError: for a list of anything but pairs.
     """
     given = [kwargs.get("fwd_hooks"), kwargs.get("bwd_hooks"), *args[:2]]
@@ -58,7 +58,7 @@ def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: obje
             )
         name = item[0]
         modules = vars(self).get("mod_dict", {})  # HookedTransformer itself refuses modules
-        if not _is_known(self, name) and name not in modules:
+        if not _is_hook_point(self, name) and name not in modules:
             if modules or installed().major > 3:
                 raise UnknownName(_sentence(self, name))
             warnings.warn(f"a hook does not run: {_sentence(self, name)}", stacklevel=3)
@@ -72,10 +72,10 @@ def run_with_hooks(original: Callable[..., T], self: Model, *args: object, **kwa
 
 
 def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
-    """Warn of names in a `names_filter` that the model lacks, because they are not cached."""
+    """Warn of names in a `names_filter` that the model lacks, and that are not cached."""
     names = [names_filter] if isinstance(names_filter, str) else names_filter
     for name in names if isinstance(names, list) else ():
-        if not _is_known(model, name):
+        if not _is_hook_point(model, name):
             warnings.warn(f"names_filter: {_sentence(model, name)}", stacklevel=4)
 
 
@@ -92,27 +92,27 @@ def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
 def why_not_cached(model: Model, name: str) -> str:
     """Say why an activation is not in a cache of a model."""
     has_model = hasattr(model, "hook_dict")  # a cache that is read from disk may have none
-    if has_model and not _is_known(model, name):
+    if has_model and not _is_hook_point(model, name):
         return _sentence(model, name)
-    setting = _SETTINGS.get(name.rpartition(".")[2])
+    setting = _REQUIRED_SETTINGS.get(name.rpartition(".")[2])
     why = "names_filter or stop_at_layer left it out, see cache.keys()"
     if has_model and setting is not None and not getattr(model.cfg, setting, False):
         why = f"call model.set_{setting}(True) before you run"
     return f"{name} is not in this cache: {why}"
 
 
-_SETTINGS = {
+_REQUIRED_SETTINGS = {
     "hook_result": "use_attn_result",
     "hook_attn_in": "use_attn_in",
     "hook_mlp_in": "use_hook_mlp_in",
     **dict.fromkeys(("hook_q_input", "hook_k_input", "hook_v_input"), "use_split_qkv_input"),
 }
-"""Hook point -> the setting of a model without which it is not called."""
+"""Hook point -> the config's setting that has to be on, or it is not called."""
 
 
-def _is_known(model: Model, name: object) -> bool:
+def _is_hook_point(model: Model, name: object) -> bool:
     """Return True for the name of a hook point, and for a function."""
-    # Not by hook_dict, because a Bridge makes it at each look: 75 ms for 80 layers.
+    # A Bridge rebuilds `hook_dict` at each access, which takes 75 ms for 80 layers.
     made = vars(model).get("_hook_registry", ())
     return not isinstance(name, str) or name in made or name in model.hook_dict
 

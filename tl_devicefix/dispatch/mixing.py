@@ -43,7 +43,7 @@ Tensors = list[torch.Tensor]
 class OutsideBlocks(TorchFunctionMode):
     """Marks modes that change nothing within a block, so that remote blocks run without them.
 
-    One that pauses in a model's forward is on again in users' hooks and modules there.
+    A mode that pauses in a model's forward is on again in users' hooks and modules there.
     """
 
     def pauses_in(self, model: Model) -> bool:
@@ -69,16 +69,16 @@ def pausing_modes(model: Model) -> contextlib.AbstractContextManager[None]:
 
 
 def runs_users_code(model: Model) -> bool:
-    """Return True if users' hooks of torch's, or methods, are called in a model's forward."""
+    """Return True if a model's forward calls users' torch hooks, or methods."""
     if _has_any_global_hook():
         return True
     modules: dict[nn.Module, None] = {model: None}
-    for module in (pending := list(modules)):  # which grows meanwhile
+    for module in (pending := list(modules)):  # the list grows in the loop
         attributes = vars(module)
         hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
         methods = (value for value in attributes.values() if type(value) in _FUNCTIONS)
         forward = innermost(attributes.get("forward")) or nn.Module
-        # Hooks of TransformerLens's on its hook points resume what the forward pauses.
+        # Users' hooks on hook points are called by our wrapper, which resumes the modes.
         if any(map(is_of_user, (*hooks, *methods, forward))):
             return True
         inner = module._modules.values()
@@ -160,11 +160,11 @@ class JoinedAt(OutsideBlocks):
         except torch.OutOfMemoryError:
             raise  # a RuntimeError, too, but not one about devices
         except RuntimeError:
-            # torch counts no changes of inference tensors, and checks a lone one before it writes.
+            # Inference tensors have no version counter. torch checks a single one before it writes.
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [version_of(tensor) for tensor in tensors]:
-                raise  # because a second call might change something twice
-            # Nor does it count those of running statistics, so changed copies would be lost.
+                raise  # a second call might change something twice
+                # Running statistics change without a count too, so changed copies would be lost.
             if getattr(func, "__name__", "") in ("batch_norm", "instance_norm"):
                 raise
         stays = changed or list(_indexed(func, args, kwargs))
@@ -182,14 +182,14 @@ class JoinedAt(OutsideBlocks):
         def joined(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.device not in others:
                 return mapped(value, joined)
-            # One copy of each, because a function may take a tensor twice, and change it.
+            # One copy of each tensor: a function may take it twice, and change it.
             if id(value) not in copies:
                 copy = value.to(target)
                 copies[id(value)] = value, copy, version_of(copy)
             return copies[id(value)][1]
 
         result = func(*joined(args), **joined(kwargs))
-        del joined  # because it refers to itself, and so keeps the copies
+        del joined  # it refers to itself, and so would keep the copies
         # A copy changes by `out=` on several devices, and by `torch._foreach_*_`.
         originals = {}
         for original, copy, version in copies.values():
@@ -200,14 +200,14 @@ class JoinedAt(OutsideBlocks):
         return originals.get(id(result), result)
 
 
-# Left alone, because copies of their tensors would not be in the graph.
+# Called as they are: copies of their tensors would not be in the graph.
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 def mapped(value: T, change: Callable[[Any], object]) -> T:
     """Return a tuple, list, dict or named tuple with each entry changed, and others as they are."""
     whole: Any = value
-    # Not for subclasses, because their constructors may take something else.
+    # Exact types only: a subclass's constructor may take other arguments.
     if type(whole) in (tuple, list):
         whole = type(whole)(change(entry) for entry in whole)
     elif type(whole) is dict:
@@ -222,7 +222,7 @@ def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
     first = None
     for value in (*args, *kwargs.values()):
         is_nested = isinstance(value, (tuple, list, dict))
-        # A generator for these only, because each torch function in a mode comes here.
+        # A generator for these only: every torch function in a mode comes here.
         for tensor in tensors_in(value) if is_nested else (value,):
             if not isinstance(tensor, torch.Tensor):
                 continue
@@ -263,7 +263,7 @@ def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[tor
 
 def _indexed(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """Return the tensor that a function indexes."""
-    # It stays where it is, because it may be a whole W_E, of which a few rows are read.
+    # It stays where it is: it may be a whole W_E, of which a few rows are read.
     table = _TABLES.get(getattr(func, "__name__", ""))
     if table is None:
         return iter(())
@@ -308,17 +308,21 @@ class _Mixing(JoinedAt):
         return home
 
 
-# Given no devices, because models may be loaded, and dropped, while it is on.
+# Its own devices are unused: models may be loaded, and dropped, while it is on.
 _MIXING = _Mixing(CPU, frozenset())
 
 
 class mix_devices:
     """Let your code mix tensors of a model's devices, from this line on or within a `with` block.
 
-    Where torch would raise, because a function's tensors are on several devices, they are copied to
-    one device, and the function runs there. That is home, unless one operand is larger than all
-    others together: then it is that operand's device. A tensor that the function changes in place
-    (or by ``out=``), or indexes, stays where it is. Gradients return to each operand's device.
+    Where torch would raise an error about tensors on several devices, they are copied to one
+    device, and the function runs there. The first of these rules that applies decides:
+
+    1. A tensor that the function changes in place (or by ``out=``), or indexes, stays where it is.
+    2. An operand that is larger than all others together stays where it is.
+    3. All operands are copied to home, the first device.
+
+    Gradients return to each operand's device.
 
     It acts on the devices of loaded models, on the CPU, and on the device of `gather_on`, which is
     then home. Tensors of other devices are not copied, so torch raises as usual.
@@ -341,12 +345,12 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        # What each `with` returns to; the first one to what was on before this line.
+        # What each `with` restores; the first one, what was on before this line.
         self._before = [_switch(mode)]
         self._is_entered = False
 
     def __enter__(self) -> mix_devices:
-        was = _switch(self._mode)  # again, because another thread may have made this
+        was = _switch(self._mode)  # again: another thread may have made this object
         if self._is_entered:
             self._before.append(was)
         self._is_entered = True
@@ -362,8 +366,8 @@ def _switch(mode: bool) -> bool:
     was = _MIXING in stack
     if mode != was:
         stack = [other for other in stack if other is not _MIXING]
-        # Outermost, because a `with` of another mode pops the innermost when it ends; but within
-        # the mode of `torch.set_default_device`, which torch looks for there.
+        # Outermost: a `with` of another mode pops the innermost when it ends. Only the mode of
+        # `torch.set_default_device` is further out, where torch looks for it.
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         at = int(default is not None and default in stack)
         _replace_stack([*stack[:at], *[_MIXING] * mode, *stack[at:]])
@@ -376,7 +380,7 @@ _REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
 def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
     """Let a gradient hook, such as circuit-tracer's, mix devices in whichever thread it runs."""
 
-    # Without `updated`, because that would copy attributes of a callable object, such as a module.
+    # `updated` would copy the attributes of a callable object, such as a module.
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> object:
         # Modes are a thread's own, and on CUDA autograd calls hooks in threads of its own.
@@ -389,9 +393,9 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     return mixing
 
 
-# In hooks. A hook gets the activation on its block's device, but steering vectors and cached
-# activations are at home. While the hook runs, these are copied to the activation's device, and so
-# is the hook's result.
+# Hooks of users. A hook gets the activation on its block's device, but steering vectors and cached
+# activations are on the first device. While the hook runs, these are copied to the activation's
+# device, and so is the hook's result.
 
 
 @patches(
@@ -415,7 +419,7 @@ def add_hook(
         RuntimeError: in a run that was given a view of the hook point's model.
     """
     note_hooked(self)
-    # In fewer steps, because there are hundreds of them, and each uses its activation alone.
+    # A shorter path: there are hundreds of caching hooks, and each uses its activation alone.
     if _is_caching(hook):
         if dir != "fwd" or args or kwargs:  # before other hooks, or by several names
             return original(self, hook, dir, is_permanent, level, *args, **kwargs)
@@ -426,7 +430,7 @@ def add_hook(
         return handle
     across = _HookAcrossDevices(hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
-    # Users know their hooks in `list_hooks()` by this.
+    # `list_hooks()` shows users their own hooks by this.
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
         if getattr(handle, "user_hook", None) is across:
             handle.user_hook = hook
@@ -457,13 +461,13 @@ def only_looks(hook: object) -> bool:
 class _HookAcrossDevices:
     """A user's hook, which may use tensors of all the model's devices."""
 
-    holds_users_hook = True  # because a view of the model has its own
+    holds_users_hook = True  # a view of the model gets a copy that refers to its own modules
 
     def __init__(self, user_hook: HookFunction) -> None:
         self._user_hook = user_hook
 
     def __repr__(self) -> str:
-        # As in TransformerLens, which names its own wrapper by this.
+        # TransformerLens names its own wrapper by this repr.
         if isinstance(self._user_hook, functools.partial):
             return f"partial({self._user_hook.func!r},...)"
         return repr(self._user_hook)
@@ -496,7 +500,7 @@ class _HookAcrossDevices:
 
 
 _UNLIKE = "unlike"
-"""The key of a sentence about a hook's result, of another shape or class than its activation."""
+"""The key of a sentence about a hook's result that has another shape or class."""
 
 
 def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) -> None:

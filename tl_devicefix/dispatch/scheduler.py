@@ -1,8 +1,12 @@
 """Runs in flight: a run holds the device it computes on, and queues for the next one it needs.
 
-Each run is a thread. When its residual stream goes to another device, the run releases its device,
-waits until the copies have arrived, and then queues for the other device. Runs 0, 1, 2 and 3 over
-two devices:
+Each run is a thread. When its residual stream moves to another device, the run
+
+1. releases its device,
+2. waits until the copies have arrived, and
+3. queues for the other device.
+
+Runs 0, 1, 2 and 3 on two devices:
 
     cuda:0   blocks 0-3   | 0 | 1 | 2 | 3 |
     cuda:1   blocks 4-7       | 0 | 1 | 2 | 3 |
@@ -38,16 +42,16 @@ MAX_WAIT = 1.0
 
 
 class Abandoned(BaseException):
-    """Cancels a run. Derives from BaseException because user code may catch Exception."""
+    """Cancels a run. Derives from BaseException: user code may catch Exception."""
 
 
 class DeviceQueue:
     """Gives each device to one run at a time: of those that ask, the one of the lowest number.
 
     Attributes:
-        turn: held by the run whose Python runs. Threads that hand over Python's own lock at each
-            operation, as torch has them do, cost twice the time of one that goes on for a device's
-            blocks.
+        turn: held by the run whose Python code runs. torch releases the GIL at each operation;
+            threads that take turns at each one need twice the time of one that goes on for all
+            blocks of a device.
     """
 
     def __init__(self) -> None:
@@ -66,7 +70,7 @@ class DeviceQueue:
 
     def check(self) -> None:
         """Raise `Abandoned` in the run that calls this, if `end` was called."""
-        # Without the lock: torch functions of a run's own code call this.
+        # Without the lock: each torch function of a run's own code calls this.
         if self._is_over:
             raise Abandoned
 
@@ -79,7 +83,7 @@ class DeviceQueue:
                 while self._holders.get(device) is not run:
                     self.check()
                     self._changed.wait()
-                self.check()  # again, because `end` may have come while this run was granted
+                self.check()  # again: `end` may have come while this run was granted
             except BaseException:
                 if run in self._asking[device]:
                     self._asking[device].remove(run)
@@ -94,7 +98,7 @@ class DeviceQueue:
             self._grant(device)
 
     def _grant(self, device: torch.device) -> None:
-        # The oldest first, because its result is fetched first, and only then may a new run begin.
+        # The oldest first: its result is fetched first, and only then may a new run begin.
         asking = self._asking[device]
         if asking and device not in self._holders:
             oldest = min(asking, key=lambda run: run.number)
@@ -124,7 +128,7 @@ class Run:
         self._streams = streams
         self.device: torch.device | None = None
         self._has_turn = False
-        # Pairs of a source and its copy. The source is kept, because the copy reads it meanwhile.
+        # Pairs of a source and its copy. The source is kept until the copy has read it.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # Tensor -> its version when it was last sent. The host waits for each copy, so a tensor of
         # that version is known to be computed.
@@ -145,12 +149,12 @@ class Run:
             self._sent = None
             self.release()
             if sent:
-                # Also after an error, because the user may have kept a copy that has not arrived.
+                # After an error too: the user may have kept a copy that has not arrived.
                 self._streams[device].synchronize()
                 computing = torch.get_device_module(device.type).current_stream(device)
                 # The copies were allocated on our stream, so the allocator would otherwise reuse
                 # their memory while kernels on the computing stream still read it.
-                while sent:  # popped without a name, because that would hold a tensor in `acquire`
+                while sent:  # popped without a name, which would hold a tensor in `acquire`
                     sent.pop()[1].record_stream(computing)
         self.acquire(device)
 
@@ -158,8 +162,8 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
-        # Not for another host, whose answer a run waits for. Others go on without their turn if
-        # this one waits for long, in a hook perhaps.
+        # A run on another host's device waits for an answer, and needs no turn. If the run that has
+        # the turn waits for long, perhaps in a hook, others go on without it.
         if not is_elsewhere(device):
             self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
 
@@ -169,8 +173,8 @@ class Run:
         if self._sent is None or module is None:
             return tensor.to(device)
         with contextlib.ExitStack() as stack:
-            # On the view's own streams, because other runs have queued kernels on those that
-            # compute, and the copy would wait for them.
+            # Copy on the view's own streams: on the streams that compute, the copy would wait for
+            # kernels that other runs have queued.
             if tensor.device.type == device.type:
                 source = self._streams[tensor.device]
                 if not self._is_computed(tensor):
@@ -184,8 +188,8 @@ class Run:
     def _is_computed(self, tensor: torch.Tensor) -> bool:
         """Return True if this version of a tensor was sent before, and note that it is sent now."""
         # A mask is sent to every device. Without this note, each of these copies would wait for all
-        # kernels that other runs have queued at home meanwhile.
-        if tensor.is_inference():  # because torch does not count their changes
+        # kernels that other runs have queued on the first device.
+        if tensor.is_inference():  # has no version counter
             return False
         is_computed = self._computed.get(tensor) == tensor._version
         self._computed[tensor] = tensor._version
@@ -204,7 +208,7 @@ class Run:
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:
-        """Give the run the device back that it held before the `with` block, or none."""
+        """After a `with` block, have the run hold the device that it held before, or none."""
         before = self.device
         try:
             yield
@@ -215,7 +219,7 @@ class Run:
                     self.acquire(before)
 
 
-class _Current(NamedTuple):
+class _Context(NamedTuple):
     """A thread's run, and what is known about the hook points that it uses.
 
     Attributes:
@@ -229,8 +233,8 @@ class _Current(NamedTuple):
     hooked: dict[HookPoint, tuple[LensHandle, ...]] | None = None
 
 
-_OUTSIDE = _Current()
-_current: ContextVar[_Current] = ContextVar("run", default=_OUTSIDE)
+_OUTSIDE = _Context()
+_current: ContextVar[_Context] = ContextVar("run", default=_OUTSIDE)
 
 
 def current_run() -> Run | None:
@@ -249,7 +253,7 @@ def running(run: Run) -> Iterator[None]:
 
 
 def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[[Model, Item], T]:
-    """Return `run`, in which using `model` itself raises, because the run gets a view of it."""
+    """Return `run`, which gets a view of `model`, and in which using `model` itself raises."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
     refused = _current.get().refused.union((model,), points)
@@ -280,7 +284,7 @@ def hooked_outside() -> int:
 
 
 def note_hooked(point: HookPoint) -> None:
-    """Refuse a hook on a point of which a run has a view; note any other before it is added."""
+    """Refuse a hook on a point of which a run has a view; count or list any other."""
     global _n_hooked
     refuse_in_run(point)
     hooked = _current.get().hooked
@@ -313,7 +317,7 @@ def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
 
 
 # Held while a thread uses the tokenizer, or replaces torch's functions that seed: all runs share
-# these. Nothing waits for a run or a device within it. Reentrant, because `to_str_tokens` calls
+# these. Nothing waits for a run or a device within it. Reentrant: `to_str_tokens` calls
 # `to_tokens`.
 using_shared = threading.RLock()
 _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
@@ -324,13 +328,13 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a method that calls the tokenizer."""
-    # One at a time, because a call sets the shared tokenizer's padding side, and reads it later.
+    # A call sets the shared tokenizer's padding side, and reads it later.
     with contextlib.nullcontext() if current_run() is None else using_shared:
         return original(self, *args, **kwargs)
 
 
 def take_own_tokenizer(view: Model) -> None:
     """Give a run's view a copy of the tokenizer, whose padding side a method is about to set."""
-    # A shallow copy is enough, because the Rust tokenizer behind it is told the side at each call.
+    # A shallow copy is enough: the Rust tokenizer behind it gets the side at each call.
     if current_run() is not None and view.tokenizer is not None:
         view.tokenizer = copy.copy(view.tokenizer)
