@@ -1,7 +1,7 @@
 """The HookedTransformerConfig of a model, by a name that TransformerLens lists or a checkpoint.
 
-TransformerLens guesses the architecture and sizes from parts of the name ("llama", "gemma-2"). For
-a local directory, or a fine-tune on the hub, we read config.json, because they may have any name.
+TransformerLens guesses the architecture and sizes from parts of the name ("llama", "gemma-2"). A
+local directory, or a fine-tune on the hub, may have any name, so we read its config.json.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def model_config(
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
             another checkpoint on the hub.
-        prefer_known: ask the hub only for configs that `known_configs` lacks. This is for planning,
-            because a checkpoint that is loaded decides for itself.
-        hf_model: the model that is loaded under this name, whose own config then counts.
+        prefer_known: ask the hub only for configs that `known_configs` lacks. This is for planning:
+            a load always reads the checkpoint's own config.
+        hf_model: a live model to load under this name. Its config is used.
         kwargs: as for `transformer_lens.loading_from_pretrained.get_pretrained_model_config`.
 
     Raises:
@@ -146,8 +146,8 @@ def _config_by_name(
             f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
         )
     if architecture == "GemmaForCausalLM" and cfg.act_fn == "gelu":
-        cfg.act_fn = "gelu_pytorch_tanh"  # because TransformerLens 3 has the exact one
-    if architecture == "Gemma2ForCausalLM":  # because TransformerLens until 3.7 begins with global
+        cfg.act_fn = "gelu_pytorch_tanh"  # TransformerLens 3 has the exact GELU
+    if architecture == "Gemma2ForCausalLM":  # TransformerLens until 3.7 begins with global
         cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
 
@@ -197,7 +197,7 @@ def _config_of_directory(
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
-    # By its name, because code that comes with it is not in the directory yet.
+    # Read by name: code that comes with the checkpoint is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
@@ -207,14 +207,14 @@ def _config_of_directory(
     try:
         with reading_config(called):
             cfg = _config_of_architecture(architecture, hf_config, path, kwargs)
-            component_sizes(cfg)  # because TransformerLens cannot make modules of other dtypes
+            component_sizes(cfg)  # raises if TransformerLens cannot make the modules
     except NotImplementedError as error:
         raise ValueError(
             f"{called!r} holds a {architecture}, which TransformerLens {installed()} cannot "
             "convert to a HookedTransformer: try TransformerBridge, of 3.9 or later"
         ) from error
-    cfg.load_in_4bit = False  # because packed weights arrive dequantised
-    cfg.trust_remote_code = trusted  # because TransformerLens trusts some architectures unasked
+    cfg.load_in_4bit = False  # packed weights arrive dequantised
+    cfg.trust_remote_code = trusted  # TransformerLens trusts some architectures unasked
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
     cfg.tokenizer_name = path if has_tokenizer(path) else None
@@ -231,7 +231,7 @@ def _config_of_architecture(
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
         sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
         text_config = getattr(hf_config, "text_config", hf_config)
-        # The caller's choices last, because they win over config.json.
+        # The caller's choices override config.json.
         chosen = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
         overrides = sizes(text_config)
         overrides |= {name: size for name, size in chosen.items() if size is not None}
@@ -257,7 +257,7 @@ def _readable(
     # partial_rotary_factor of Phi, but transformers 5 keeps it in rope_parameters.
     if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
         hf_config.n_ctx = hf_config.n_positions
-    if hf_config.model_type == "apertus":  # because transformers has its norms anyway
+    if hf_config.model_type == "apertus":  # transformers always has these norms
         hf_config.qk_norm = True
     rope = getattr(hf_config, "rope_parameters", None) or {}
     if "partial_rotary_factor" in rope and not hasattr(hf_config, "partial_rotary_factor"):
@@ -377,7 +377,7 @@ def _gemma_rope(hf_config: PretrainedConfig) -> Options:
 
 
 def _rope(hf_config: PretrainedConfig) -> Options:
-    """Return rotary settings, because TransformerLens takes a default base for unlisted names."""
+    """Return rotary settings; TransformerLens takes a default base for names it does not list."""
     # transformers 5 has both in rope_parameters, 4 in rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}

@@ -17,7 +17,7 @@ from tl_devicefix.hooked_transformer.moving import placement_by, remember
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.in_use import setting
 
-if TYPE_CHECKING:  # because TransformerLens 2 has it elsewhere
+if TYPE_CHECKING:  # TransformerLens 2 has it elsewhere
     from transformer_lens.utilities import LocallyOverridenDefaults
 
 Original = Callable[..., Any]
@@ -63,7 +63,7 @@ def generate(original: Original, self: HookedTransformer, *args: Any, **kwargs: 
     "HookedTransformer",
     "generate",
     takes="self input return_type",
-    why="texts of unequal length are generated one by one, because padding would be attended to",
+    why="texts of unequal length are generated one by one: padding would be attended to",
     until="3.0",
 )
 def generate_one_by_one(
@@ -92,7 +92,7 @@ def generate_one_by_one(
 def override_defaults(original: Original, self: LocallyOverridenDefaults) -> object:
     """Wrap `LocallyOverridenDefaults.__enter__`, which changes a model's config and tokenizer.
 
-    A run in flight changes copies, because other runs read the model's own meanwhile.
+    A run in flight changes copies: other runs read the model's own at the same time.
     """
     model, overrides = self.model, self.overrides
     if current_run() is not None:
@@ -101,7 +101,7 @@ def override_defaults(original: Original, self: LocallyOverridenDefaults) -> obj
         if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
             placement = placement_by(model.cfg)
             model.cfg = copy.copy(model.cfg)
-            if placement is not None:  # known by the config, which is a new one now
+            if placement is not None:  # it is found by the config, which is a new one now
                 remember(model.cfg, placement)
     return original(self)
 
@@ -114,7 +114,7 @@ def _differs(value: object, default: object) -> bool:
 @patches(
     "HookedTransformer",
     takes="self direction including_permanent level",
-    why="hook points without hooks are left alone, which takes a third of a forward's time",
+    why="hook points without hooks are skipped; visiting all takes a third of a forward",
 )
 def remove_all_hook_fns(
     self: HookedTransformer,
