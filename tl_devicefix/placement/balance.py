@@ -15,7 +15,7 @@ from tl_devicefix.placement.placement import (
 )
 
 _Cost = TypeVar("_Cost", bound=tuple[object, ...])
-"""Tuples are compared entry by entry, so that each entry breaks the ties of those before it."""
+"""Tuples compare entry by entry, so each entry breaks the ties of those before it."""
 
 Rooms = Sequence[int | None]
 """Bytes that may be used on each device, home first; None means unlimited."""
@@ -71,7 +71,7 @@ def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> 
         held = prefix[end] - prefix[start] + (shared if end > start else 0)
         full = (held + (0 if position else at_home)) / divisors[position]
         if best and max(full, *fullest[:1]) > best[0]:
-            return None  # before sorting, because most splits end here
+            return None  # before sorting: most splits end here
         return tuple(sorted((*fullest, full), reverse=True))
 
     nothing: tuple[float, ...] = ()
@@ -109,8 +109,8 @@ def _best_ranges(
             for end in range(min(start + at_least, n_blocks), last + 1):
                 lowest = reached[end][0] if end in reached else ()
                 cost = extend(before, position, start, end, lowest)
-                # `<`, and not `<=`, because the first of a tie has the fewest blocks before
-                # `start`, so that the first devices get the fewest.
+                # `<`, not `<=`: the first of a tie has the fewest blocks before `start`, so the
+                # first devices get the fewest.
                 if cost is not None and (not lowest or cost < lowest):
                     reached[end] = cost, [*counts, end - start]
         best = reached
@@ -146,7 +146,7 @@ def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
     Ties are broken by equalising the number of blocks. If nothing fits, every block is offloaded.
     """
     blocks, shared, at_home = _weigh(sizes)
-    block = max(blocks, default=0)  # because the blocks of one model weigh the same
+    block = max(blocks, default=0)  # all blocks of a model weigh the same
     left = [
         None if room is None else room - (0 if position else at_home)
         for position, room in enumerate(rooms)
@@ -158,7 +158,7 @@ def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
         n_offloaded = _to_offload(end - start, block, shared, left[position])
         if n_offloaded is None:
             return None
-        # Sums of squares, because they are least where all devices have as many.
+        # A sum of squares is least where all devices have the same number.
         offloaded, squares_of_offloaded, squares = cost
         squares += (end - start) ** 2
         return offloaded + n_offloaded, squares_of_offloaded + n_offloaded**2, squares
@@ -176,7 +176,7 @@ def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | 
     """Return how many of a device's blocks to offload so that the rest fits; None if never."""
     if room is None or (count * block + shared if count else 0) <= room:
         return 0
-    # VISITING fewer stay there, because offloaded blocks that run need room of their own.
+    # Offloaded blocks that run need room too, so VISITING fewer blocks stay there.
     residents = (room - shared) // block - VISITING if count else -1
     return None if residents < 0 else count - residents
 

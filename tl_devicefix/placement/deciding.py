@@ -136,7 +136,7 @@ def _devices_to_use(
     strategy: DeviceMap | None,
     limits: Limits | None,
 ) -> list[torch.device]:
-    """Return the devices to spread over, home first. The first of these rules that applies decides:
+    """Return the devices to use, home first. The first of these rules that applies decides:
 
     1. `n_devices` without a strategy: so many, from home on;
     2. the devices that `max_memory` names;
@@ -150,7 +150,7 @@ def _devices_to_use(
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    # Of home's type or on other hosts, because "cpu" in `max_memory` only allows offloading.
+    # Of home's type or on other hosts: "cpu" in `max_memory` only allows offloading.
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
@@ -219,7 +219,7 @@ def _from_dict(
             continue
         device = _device_for(size.name, device_map[max(keys, key=len)], like)
         placed.append(placed_as(size, device))
-        like = like or device  # because the first component decides the home device
+        like = like or device  # the first component decides the home device
     if missing:
         raise ValueError(
             f"device_map leaves out {in_short(missing)}: give each component a device, or "
@@ -237,8 +237,8 @@ def _from_dict(
 def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
     """Mark blocks that a map puts on the CPU as offloaded, unless home is the CPU."""
     home = placed[0].device
-    # An offloaded block runs on the device of the last block before it that is on one, because the
-    # residual stream is there. If there is none, it runs on the first such block's device, or home.
+    # The residual stream decides: an offloaded block runs on the device of the last block before it
+    # that is on one. If there is none, it runs on the first such block's device, or home.
     on_device = [c for c in placed if names_block(c.name) and c.device != CPU]
     device = on_device[0].device if on_device else home
     running = list(placed)
@@ -262,7 +262,7 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
         device = resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
-    # Allowed as a `torch.device`, because a worker's own map gives the driver's for embeddings.
+    # A `torch.device` is allowed: a worker's own map gives the driver's for embeddings.
     if not names_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(
             f"device_map puts {component} on another host, where only blocks can be: put it on a "

@@ -65,7 +65,7 @@ class Host:
     forgotten: list[int] = field(default_factory=list)
 
     def take_forgotten(self) -> list[int]:
-        """Empty `forgotten` one by one, because other threads may append meanwhile."""
+        """Empty `forgotten` one by one: other threads may append at the same time."""
         return [self.forgotten.pop() for _ in range(len(self.forgotten))]
 
 
@@ -137,7 +137,7 @@ def list_sites(sites: Sequence[Site]) -> str:
     ranges = []
     for first, *others in by_host.values():
         number = f"host{first.host}"
-        # Not if a host is called so, because its name comes before another one's number.
+        # A host's name precedes another one's number, so leave out a number that is also a name.
         also = "" if number in names else f" ({number})"
         ranges.append(first.name + (f" to {others[-1].device}" if others else "") + also)
     return ", ".join(ranges)
@@ -159,7 +159,7 @@ def default_device() -> torch.device:
 
 
 def _unsimulated_device() -> torch.device:
-    try:  # imported here, because reading saved activations needs no TransformerLens
+    try:  # imported late: reading saved activations needs no TransformerLens
         from transformer_lens.utilities import get_device
     except ImportError:  # TransformerLens 2.x
         from transformer_lens.utils import get_device
@@ -167,7 +167,7 @@ def _unsimulated_device() -> torch.device:
 
 
 def simulated_device() -> torch.device | None:
-    """The current simulated device, within `tl_devicefix.simulate`."""
+    """Return the current simulated device; None outside of `tl_devicefix.simulate`."""
     # torch registers a device type's module under its name. The simulation has devices only while
     # it runs.
     simulated = getattr(torch, "sim", None)
@@ -199,7 +199,7 @@ def has_index(device: torch.device) -> bool:
 
 def elsewhere(number: int) -> torch.device:
     """Return the stand-in for a device of another host, on which no tensor here can be."""
-    # "meta", because torch takes any index of it, and no tensor without values has one.
+    # torch takes any index of "meta", and no tensor without values has one.
     return torch.device("meta", number)
 
 
@@ -340,7 +340,7 @@ def device_count(device_type: str) -> int:
 
 
 def consecutive(first: torch.device, count: int) -> list[torch.device]:
-    """The devices `first`, `first + 1`, ... (`count` of them)."""
+    """Return the devices `first`, `first + 1`, ... (`count` of them)."""
     if count == 1:
         return [first]
     start = first.index or 0
@@ -394,7 +394,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor was changed; None in inference mode, where torch does not count."""
+    """Return how often a tensor was changed; None for inference tensors, which have no counter."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -30,7 +30,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     Args:
         placement: the placement to check.
         max_memory: the user's limits.
-        is_given: True if a user's map says where each component is, because the remedies differ.
+        is_given: True if a user's map says where each component is; the remedies then differ.
 
     Raises:
         ValueError: if a device has less room than its share needs.
@@ -95,7 +95,7 @@ class Mover:
         if buffer is not None:
             key = id(buffer), device
             if key not in self._buffers:
-                # The buffer stays in the dict, because a freed one's id may be reused.
+                # The dict keeps the buffer alive: a freed one's id may be reused.
                 self._buffers[key] = buffer, buffer.to(device)
             module._buffers[name] = self._buffers[key][1]
         if parameter is not None:
@@ -116,7 +116,7 @@ def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str
         raise _out_of_memory(error, model, placement, unit) from error
 
 
-# A function of its own, because the frame above stays in the traceback, and would hold the tensors.
+# A function of its own: the frame above stays in the traceback, and would hold the tensors.
 def _out_of_memory(
     error: BaseException, model: nn.Module, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
@@ -125,7 +125,7 @@ def _out_of_memory(
     device = placement.device_of(unit) if on_device else placement.stored_on(unit)
     tensors = (*model.parameters(), *model.buffers())
     held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-    # The first three sentences, because torch goes on with advice on its allocator.
+    # The first three sentences: torch goes on with advice on its allocator.
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
         f"{printed(device)} ran out of memory while {unit} was brought there or processed: "

@@ -58,8 +58,8 @@ def capacity(device: torch.device, limits: Limits | None) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an allocation failed."""
-    # By the message too, because torch raises a plain RuntimeError on the CPU, and if host memory
-    # cannot be pinned.
+    # Check the message too: torch raises a plain RuntimeError on the CPU, and if host memory cannot
+    # be pinned.
     phrases = ("can't allocate memory", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
 
