@@ -1,4 +1,4 @@
-"""HookedTransformer and TransformerBridge over several devices: import it, then load.
+"""HookedTransformer and TransformerBridge across several devices: import it, then load.
 
 Importing it imports TransformerLens and applies the patches that `report()` lists, unless
 TL_DEVICEFIX_DISABLE=1 is set.
@@ -91,8 +91,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# Not for `python -m tl_devicefix`, because help and mistakes should not wait for the import of
-# TransformerLens: its commands call `enable()`. Python imports the package with this argv then.
+# The commands of `python -m tl_devicefix` call `enable()` themselves, so that help and usage errors
+# need not wait for the import of TransformerLens. Python imports the package with this argv then.
 _is_command = sys.argv[:1] == ["-m"] and ("-m", "tl_devicefix") in itertools.pairwise(sys.orig_argv)
 if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0") and not _is_command:
     importlib.import_module("tl_devicefix.patches").enable()

@@ -27,13 +27,13 @@ def main(arguments: list[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    if chosen.command != "activations":  # which needs no TransformerLens, and so starts sooner
+    if chosen.command != "activations":  # it needs no TransformerLens
         _set_up()
     try:
         return 0 if run(chosen) else 1
     except expected as error:
         print(error, file=sys.stderr)
-        return 2  # such as for a misspelt option, as argparse does
+        return 2  # argparse's status for wrong arguments
 
 
 def _set_up() -> None:
@@ -41,9 +41,9 @@ def _set_up() -> None:
 
     from tl_devicefix.patches import enable
 
-    enable()  # even with TL_DEVICEFIX_DISABLE, because a command is an explicit wish
+    enable()  # even with TL_DEVICEFIX_DISABLE: a command is an explicit wish
     hf_logging.disable_progress_bar()
-    # Hidden, because TransformerLens 3 warns at each load that HookedTransformer is deprecated.
+    # TransformerLens 3 warns at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
@@ -51,9 +51,9 @@ class _Parser(argparse.ArgumentParser):
     """A parser of whole option names, whose help ends with examples."""
 
     def __init__(self, examples: str = "", **options: Any) -> None:
-        as_written = argparse.RawDescriptionHelpFormatter  # because examples are not to be wrapped
+        as_written = argparse.RawDescriptionHelpFormatter  # does not wrap examples
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
-        # No abbreviations, because a later option may begin with the same letters.
+        # No abbreviations: a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
 
@@ -63,7 +63,7 @@ _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tl_devicefix",
-        description="TransformerLens models over several devices.",
+        description="TransformerLens models across several devices.",
         examples="""
             python -m tl_devicefix demo
             python -m tl_devicefix estimate meta-llama/Llama-3.1-70B --n-devices 4 --dtype bfloat16
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
-        help="load the shipped checkpoint over several devices and look at its heads",
+        help="load the shipped checkpoint across several devices and look at its heads",
         examples="python -m tl_devicefix demo --n-devices 2",
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")

@@ -38,7 +38,7 @@ class Adapter(Protocol):
         """Update the config and the hooks after parts were moved or assigned."""
 
     def passes_stream_alone(self, model: Model) -> bool:
-        """Return True if blocks hand on the residual stream and nothing else."""
+        """Return True if blocks pass on the residual stream and nothing else."""
 
     def option_names(self, config_or_model_name: object) -> Sequence[str]:
         """Return the names of the loader's options on which the config depends."""
@@ -56,16 +56,16 @@ class Adapter(Protocol):
 @cache
 def adapters() -> dict[str, Adapter]:
     """Return the adapters of the installed TransformerLens by class name."""
-    # Imported here, because a TransformerLens may lack one of the classes.
+    # Imported late: the installed TransformerLens may lack one of the classes.
     installed: list[ModuleType] = []
     if has_hooked_transformer():
-        from tl_devicefix.hooked_transformer import adapter as of_hooked_transformer
+        from tl_devicefix.hooked_transformer import adapter as hooked_adapter
 
-        installed.append(of_hooked_transformer)
+        installed.append(hooked_adapter)
     if has_bridge():
-        from tl_devicefix.transformer_bridge import adapter as of_bridge
+        from tl_devicefix.transformer_bridge import adapter as bridge_adapter
 
-        installed.append(of_bridge)
+        installed.append(bridge_adapter)
     return {adapter.name: cast(Adapter, adapter) for adapter in installed}
 
 

@@ -1,4 +1,4 @@
-"""One protocol for all that stands around a module's forward: `Around`.
+"""`Around`: one protocol for everything that stands around a module's forward.
 
 A call of blocks.8, which lives on cuda:1:
 
@@ -6,16 +6,16 @@ A call of blocks.8, which lives on cuda:1:
       users' pre-hooks        see them on cuda:1
         SkipBlock.forward     returns what is known, or         the instance's `forward`
         StopAfter.forward     passes the output on, and ends the forward
-          OffloadedForward    brings the weights, and takes them away again
+          OffloadedForward    copies the weights in, and removes the copies
             the class's forward: TransformerLens's, a fused block's, or a remote block's
       BringHome.post_forward  brings the output home            a forward hook of torch's
       users' hooks            see it at home
 
 `RunWhereItIs.forward` is around modules that users put into a block, `OffloadedPart.forward` around
 all modules in an offloaded one, `AlibiAt.pre_forward` around blocks that need a table on their
-device. A fused block's forward and a remote block's are those of
-a class, because copies and pickles of a block keep its class. A dry run adds hooks of torch's own
-while it lasts, because it notes which component runs even where a pre-hook fails.
+device. A fused block's forward and a remote block's are methods of a class of their own: copies and
+pickles of a block keep its class. A dry run adds torch's own hooks while it lasts: these note which
+component runs, even if a pre-hook fails.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ class Around:
     def attach(self, module: nn.Module) -> None:
         """Stand around a module's forward, outermost."""
         cls = type(self)
-        # Each attaches only what it has, because torch calls hooks that do nothing, too.
+        # Attach only what the class overrides: torch calls hooks that do nothing, too.
         if cls.pre_forward is not Around.pre_forward:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         if cls.forward is not Around.forward:
-            # Not by setattr, because a Bridge's component hands that on to the module it wraps.
+            # A Bridge's component passes setattr on to the module that it wraps.
             vars(module)["forward"] = AroundForward(self, module)
         if cls.post_forward is not Around.post_forward:
             module.register_forward_hook(self.post_forward, prepend=True)  # before users' hooks
 
     @classmethod
     def detach(cls, module: nn.Module) -> None:
-        """Take all objects of this class from a module, also those that a copy brought along."""
-        # Found by class, because nobody holds the handles of hooks that were copied or unpickled.
+        """Remove all objects of this class from a module, also those that came with a copy."""
+        # Find them by class: there are no handles of hooks that were copied or unpickled.
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
                 if isinstance(getattr(hook, "__self__", None), cls):
                     del hooks[key]
-                    # torch keeps a separate note that the hook takes keyword arguments.
+                    # torch records separately that the hook takes keyword arguments.
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
         outer, forward = None, vars(module).get("forward")
         while isinstance(forward, AroundForward):
@@ -103,7 +103,7 @@ class Around:
 
 
 def innermost(forward: Any) -> Any:
-    """Return the `forward` that all in a module's `__dict__` stand around; None if its class's."""
+    """Return the innermost `forward` in a module's `__dict__`; None if that is the class's."""
     while isinstance(forward, AroundForward):
         forward = forward.inner
     return forward
@@ -121,6 +121,6 @@ class AroundForward:
 
     def run(self, *args: object, **kwargs: object) -> object:
         """Run the next forward, which is the class's own if there is no other."""
-        # Looked up at each call, because fusing a block changes its class.
+        # Looked up at each call: fusing a block changes its class.
         forward = self.inner or type(self.module).forward.__get__(self.module)
         return forward(*args, **kwargs)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-# Not lower, because "device_mesh" is an argument of transformers, and no misspelt "device_map".
+# Any lower, and transformers' argument "device_mesh" would be a misspelt "device_map".
 _NEAR = 0.85
-_LONGEST = 120
+_MAX_LENGTH = 120
 
 
 def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) -> str:
@@ -25,11 +25,11 @@ class UnknownName(KeyError):
 
 
 def shown(value: object) -> str:
-    """Return a value's repr, or its class if the repr is long, because a model's has many pages."""
+    """Return a value's repr, or its class if the repr is long: a model's has many pages."""
     text = repr(value)
-    if isinstance(value, str) and len(text) > _LONGEST:
-        return f"{text[: _LONGEST - 20]}...{text[-20:]}"
-    return text if len(text) <= _LONGEST and "\n" not in text else f"a {type(value).__name__}"
+    if isinstance(value, str) and len(text) > _MAX_LENGTH:
+        return f"{text[: _MAX_LENGTH - 20]}...{text[-20:]}"
+    return text if len(text) <= _MAX_LENGTH and "\n" not in text else f"a {type(value).__name__}"
 
 
 def check_iterable(called: str, value: object) -> None:
@@ -45,9 +45,9 @@ def which_hook_point(name: object, hook_points: Collection[str]) -> str:
             return f"; did you mean {full_name!r}, or that of another block?"
     first, _, rest = str(name).partition(".")
     _, _, point = rest.partition(".")
-    of_blocks = [full_name for full_name in hook_points if full_name.endswith(f".{point}")]
-    if point and f"{first}.0.{point}" in of_blocks:
-        return f"; the model has blocks 0 to {len(of_blocks) - 1}"
+    in_blocks = [full_name for full_name in hook_points if full_name.endswith(f".{point}")]
+    if point and f"{first}.0.{point}" in in_blocks:
+        return f"; the model has blocks 0 to {len(in_blocks) - 1}"
     return did_you_mean(name, hook_points, _NEAR)
 
 

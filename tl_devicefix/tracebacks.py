@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 
 def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
-    """Clear the frames of a handled error and of its causes, because they keep tensors alive.
+    """Clear the frames of a handled error and of its causes, which keep tensors alive.
 
     Frames that still run are left. So are the errors whose `id` is in `but_not`, and their causes.
     """
@@ -20,7 +20,7 @@ def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
             seen.add(id(raised))
             traceback.clear_frames(raised.__traceback__)
             errors += [raised.__cause__, raised.__context__]
-    gc.collect()  # because models, which the frames held, refer to themselves
+    gc.collect()  # the models that the frames held are reference cycles
 
 
 def raised_in(error: BaseException) -> str:
@@ -30,9 +30,9 @@ def raised_in(error: BaseException) -> str:
 
 
 def is_own_bug(error: BaseException) -> bool:
-    """Return True for an error that this package raised, and did not mean to.
+    """Return True for an error that is a bug of this package.
 
-    Wherever errors of other packages are turned into a sentence about a file, it has to pass.
+    Code that turns errors of other packages into a sentence about a file has to let it pass.
     """
     kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
     return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"
@@ -50,7 +50,7 @@ ON_MIXED_DEVICES = (
 def note(error: BaseException, text: str) -> None:
     """Add a note to an error, or to the end of its message."""
     if hasattr(error, "add_note"):  # since Python 3.11
-        if text not in getattr(error, "__notes__", ()):  # one error may be raised again and again
+        if text not in getattr(error, "__notes__", ()):  # an error may pass here several times
             error.add_note(text)
     elif error.args == (str(error),):
         error.args = (f"{error}\n{text}",)
@@ -71,5 +71,5 @@ def note_mixed_devices(error: RuntimeError) -> None:
     about_devices = "same device" in str(error) or "expected device" in str(error)
     is_noted = ON_MIXED_DEVICES in str(error)
     if about_devices and not is_noted:
-        # Not by `note`, because notes are lost where `str(error)` is logged.
+        # Not by `note`: notes are lost where `str(error)` is logged.
         error.args = (f"{error}\n{ON_MIXED_DEVICES}",)

@@ -41,7 +41,7 @@ _DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
-_LONGEST = 8  # devices at a time: the shipped checkpoint has eight blocks
+_MAX_DEVICES = 8  # devices at a time: the shipped checkpoint has eight blocks
 _SIMULATED = 4
 _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devicefix")
 
@@ -67,11 +67,11 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
     # Ordered pairs: a copy may be wrong in one direction only.
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
-    checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _LONGEST) + 1)]
+    checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _MAX_DEVICES) + 1)]
     checks += [_check_streams(device) for device in devices if module_with_streams(device)]
     # Then the devices after the first eight, eight at a time.
-    for start in range(_LONGEST, n_devices, _LONGEST):
-        checks.append(_check_parity(min(n_devices - start, _LONGEST), devices[start]))
+    for start in range(_MAX_DEVICES, n_devices, _MAX_DEVICES):
+        checks.append(_check_parity(min(n_devices - start, _MAX_DEVICES), devices[start]))
     return _verdict(checks, "This machine can be trusted.")
 
 
