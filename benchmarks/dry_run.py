@@ -1,9 +1,9 @@
-"""What it takes to dry_run a model over devices that are not there: seconds, and memory.
+"""What it takes to dry_run a model across devices that do not exist: seconds, and memory.
 
     python benchmarks/dry_run.py [--model meta-llama/Llama-3.1-405B] [--n-devices 16]
 
-Each job is run dry in a process of its own, whose imports count. Memory is the most of it that is
-not mapped from files, of which most is torch itself. Linux only.
+Each job is run dry in a process of its own, whose imports count. Memory is the peak of what is not
+mapped from files, most of which is torch itself. Linux only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS = 1024
 
 
 def forward(model: Any) -> None:
-    """One sequence of tokens."""
+    """Run one sequence of tokens."""
     import torch
 
     with torch.no_grad():
@@ -33,7 +33,7 @@ def forward(model: Any) -> None:
 
 
 def cached(model: Any) -> None:
-    """The residual stream after each block, kept and read at home."""
+    """Keep the residual stream after each block, and read it on the first device."""
     import torch
 
     with torch.no_grad():
@@ -44,14 +44,14 @@ def cached(model: Any) -> None:
 
 
 def gradients(model: Any) -> None:
-    """To every parameter."""
+    """Compute the gradient of every parameter."""
     import torch
 
     model(torch.zeros(1, TOKENS, dtype=torch.long), return_type="loss").backward()
 
 
 def generated(model: Any) -> None:
-    """Eight tokens."""
+    """Generate eight tokens."""
     import torch
 
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
@@ -64,7 +64,7 @@ JOBS: dict[str, Callable[[Any], None]] = {
 
 
 class Memory:
-    """The most memory of this process, in bytes, of what is not mapped from files."""
+    """The peak of this process's memory that is not mapped from files, in bytes."""
 
     def __init__(self) -> None:
         self.most = 0

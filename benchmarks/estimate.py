@@ -1,10 +1,11 @@
-"""How far `tl_devicefix.estimate` is from what a loaded model takes, in percent.
+"""How far `tl_devicefix.estimate` is from the memory of a loaded model, in percent.
 
     python benchmarks/estimate.py [--n-devices 3] [--device sim|cuda] [--json FILE]
 
-Checkpoints of several shapes, random weights, are made, estimated by their directory, loaded over
-the devices and run; weights are compared with what is allocated then, the peak with the
-allocator's. `--device sim` simulates the devices, with torch's CPU kernels.
+Checkpoints of several shapes with random weights are made, estimated by their directory, loaded
+across the devices and run. Estimated weights are compared with the memory allocated after loading,
+and the estimated peak with the allocator's. `--device sim` simulates the devices with torch's CPU
+kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 BATCH, CTX, NEW = 16, 128, 32
-"""Of which running takes more than loading, whose room is an upper bound."""
+"""Large enough that running takes more memory than loading, whose estimate is an upper bound."""
 JOBS: dict[str, dict[str, Any]] = {
     "forward": {},
     "caching resid_post": {"cache": "resid_post"},
@@ -56,7 +57,7 @@ def checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def measure(directory: Path, n_devices: int, module: Any, options: dict[str, Any]) -> Any:
-    """Bytes after loading, and at the job's peak, on each device."""
+    """Return the bytes on each device after loading, and at the job's peak."""
     from transformer_lens import HookedTransformer
 
     devices = range(n_devices)
@@ -84,7 +85,7 @@ def _run(model: Any, options: dict[str, Any]) -> Any:
 
 
 def _run_with_kv_cache(model: Any, tokens: torch.Tensor) -> Any:
-    """As `generate` does, whose KV cache is not to be had."""
+    """Do what `generate` does, and return the KV cache, which `generate` does not."""
     import transformer_lens
 
     in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
@@ -97,7 +98,7 @@ def _run_with_kv_cache(model: Any, tokens: torch.Tensor) -> Any:
 
 
 class Devices:
-    """What tells the memory of real or simulated devices."""
+    """The torch module of real or simulated devices, which reports their memory."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -108,12 +109,12 @@ class Devices:
 
 
 def error(estimated: list[int], measured: list[int]) -> float:
-    """The largest error of any device, in percent of what is measured."""
+    """Return the largest error of any device, in percent of the measured bytes."""
     return max(100 * abs(e - m) / m if m else 100.0 * bool(e) for e, m in zip(estimated, measured))
 
 
 def compare(device: str, n_devices: int) -> list[dict[str, Any]]:
-    """One row for each shape and job."""
+    """Return one row for each shape and job."""
     import tl_devicefix
 
     rows = []

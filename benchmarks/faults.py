@@ -3,10 +3,14 @@
     python benchmarks/faults.py [--python OTHER_PYTHON ...]
 
 Prints a table for the TransformerLens of this interpreter and for that of each `--python`, which
-needs this package too. A row is a fault, with a figure of TransformerLens as it is installed and
-one with this package: the largest difference of log probabilities over the largest log probability,
-or of gradients over the largest gradient, in float32, where rounding gives up to 1e-6; of
-`generate`, the share of tokens that differ.
+needs this package too. A row is a fault, with a figure for TransformerLens as installed and one for
+TransformerLens with this package:
+
+- the largest difference of log probabilities, divided by the largest log probability;
+- for gradients, the largest difference, divided by the largest gradient;
+- for `generate`, the share of tokens that differ.
+
+All are in float32, where rounding gives up to 1e-6.
 """
 
 from __future__ import annotations
@@ -50,17 +54,17 @@ ADDED = torch.randn(D_MODEL, generator=torch.Generator().manual_seed(1))
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, over the largest entry."""
+    """Return the largest difference, divided by the largest entry."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def log_probs(logits: torch.Tensor) -> torch.Tensor:
-    """In float64, so that only the models round."""
+    """Return log probabilities, computed in float64 so that only the models round."""
     return logits.double().log_softmax(dim=-1)
 
 
 class Checkpoint:
-    """A tiny model, saved, and as transformers runs it. `edit` changes its config.json."""
+    """A tiny model: saved, and as transformers runs it. `edit` changes its config.json."""
 
     def __init__(self, config: Any, directory: Path, edit: Any = None) -> None:
         self.directory, self.tokenizer = str(directory), make_tokenizer(directory)
@@ -72,7 +76,7 @@ class Checkpoint:
             file.write_text(json.dumps(edit(json.loads(file.read_text()))))
 
     def hooked_transformer(self, name: str, official_name: str) -> Any:
-        """By its directory; TransformerLens alone takes official names only."""
+        """Load it by its directory; TransformerLens alone takes official names only."""
         from architectures import ALL_ARCHITECTURES, Architecture, load_hooked
         from transformer_lens import HookedTransformer
 
@@ -80,12 +84,12 @@ class Checkpoint:
             return HookedTransformer.from_pretrained(self.directory, device="cpu")
         read = transformers.AutoModelForCausalLM.from_pretrained(self.directory)
         sizes = dict(ALL_ARCHITECTURES[name].sizes_by_name)
-        sizes.pop("act_fn", None)  # of the faults, tests would not speak
+        sizes.pop("act_fn", None)  # tests set it, which would hide the fault
         like = Architecture(name, official_name, lambda: read.config, sizes)
         return load_hooked(like, read, self.tokenizer, device="cpu")
 
     def bridge(self) -> Any:
-        """A TransformerBridge with the old names of hooks, and without folding."""
+        """Boot a TransformerBridge with the old hook names, and without folding."""
         from transformer_lens.model_bridge import TransformerBridge
 
         bridge = TransformerBridge.boot_transformers(self.directory, device="cpu")
@@ -100,14 +104,14 @@ def logits_of(
     config: Callable[[], Any] | None = None,
     edit: Any = None,
 ) -> float:
-    """A HookedTransformer's logits, loaded with default processing."""
+    """Return the error of a HookedTransformer's logits, loaded with default processing."""
     checkpoint = Checkpoint((config or HF_CONFIGS[name])(), directory, edit)
     logits = checkpoint.hooked_transformer(name, official_name)(TOKENS)
     return difference(log_probs(logits), log_probs(checkpoint.hf_model(TOKENS).logits))
 
 
 def changed(name: str, **settings: Any) -> Any:
-    """A tiny config with other settings."""
+    """Return a tiny config with other settings."""
     config = HF_CONFIGS[name]()
     for setting, value in settings.items():
         setattr(config, setting, value)
@@ -115,13 +119,13 @@ def changed(name: str, **settings: Any) -> Any:
 
 
 def yarn_qwen2() -> Any:
-    """A tiny Qwen2 whose rotary frequencies are scaled for four times its context."""
+    """Return a tiny Qwen2's config with rotary frequencies scaled for four times its context."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
     return changed("qwen2", rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e4})
 
 
 def stretched_gemma3() -> Any:
-    """As published from 4B on: positions of the layers that see everything are divided by 8."""
+    """Return a Gemma 3's config as published from 4B on: global layers divide positions by 8."""
     config = HF_CONFIGS["gemma-3"]()
     stretched = {"rope_type": "linear", "factor": 8.0}
     if hasattr(config, "rope_parameters"):
@@ -132,8 +136,8 @@ def stretched_gemma3() -> Any:
     return config
 
 
-def of_base(config_class: Any) -> Any:
-    """A model with a rotary base that is not the default."""
+def with_other_base(config_class: Any) -> Any:
+    """Return a config with a rotary base that is not the default."""
     return config_class(**GROUPED, rope_theta=BASE)
 
 
@@ -144,12 +148,12 @@ def as_transformers_5_saves(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def bloom_of_six_heads() -> Any:
-    """No power of two, as BLOOM-176B's 112."""
+    """Return a config whose number of heads is no power of two, like BLOOM-176B's 112."""
     return transformers.BloomConfig(hidden_size=24, n_layer=N_LAYERS, n_head=6, vocab_size=40)
 
 
 def generate_texts(padded: bool, directory: Path) -> float:
-    """Tokens generated for texts of one to eight words, or for their tokens with padding."""
+    """Return the error of tokens generated for texts of 1 to 8 words, or for padded tokens."""
     checkpoint = Checkpoint(HF_CONFIGS["llama"](), directory)
     model = checkpoint.hooked_transformer("llama", "01-ai/Yi-6B")
     texts = [" ".join(f"w{7 + 3 * n + i}" for i in range(n)) for n in range(1, 9)]
@@ -168,7 +172,7 @@ def generate_texts(padded: bool, directory: Path) -> float:
 
 
 def generate_with_state(name: str, directory: Path) -> float:
-    """Tokens generated by a Bridge with the state of earlier ones, as `generate` does."""
+    """Return the error of tokens that a state space model's Bridge generates from its state."""
     checkpoint = Checkpoint(HF_CONFIGS[name](), directory)
     prompts = TOKENS.reshape(8, -1)
     expected = prompts
@@ -186,7 +190,7 @@ def _share_of_others(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def hook_pattern(name: str, directory: Path, **settings: Any) -> float:
-    """A Bridge's logits, with hooks on patterns that change nothing."""
+    """Return the error of a Bridge's logits, with hooks on patterns that change nothing."""
     checkpoint = Checkpoint(changed(name, **settings), directory)
     hooks = [(f"blocks.{i}.attn.hook_pattern", lambda x, hook: x) for i in range(N_LAYERS)]
     logits = checkpoint.bridge().run_with_hooks(TOKENS, fwd_hooks=hooks)
@@ -194,7 +198,7 @@ def hook_pattern(name: str, directory: Path, **settings: Any) -> float:
 
 
 def edit_resid_mid(of_gradients: bool, directory: Path) -> float:
-    """A vector added at a Bridge's `hook_resid_mid`, or the gradient there."""
+    """Return the error of logits after an edit at a Bridge's `hook_resid_mid`, or of gradients."""
     checkpoint = Checkpoint(HF_CONFIGS["llama"](), directory)
     results = []
     for by_transformers in (False, True):
@@ -231,13 +235,13 @@ HOOKED_TRANSFORMER: dict[str, Callable[[Path], float]] = {
     "Qwen2 saved by transformers 5": partial(
         logits_of,
         *("qwen2", "Qwen/Qwen2-0.5B"),
-        config=partial(of_base, transformers.Qwen2Config),
+        config=partial(with_other_base, transformers.Qwen2Config),
         edit=as_transformers_5_saves,
     ),
     "Mistral saved by transformers 5": partial(
         logits_of,
         *("mistral", "mistralai/Mistral-7B-v0.1"),
-        config=partial(of_base, transformers.MistralConfig),
+        config=partial(with_other_base, transformers.MistralConfig),
         edit=as_transformers_5_saves,
     ),
     "Gemma 1, activation": partial(logits_of, "gemma", "google/gemma-2b"),
@@ -284,7 +288,7 @@ BRIDGE: dict[str, Callable[[Path], float]] = {
 
 
 def cell(measure: Callable[[Path], float], patched: bool) -> str:
-    """A figure, or the class of an error."""
+    """Return a figure, or the class of an error."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tl_devicefix.enabled() if patched else tl_devicefix.disabled())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -6,16 +6,16 @@
 
 A Llama with random weights is loaded by transformers (eager, and with SDPA), by TransformerLens
 without this package, and by this package, as TransformerLens runs it ("here") and with
-`fuse_blocks(model)`, each in a process of its own. What "here" saves over "TransformerLens" is due
-to the layout of the weights in memory, and what "here fused" saves over that, to fusing. Each
-prefills `--tokens`, and generates `--new` tokens behind `--context` tokens in a KV cache, for
-`--batches`: they take turns, one forward or token each, as machines are not equally fast all the
-time.
+`fuse_blocks(model)`, each in a process of its own. What "here" saves compared with
+"TransformerLens" is due to the memory layout of the weights; what "here fused" saves compared with
+"here" is due to fusing. Each prefills `--tokens`, and generates `--new` tokens after `--context`
+tokens in a KV cache, for `--batches`. The processes take turns after each forward or token, as a
+machine's speed varies.
 
-Wall and CPU seconds are medians; for generation those of one token for all of the batch. Ratios are
-medians of the ratios of forwards that were side by side. Memory is what the process's anonymous
-memory (RssAnon), or the device's, was at its peak beyond what it was once the model was loaded.
-What would not fit in memory, or takes more than `--limit` seconds, is left out, and said.
+Wall and CPU seconds are medians; for generation, those of one token of the whole batch. Ratios are
+medians of the ratios of neighbouring forwards. Memory is the peak of the process's anonymous memory
+(RssAnon), or of the device's memory, beyond what it was after loading. What would not fit in
+memory, or takes more than `--limit` seconds, is left out, with the reason.
 
 With `--bridge`, and where TransformerLens has no HookedTransformer, a TransformerBridge is booted.
 """
@@ -49,17 +49,17 @@ SIZES = {
     **SIZES_OF_LOADS,
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
               "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 16000},
-    # Half of its work is in half of its blocks: an unembedding is little of it.
+    # The unembedding is small, so that half of the blocks do half of the work.
     "deep": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
              "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 4000},
-    # Kernels take next to nothing: what is left is Python, see `launch.py`.
+    # Kernels take next to no time, so this measures Python (`launch.py`).
     "launch": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 10,
                "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000},
 }  # fmt: skip
 WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here fused")
 FLOORS = ("transformers sdpa", "TransformerLens")
 BYTES_OF_A_SCORE = 17
-"""At the peak, where scores are built: scores, pattern, where it is NaN, zeros, and the result."""
+"""At the peak, where scores are built: scores, pattern, its NaN mask, zeros, and the result."""
 
 Result = dict[str, list[dict[str, Any]]]
 """Name of a way -> what each of its steps took."""
@@ -78,14 +78,14 @@ class Cell:
 
     def __str__(self) -> str:
         if self.new:
-            return f"{self.dtype}, a token of {self.batch} behind {self.tokens}"
+            return f"{self.dtype}, a token of {self.batch} after {self.tokens}"
         return f"{self.dtype}, prefill of {self.tokens}"
 
 
 def make_checkpoint(cache: Path, size: str, positions: int, device: str, **shape: int) -> None:
     """Lay out a hub cache with random weights, made on `device`, under `HUB_NAME`.
 
-    `shape` replaces what `SIZES` says, and the new checkpoint one that is there.
+    `shape` overrides entries of `SIZES`. An existing checkpoint is replaced.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,7 +108,7 @@ def make_checkpoint(cache: Path, size: str, positions: int, device: str, **shape
 
 
 def load(way: str, dtype: torch.dtype, device: str | None, bridge: bool, **options: Any) -> Any:
-    """The model, loaded in one of the ways compared; `options` are of TransformerLens's load."""
+    """Load the model in one of the ways compared; `options` are for TransformerLens's loaders."""
     if way.startswith("transformers"):
         from transformers import AutoModelForCausalLM
 
@@ -137,7 +137,7 @@ def load(way: str, dtype: torch.dtype, device: str | None, bridge: bool, **optio
 
 
 def forward_of(way: str, model: Any, bridge: bool) -> Callable[[torch.Tensor], Any]:
-    """What makes logits of tokens."""
+    """Return a function from tokens to logits."""
     if way.startswith("transformers"):
         return lambda tokens: model(tokens, use_cache=False).logits
     if bridge:
@@ -146,7 +146,7 @@ def forward_of(way: str, model: Any, bridge: bool) -> Callable[[torch.Tensor], A
 
 
 def continuing(way: str, model: Any, bridge: bool, batch: int) -> Callable[[torch.Tensor], Any]:
-    """What makes logits of tokens behind all tokens that it was given before, in a KV cache."""
+    """Return a function from new tokens to logits, which keeps all earlier ones in a KV cache."""
     if bridge or way.startswith("transformers"):
         from transformers import DynamicCache
 
@@ -168,7 +168,7 @@ def answer(way: str, dtype: str, device: str, bridge: bool, threads: int) -> Non
     on_gpu = torch.device(device).type == "cuda"
     with torch.inference_mode():
         forward_of(way, model, bridge)(torch.randint(3, 1000, (1, 16)).to(device))
-        tell()
+        report()
         for line in sys.stdin:
             cell = Cell(**json.loads(line))
             if on_gpu:
@@ -176,21 +176,21 @@ def answer(way: str, dtype: str, device: str, bridge: bool, threads: int) -> Non
             at_start = torch.cuda.memory_allocated() if on_gpu else 0
             for wall, cpu in steps(cell, model, device, bridge):
                 peak = torch.cuda.max_memory_allocated() - at_start if on_gpu else None
-                tell(wall_s=wall, cpu_s=cpu, device_peak=peak)
+                report(wall_s=wall, cpu_s=cpu, device_peak=peak)
                 if sys.stdin.readline() != "go on\n":
                     break
             gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # or what was freed would count for what comes next
-            tell()
+            ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would count for the next cell
+            report()
 
 
-def tell(**found: Any) -> None:
-    """Give the parent process what was found."""
+def report(**found: Any) -> None:
+    """Send results to the parent process."""
     print("MEASURED", json.dumps(found), flush=True)
 
 
 def steps(cell: Cell, model: Any, device: str, bridge: bool) -> Iterator[tuple[float, float]]:
-    """Wall and CPU seconds of forwards, or of tokens, one at a time; the first is to begin."""
+    """Yield wall and CPU seconds of each forward or token; the first one warms up or prefills."""
     tokens = torch.randint(3, 1000, (cell.batch, cell.tokens)).to(device)
     run = forward_of(cell.way, model, bridge)
     if cell.new:
@@ -220,13 +220,13 @@ class Way:
         self._device = arguments.device
         self._ended: str | None = None
         self.why: str | None = None
-        """Why it can tell nothing."""
+        """The reason if it has no results."""
         offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TL_DEVICEFIX_DISABLE": ""}
-        told = json.dumps([name, dtype, arguments.device, arguments.bridge, arguments.threads])
-        # A file, as a pipe that nobody reads could fill.
+        options = json.dumps([name, dtype, arguments.device, arguments.bridge, arguments.threads])
+        # A file: a pipe that nobody reads could fill.
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, "--answer", told],
+            [sys.executable, "-W", "ignore", __file__, "--answer", options],
             env={**os.environ, **offline},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -237,13 +237,13 @@ class Way:
         self._at_start = self.peak = anonymous_memory(self._child.pid)
 
     def begin(self, cell: Cell) -> dict[str, Any] | None:
-        """Do the first step of a cell; None if it cannot, and why is in `why`."""
+        """Do the first step of a cell. Return None if that fails; `why` then has the reason."""
         self.peak = self._at_start
         self.why = self._ended or why_too_large(cell, self._size, self._device)
         return None if self.why else self.ask(json.dumps(asdict(cell)))
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """What the process answers to a line; None if it cannot."""
+        """Send a line to the process, and return its answer; None if it has ended."""
         assert self._child.stdin is not None
         if self._ended is not None:
             return None
@@ -254,7 +254,7 @@ class Way:
         return found
 
     def wait(self) -> dict[str, Any] | None:
-        """Wait for an answer, looking at the process's memory meanwhile."""
+        """Wait for an answer, and record the process's peak memory until then."""
         assert self._child.stdout is not None
         until = time.monotonic() + self._limit
         while True:
@@ -281,7 +281,7 @@ class Way:
 
 
 def why_too_large(cell: Cell, size: str, device: str) -> str | None:
-    """Why a cell would not fit in the memory that is free now; None if it would."""
+    """Return why a cell would not fit in the free memory; None if it would."""
     shape, itemsize = SIZES[size], getattr(torch, cell.dtype).itemsize
     logits = itemsize * cell.batch * cell.tokens * shape["vocab_size"]
     builds = cell.way not in ("transformers sdpa", "here fused")
@@ -294,7 +294,7 @@ def why_too_large(cell: Cell, size: str, device: str) -> str | None:
 
 
 def free_memory(device: str) -> int:
-    """Bytes free on the device, or in the host's memory."""
+    """Return the free bytes on the device, or in host memory."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -302,9 +302,9 @@ def free_memory(device: str) -> int:
 
 
 def compare(ways: dict[str, Way], cells: list[Cell], arguments: argparse.Namespace) -> Result:
-    """What each way took for each step of one thing; nothing if it could not, with why in it.
+    """Return what each step of each way took; nothing for a way that failed (see its `why`).
 
-    The first step is left out if there are others: for what is generated it is the prefill.
+    The first step is left out if there are others: in generation it is the prefill.
     """
     found = {cell.way: [first] for cell in cells if (first := ways[cell.way].begin(cell))}
     until = time.monotonic() + arguments.limit
@@ -318,7 +318,7 @@ def compare(ways: dict[str, Way], cells: list[Cell], arguments: argparse.Namespa
 
 
 def show(what: str, result: Result, ways: dict[str, Way]) -> None:
-    """Print the table of one thing: what it takes, and over others."""
+    """Print the table of one thing: what each way takes, and ratios to the floors."""
     over = "".join(f" | {'/ ' + floor:^23}" for floor in FLOORS)
     print(f"\n{what:<44}{over}")
     ratios = " | " + " ".join(f"{name:>7}" for name in ("wall", "CPU", "memory"))
@@ -338,23 +338,23 @@ def show(what: str, result: Result, ways: dict[str, Way]) -> None:
 
 
 def median(runs: list[dict[str, Any]], key: str) -> float:
-    """Of what each step took."""
+    """Return the median of what the steps took."""
     return statistics.median(run[key] for run in runs)
 
 
 def peak(runs: list[dict[str, Any]]) -> int:
-    """Bytes, beyond what there was when the model had been loaded."""
+    """Return the peak in bytes, beyond the memory of the loaded model."""
     return max(run["device_peak"] for run in runs)
 
 
 def ratio(runs: list[dict[str, Any]], others: list[dict[str, Any]], key: str) -> float | None:
-    """The median of the steps' ratios: each with the other way's step beside it in time."""
+    """Return the median of the steps' ratios; each is to the other way's step of the same turn."""
     ratios = [run[key] / other[key] for run, other in zip(runs, others) if other[key]]
     return statistics.median(ratios) if ratios else None
 
 
 def things(dtype: str, arguments: argparse.Namespace) -> list[list[Cell]]:
-    """What is compared of one dtype: for each thing, the cell of each way."""
+    """Return what is measured for one dtype: for each prefill or generation, a cell of each way."""
     asked = [(1, tokens, 0) for tokens in arguments.tokens]
     asked += [(batch, arguments.context, arguments.new) for batch in arguments.batches]
     return [[Cell(way, dtype, *thing) for way in arguments.ways] for thing in asked]

@@ -1,15 +1,15 @@
-"""What it costs that half of a model's blocks are another host's: over the same in one process.
+"""What it costs to have half of a model's blocks on another host, compared with one process.
 
     python benchmarks/hosts.py [--size deep] [--tokens 1 128 1024] [--context 128] [--new 16]
                                [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
 
 It starts a Ray cluster of two nodes on this machine. A Llama with random weights (on
 TransformerLens 4 a TransformerBridge) is loaded twice: on this process's CPU, and with half of its
-blocks on the other node's. Both do the same in turns; ratios are medians of those of neighbours in
-time. The driver and the worker each keep to their half of the cores, and have `--threads`. With
-`--flights`, runs in flight (`tl_devicefix.pipeline_map`) over both are compared with the loop on
-one. Beside it stands what two processes that know nothing of each other do here in the time that
-one takes. At the end come seconds until a fault is told.
+blocks on the other node's. Both do the same in turns; ratios are medians of the ratios of
+neighbouring turns. The driver and the worker each keep to their half of the cores, and have
+`--threads`. With `--flights`, runs in flight (`tl_devicefix.pipeline_map`) on both are compared
+with the loop on one. The row after it has how much two independent processes do in the time of one.
+The last rows are the seconds until a fault is reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from packaging.version import Version
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Wall seconds until what it gives is here."""
+    """Return the wall seconds until the result is here."""
     start = time.perf_counter()
     result = run()
     if isinstance(result, torch.Tensor):
@@ -48,7 +48,7 @@ def timed(run: Callable[[], Any]) -> float:
 def side_by_side(
     far: Callable[[], Any], here: Callable[[], Any], repeats: int
 ) -> tuple[float, float, float]:
-    """Medians of seconds here, of the ratio, and of the seconds that it takes longer."""
+    """Return the medians of the seconds here, of the ratio, and of the difference in seconds."""
     timed(far), timed(here)
     pairs = [(timed(far), timed(here)) for _ in range(repeats)]
     return (
@@ -68,10 +68,10 @@ CORES = sorted(os.sched_getaffinity(0))
 HALF = max(len(CORES) // 2, 1)
 
 
-def start(told: list[str], arguments: argparse.Namespace, **pipes: Any) -> subprocess.Popen[str]:
-    """Start a process that has the other half of the cores."""
+def start(command: list[str], arguments: argparse.Namespace, **pipes: Any) -> subprocess.Popen[str]:
+    """Start a Python process on the other half of the cores."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-    started = subprocess.Popen([sys.executable, *told], env=environment, text=True, **pipes)
+    started = subprocess.Popen([sys.executable, *command], env=environment, text=True, **pipes)
     os.sched_setaffinity(started.pid, CORES[HALF:] or CORES)
     return started
 
@@ -99,7 +99,7 @@ def start_node(stack: contextlib.ExitStack, *options: str) -> list[psutil.Proces
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that it has started."""
+    """Return a process and all that it has started."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
@@ -113,7 +113,7 @@ def end(node: subprocess.Popen[bytes]) -> None:
 
 
 def worker_among(processes: list[psutil.Process]) -> psutil.Process:
-    """The process of the worker, which a node of these has started."""
+    """Return the process of the worker that the node of these processes has started."""
     (worker,) = (
         child
         for child in family(processes[0].pid)
@@ -123,55 +123,55 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
 
 
 def attach(address: str, node: list[psutil.Process]) -> Any:
-    """Join, and have the worker keep to its cores; returns the connection to it."""
+    """Join, pin the worker to its cores, and return the connection to it."""
     import tl_devicefix
     from tl_devicefix.placement.devices import joined_hosts
 
     start = time.perf_counter()
     tl_devicefix.init_hosts(address)
     print(f"joined in {time.perf_counter() - start:.1f} s")
-    for thread in worker_among(node).threads():  # some of Ray's run the calls
+    for thread in worker_among(node).threads():  # Ray runs the calls in some of them
         os.sched_setaffinity(thread.id, CORES[HALF:] or CORES)
     return joined_hosts()[0].connection
 
 
 def show_memory(what: str, processes: list[psutil.Process]) -> None:
-    """Memory of processes, each with its part of what they share."""
+    """Print the memory of processes (PSS: shared memory is divided among them)."""
     used = sum(process.memory_full_info().pss for process in processes)
     print(f"{what}: {len(processes)} processes, {used / 2**20:.0f} MiB")
 
 
 def show_call(connection: Any, repeats: int) -> None:
-    """What a call takes that does nothing: of each row's milliseconds, Ray's for a call."""
+    """Print what a call that does nothing takes: Ray's part of the milliseconds of each row."""
     found = [timed(lambda: connection.call("forget", [])) for _ in range(10 * repeats)]
     print(f"{'a call that does nothing':<46}{1e3 * statistics.median(found):>10.2f}")
 
 
 def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> None:
-    """Seconds from a fault until whoever waits is told."""
+    """Print the seconds from a fault until the caller that waits gets an error."""
     from tl_devicefix.placement.devices import HostLost
 
-    def told(what: str, fault: Callable[[], Any]) -> None:
+    def show_fault(what: str, fault: Callable[[], Any]) -> None:
         waiting = threading.Thread(target=ask)
         waiting.start()
         start = time.perf_counter()
         fault()
         waiting.join()
-        print(f"{what:<46}{time.perf_counter() - start:>10.2f}", flush=True)
+        print(f"{what:<46}{time.perf_counter() - start:>12.2f}", flush=True)
 
     def ask() -> None:
         with contextlib.suppress(HostLost):
             while True:
                 connection.call("forget", [])
 
-    print(f"\n{'':<46}{'told, s':>10}")
-    told("a killed worker", worker_among(node).kill)
+    print(f"\n{'':<46}{'reported, s':>12}")
+    show_fault("a killed worker", worker_among(node).kill)
     connection = attach(address, node)
-    told("a killed node", lambda: [process.kill() for process in family(node[0].pid)])
+    show_fault("a killed node", lambda: [process.kill() for process in family(node[0].pid)])
 
 
 def loader() -> Any:
-    """What loads a model as it is, of the newest class that there is."""
+    """Return the loader, without processing, of the newest class that is installed."""
     import transformer_lens
 
     if Version(version("transformer_lens")) < Version("4.0"):
@@ -196,7 +196,7 @@ def compare(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     there = {f"blocks.{layer}": "host1/0" for layer in range(half, here.cfg.n_layers)}
     far = load(HUB_NAME, device_map={"": "cpu", **there})
     for layer in range(half, here.cfg.n_layers):
-        here.blocks[layer].requires_grad_(False)  # as another host's are
+        here.blocks[layer].requires_grad_(False)  # as on another host
     print(far.placement)
     print(f"\n{'':<46}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
     show_call(connection, arguments.repeats)
@@ -218,7 +218,7 @@ def compare(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 
 
 def show_cache(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """All activations of a prompt: kept where they were computed, and read at home."""
+    """Cache all activations of a prompt: left where they were computed, or read at home."""
     tokens = torch.randint(3, 1000, (1, arguments.context))
 
     def read(model: Any) -> None:
@@ -234,13 +234,13 @@ def show_cache(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 
 def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """From the loss to the parameters of this process: those of other hosts are frozen."""
+    """Run a backward from the loss to this process's parameters: other hosts' are frozen."""
     tokens = torch.randint(3, 1000, (1, arguments.context))
 
     def run(model: Any) -> torch.Tensor:
         model.zero_grad(set_to_none=True)
         model(tokens, return_type="loss").backward()
-        # The last one, behind all blocks.
+        # Autograd computes this one last, after all blocks.
         gradient: torch.Tensor = next(model.embed.parameters()).grad
         return gradient[0]
 
@@ -251,7 +251,7 @@ def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 
 def show_steering(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """From the loss to a vector that is added to the first block's input, and no parameter."""
+    """Run a backward to a vector that is added to the first block's input, and to no parameter."""
     tokens = torch.randint(3, 1000, (1, arguments.context))
 
     def run(model: Any) -> torch.Tensor | None:
@@ -267,28 +267,28 @@ def show_steering(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 
 def show_forward(far: Any, here: Any, n_tokens: int, repeats: int) -> None:
-    """A forward of one prompt."""
+    """Run a forward of one prompt."""
     tokens = torch.randint(3, 1000, (1, n_tokens))
     found = side_by_side(lambda: far(tokens), lambda: here(tokens), repeats)
     show(f"a forward of {n_tokens} tokens", found)
 
 
 def show_generating(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """Tokens, one at a time behind a context."""
+    """Generate tokens after a context."""
     tokens = torch.randint(3, 1000, (1, arguments.context))
     options = {"do_sample": False, "stop_at_eos": False, "verbose": False}
 
-    def of(model: Any, new: int) -> Callable[[], Any]:
+    def generating(model: Any, new: int) -> Callable[[], Any]:
         return lambda: model.generate(tokens, max_new_tokens=new, **options)
 
     new = arguments.new
-    more = side_by_side(of(far, new), of(here, new), arguments.repeats)
-    print(f"{f'a token behind {arguments.context} in a KV cache':<46}", end="")
+    more = side_by_side(generating(far, new), generating(here, new), arguments.repeats)
+    print(f"{f'a token after {arguments.context} in a KV cache':<46}", end="")
     print(f"{1e3 * more[0] / new:>10.1f}{more[1]:>8.2f}{1e3 * more[2] / new:>12.1f}")
 
 
 def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """Many runs at once over both, and one after the other on one."""
+    """Run many at the same time on both, and one after the other on one."""
     if not arguments.flights:
         return
     from tl_devicefix import pipeline_map
@@ -299,7 +299,7 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
         lambda: [here(tokens) for tokens in runs],
         max(arguments.repeats // 3, 1),
     )
-    show(f"{arguments.flights} runs in flight, over the loop on one", found)
+    show(f"{arguments.flights} runs in flight, and the loop on one", found)
     print(f"{'  how many times as fast':<46}{1 / found[1]:>18.2f}")
     loop = lambda: [here(tokens) for tokens in runs]  # noqa: E731
     alone = min(timed(loop) for _ in range(3))
@@ -310,9 +310,9 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def beside(arguments: argparse.Namespace) -> Iterator[None]:
-    """While another process runs forwards of the same model, on the CPU."""
-    told = ["-W", "ignore", __file__, *sys.argv[1:], "--only-run"]
-    other = start(told, arguments, stdout=subprocess.PIPE)
+    """Have another process run forwards of the same model on the CPU, within a `with` block."""
+    command = ["-W", "ignore", __file__, *sys.argv[1:], "--only-run"]
+    other = start(command, arguments, stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None
         next(line for line in other.stdout if line == "running\n")
@@ -353,8 +353,8 @@ def main() -> None:
             make_checkpoint(cache, arguments.size, max(1024, *arguments.tokens), "cpu")
         if os.environ.get("HF_HUB_CACHE") != str(cache):  # read when transformers is imported
             offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-            told = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--cache", str(cache)]
-            sys.exit(subprocess.call(told, env={**os.environ, **offline}))
+            again = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--cache", str(cache)]
+            sys.exit(subprocess.call(again, env={**os.environ, **offline}))
         if arguments.only_run:  # on the cores that it was started on
             run_for_ever(arguments)
         os.sched_setaffinity(0, CORES[:HALF])

@@ -1,4 +1,4 @@
-"""What importing this package adds to importing TransformerLens, as a ratio.
+"""How long importing TransformerLens and this package takes, compared with TransformerLens alone.
 
     python benchmarks/importing.py [--processes 5]
 

@@ -1,12 +1,12 @@
-"""Python's own time, where kernels cost next to nothing: fused by this package, and not.
+"""The time of Python itself, with kernels that take next to none: blocks fused, and not fused.
 
     python benchmarks/launch.py [--rounds 60] [--only WORD ...] [--json FILE]
 
-A Llama of ten tiny blocks is loaded in each way, all in this process, and the ways take turns: CPU
-seconds of one thread, over those of transformers with SDPA and of TransformerLens in the same
-round; the median of all rounds. "TransformerLens" is this very process with the patches off, "here"
-is loaded by this package and run by TransformerLens's own blocks.
-"Forward" is one of 8 tokens; "token" is one behind 16 in a KV cache.
+A Llama of ten tiny blocks is loaded in each way, all in this process, and the ways take turns. The
+figures are CPU seconds of one thread, compared with those of transformers with SDPA, and with those
+of TransformerLens, in the same round: the median of all rounds. "TransformerLens" is this process
+with the patches off; "here" is loaded by this package and run by TransformerLens's own blocks. A
+"forward" has 8 tokens; a "token" comes after 16 in a KV cache.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Way:
     Attributes:
         model: loaded for this way.
         forward: makes logits of tokens.
-        begin: a fresh KV cache's function that makes logits of tokens behind those before them;
-            None if the way is not one to generate in.
-        alone: whether the patches are off.
+        begin: starts a new KV cache, and returns a function from new tokens to logits; None if the
+            way does not generate.
+        alone: True if the patches are off.
         over: the way of TransformerLens alone that does the same.
     """
 
@@ -61,7 +61,7 @@ class Way:
 
 
 def ways() -> dict[str, Way]:
-    """All ways that there are here, by name; over those that a class is used in most, all tasks."""
+    """Return all ways by name; the tasks are run in the mode that a class is used in most."""
     made = {way: of(way) for way in (FLOOR, "transformers eager")}
     modes = ("", ", compatibility mode") if BRIDGE else ("",)
     for mode in modes:
@@ -74,12 +74,12 @@ def ways() -> dict[str, Way]:
         made[over] = make(of("TransformerLens", alone=True, mode=modes[-1]))
         for way in ("here", "here fused"):
             made[f"{way}{modes[-1]}, {task}"] = make(of(way, over=over, mode=modes[-1]))
-    made.update(of_nnsight())
+    made.update(nnsight_way())
     return made
 
 
 def of(kind: str, alone: bool = False, over: str = ALONE, mode: str = "") -> Way:
-    """A way of `forward.py`, patched or not."""
+    """Return a way of `forward.py`, patched or not."""
     import tl_devicefix
 
     with tl_devicefix.disabled() if alone else contextlib.nullcontext():
@@ -91,13 +91,13 @@ def of(kind: str, alone: bool = False, over: str = ALONE, mode: str = "") -> Way
 
 
 def hooked(way: Way, wanted: str) -> Way:
-    """The same, with somebody listening on the hook points whose names end so."""
+    """Return the way with hooks on the hook points whose names end in `wanted`."""
     way.model.add_hook(lambda name: name.endswith(wanted), lambda activation, hook: None)
     return way
 
 
 def caching(way: Way, wanted: str) -> Way:
-    """`run_with_cache` of the activations whose names end so."""
+    """Return `run_with_cache` of the activations whose names end in `wanted`."""
 
     def forward(tokens: torch.Tensor) -> Any:
         return way.model.run_with_cache(tokens, names_filter=lambda name: name.endswith(wanted))
@@ -106,7 +106,7 @@ def caching(way: Way, wanted: str) -> Way:
 
 
 def learning(way: Way) -> Way:
-    """The loss, and its gradients."""
+    """Return the loss and its gradients."""
 
     def forward(tokens: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.enable_grad():
@@ -125,8 +125,8 @@ TASKS: dict[str, Callable[[Way], Way]] = {
 }
 
 
-def of_nnsight() -> dict[str, Way]:
-    """One residual stream by nnsight, of transformers with SDPA; says so if it is not there."""
+def nnsight_way() -> dict[str, Way]:
+    """Return nnsight's read of one residual stream of transformers with SDPA, if installed."""
     try:
         from nnsight import NNsight
     except ImportError:
@@ -144,7 +144,7 @@ def of_nnsight() -> dict[str, Way]:
 
 
 def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Name of a way -> CPU seconds of a forward and of a token, in each round."""
+    """Return, for each way, the CPU seconds of a forward and of a token in each round."""
     import tl_devicefix
 
     with torch.inference_mode(False):
@@ -164,7 +164,7 @@ def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, list[f
 
 
 def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
-    """CPU seconds of this thread for one call, after one to warm up."""
+    """Return this thread's CPU seconds for one call, after one to warm up."""
     run(tokens)
     start = time.thread_time()
     for _ in range(calls):
@@ -173,7 +173,7 @@ def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
 
 
 def ratio(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, float]:
-    """How long it took over another way in the same round, by the median."""
+    """Return the median ratio to another way in the same round."""
     return {
         what: statistics.median(map(operator.truediv, some[what], others[what]))
         for what in some.keys() & others.keys()
@@ -181,14 +181,14 @@ def ratio(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[
 
 
 def ratios(found: dict[str, Any], all_ways: dict[str, Way]) -> dict[str, Any]:
-    """What each took over transformers, and over TransformerLens alone."""
+    """Return what each took, compared with transformers and with TransformerLens alone."""
     return {
         name: {
-            "ms": {what: 1000 * statistics.median(took) for what, took in of_way.items()},
-            "over transformers": ratio(of_way, found[FLOOR]),
-            "over TransformerLens alone": ratio(of_way, found.get(all_ways[name].over, {})),
+            "ms": {what: 1000 * statistics.median(took) for what, took in seconds.items()},
+            "over transformers": ratio(seconds, found[FLOOR]),
+            "over TransformerLens alone": ratio(seconds, found.get(all_ways[name].over, {})),
         }
-        for name, of_way in found.items()
+        for name, seconds in found.items()
     }
 
 
@@ -202,7 +202,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as cache, torch.inference_mode():
-        # Before transformers is imported, which reads them then.
+        # transformers reads these when it is imported.
         os.environ.update(HF_HUB_CACHE=cache, HF_HUB_OFFLINE="1", TL_DEVICEFIX_DISABLE="")
         with contextlib.ExitStack() as quiet:  # each load prints, and shows bars
             quiet.enter_context(torch.inference_mode(False))
@@ -219,7 +219,7 @@ def main() -> None:
     print(f"{'':<62}" + f" {'forward':>8} {'token':>8}" * 2)
     for name, each in found.items():
         columns = (each["over transformers"], each["over TransformerLens alone"])
-        cells = [of_floor.get(what) for of_floor in columns for what in ("forward", "token")]
+        cells = [ratios_to.get(what) for ratios_to in columns for what in ("forward", "token")]
         print(f"{name:<62}" + "".join(f" {'' if c is None else f'{c:.2f}':>8}" for c in cells))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")

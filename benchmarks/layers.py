@@ -3,11 +3,11 @@
     python benchmarks/layers.py [--layers 10 40 80] [--rounds 7] [--only WORD ...] [--bridge]
                                 [--json FILE]
 
-Llamas of `d_model` 32, whose kernels take next to nothing, so that this is Python's own time. Each
-operation is run in turns by TransformerLens alone (with the patches off), with this package
-("here"), and by fused blocks. CPU seconds of all threads, torch with one; a ratio is the median of
-those of each round, and milliseconds are the least of all rounds. TransformerLens has no sweep and
-no `pipeline_map`: they are compared with its loop of `run_with_hooks`.
+The models are Llamas of `d_model` 32, whose kernels take next to no time, so this measures Python.
+TransformerLens alone (with the patches off), this package ("here") and fused blocks take turns at
+each operation. Times are CPU seconds of all threads, with one thread of torch. A ratio is the
+median of the rounds' ratios, and milliseconds are the least of all rounds. TransformerLens has no
+sweep and no `pipeline_map`: they are compared with its loop of `run_with_hooks`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Before transformers is imported, which reads them then.
+# transformers reads these when it is imported.
 os.environ.update(HF_HUB_CACHE=tempfile.mkdtemp(), HF_HUB_OFFLINE="1", TL_DEVICEFIX_DISABLE="")
 
 import torch
@@ -48,12 +48,12 @@ N_RUNS = 16
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 Found = dict[str, dict[int, dict[str, Any]]]
-"""Operation -> number of blocks -> what it took."""
+"""Operation -> number of blocks -> the times and ratios."""
 
 
 @dataclass
 class Way:
-    """A model that was loaded in one of the ways compared, and what operations take beside it."""
+    """A model that was loaded in one of the ways compared, and the other inputs of operations."""
 
     kind: str
     bridge: bool
@@ -76,33 +76,33 @@ def load_quietly(kind: str, bridge: bool, device: str | None = None, **options: 
 
 
 def make_llama(n_layers: int, d_model: int) -> None:
-    """Make the checkpoint that is loaded from now on."""
+    """Make the checkpoint that later loads read."""
     shape = {"hidden_size": d_model, "intermediate_size": 11 * d_model // 4}
     make_checkpoint(CACHE, "launch", 128, "cpu", num_hidden_layers=n_layers, **shape)
 
 
 def one_hook_each(n_layers: int) -> list[list[tuple[str, Any]]]:
-    """Runs with a hook on one residual stream each, from the first block to the last."""
+    """Return runs with a hook on one residual stream each, from the first block to the last."""
     layers = [round(index * (n_layers - 1) / (N_RUNS - 1)) for index in range(N_RUNS)]
     return [[(f"blocks.{layer}.hook_resid_pre", halve)] for layer in layers]
 
 
 def halve(activation: torch.Tensor, hook: Any) -> torch.Tensor:
-    """A hook."""
+    """Halve an activation (a hook)."""
     return activation / 2
 
 
 def read(activation: torch.Tensor, hook: Any) -> None:
-    """A hook that changes nothing."""
+    """Change nothing (a hook)."""
 
 
 def loop(model: Any, tokens: torch.Tensor, runs: list[Any]) -> list[torch.Tensor]:
-    """`run_with_hooks` for each run."""
+    """Call `run_with_hooks` for each run."""
     return [model.run_with_hooks(tokens, fwd_hooks=run) for run in runs]
 
 
 def in_flight(model: Any, tokens: torch.Tensor, runs: list[Any]) -> list[torch.Tensor]:
-    """The same by `pipeline_map`."""
+    """Do the same by `pipeline_map`."""
 
     def run(view: Any, hooks: Any) -> torch.Tensor:
         return view.run_with_hooks(tokens, fwd_hooks=hooks)
@@ -111,30 +111,30 @@ def in_flight(model: Any, tokens: torch.Tensor, runs: list[Any]) -> list[torch.T
 
 
 def sweep(model: Any, tokens: torch.Tensor, runs: list[Any], **options: Any) -> list[torch.Tensor]:
-    """The same by a sweep."""
+    """Do the same by a sweep."""
     return list(tl_devicefix.sweep(model, tokens, runs, **options))
 
 
 def backward(way: Way) -> None:
-    """The loss, and its gradients."""
+    """Compute the loss and its gradients."""
     with torch.enable_grad():
         way.model(way.tokens, return_type="loss").backward()
         way.model.zero_grad()
 
 
 def generate(way: Way) -> Any:
-    """Eight tokens."""
+    """Generate eight tokens."""
     options = {"stop_at_eos": False, "do_sample": False, "verbose": False}
     return way.model.generate(way.tokens, max_new_tokens=8, **options)
 
 
 def cached(way: Way, ending: str) -> Any:
-    """`run_with_cache` of the activations whose names end so."""
+    """Call `run_with_cache` for the activations whose names end in `ending`."""
     return way.model.run_with_cache(way.tokens, names_filter=lambda name: name.endswith(ending))
 
 
 def hooked(way: Way, names: Any) -> Any:
-    """`run_with_hooks` with one hook function."""
+    """Call `run_with_hooks` with one hook function."""
     return way.model.run_with_hooks(way.tokens, fwd_hooks=[(names, read)])
 
 
@@ -159,7 +159,7 @@ OPERATIONS: dict[str, Callable[[Way], Any]] = {
 
 
 def call(operation: str, way: Way) -> Callable[[], Any] | None:
-    """What runs an operation; TransformerLens alone has a loop for many runs, and no check."""
+    """Return the call of an operation; TransformerLens alone loops, and has no `check`."""
     if way.kind == ALONE and operation.endswith(("16 runs", "batch_size=16")):
         return partial(loop, way.model, way.tokens, way.runs)
     if way.kind == ALONE and operation == "check":
@@ -168,7 +168,7 @@ def call(operation: str, way: Way) -> Callable[[], Any] | None:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each call in each round; those named for TransformerLens without patches."""
+    """Return the CPU seconds of each call in each round; TransformerLens's run without patches."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.freeze()  # collections then skip the models that are not in use
@@ -180,9 +180,9 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list
 
 
 def least(run: Callable[[], Any]) -> float:
-    """CPU seconds of a call; of the quickest, if several take less than 50 ms.
+    """Return the CPU seconds of a call; it is repeated for 50 ms, and the least counts.
 
-    Python's caches of attributes are empty when the patches were put on or off.
+    Enabling and disabling the patches empties Python's attribute caches.
     """
     took: list[float] = []
     while sum(took) < 0.05:
@@ -193,17 +193,17 @@ def least(run: Callable[[], Any]) -> float:
 
 
 def alone(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Where the patches are off, if a name is of TransformerLens alone."""
+    """Return a context without the patches, if a name is that of TransformerLens alone."""
     return tl_devicefix.disabled() if name.startswith(ALONE) else contextlib.nullcontext()
 
 
 def ratio(some: list[float], others: list[float]) -> float:
-    """The median of the rounds' ratios."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(map(operator.truediv, some, others))
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """What each operation took in each way."""
+    """Return what each operation took in each way."""
     words = arguments.only or [""]
     found: Found = {name: {} for name in OPERATIONS if any(word in name for word in words)}
     for n_layers in arguments.layers:

@@ -1,11 +1,11 @@
-"""What it gains to keep a checkpoint's memory layout: forward time of the two layouts, as a ratio.
+"""The gain of keeping a checkpoint's memory layout: forward time of the two layouts, as a ratio.
 
     python benchmarks/layout.py [--rounds 10] [--device cpu] [--json FILE]
 
-TransformerLens's weights are mostly transposed views of a checkpoint's, and its forward mostly
-transposes them back. Stored as the checkpoint stores them, neither costs a copy; stored
-contiguously, as stock TransformerLens does, both do. Forwards of one Llama-shaped model with random
-weights, its parameters in either layout, alternate in one process.
+Most of TransformerLens's weights are transposed views of a checkpoint's, and its forward mostly
+transposes them back. If they keep the checkpoint's layout, neither step copies. If they are stored
+contiguously, as in stock TransformerLens, both do. Forwards of one Llama-shaped model with random
+weights, with its parameters in either layout, alternate in one process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 
 def load_model(dtype: torch.dtype, device: str) -> Any:
-    """A Llama-shaped model of 4 layers, loaded from a checkpoint that is made for it."""
+    """Load a Llama-shaped model of 4 layers from a checkpoint that is made for it."""
     from transformer_lens import HookedTransformer
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +39,7 @@ def load_model(dtype: torch.dtype, device: str) -> Any:
 
 @torch.no_grad()
 def time_layouts(model: Any, n_tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds per forward of `n_tokens`, for each layout and round."""
+    """Return the seconds of a forward of `n_tokens`, for each layout and round."""
     layouts = {
         "as stored": [p.data for p in model.parameters()],
         "contiguous": [p.data.contiguous() for p in model.parameters()],

@@ -3,15 +3,14 @@
     python benchmarks/load.py [--rounds 3] [--size 1.1B] [--device cpu] [--bridge] [--json FILE]
 
 A Llama-shaped bfloat16 checkpoint in several shards is made in a hub cache and loaded by its hub
-name, each time in a process of its own, the loaders taking turns so that noise hits all of them.
+name, each time in a process of its own. The loaders take turns, so that noise hits all of them.
 The floor is a plain `AutoModelForCausalLM.from_pretrained` and one private copy of each weight.
 
 With `--bridge`, and where TransformerLens has no HookedTransformer, a TransformerBridge is booted
 and, in the cases that are folded, put into compatibility mode.
 
-Memory is what the load added to the process's anonymous memory (RssAnon: mapped files are not
-counted) at its peak, and what it added to the device's. Both are also given as ratios to the
-weights that were asked for.
+Memory is what the load added, at its peak, to the process's anonymous memory (RssAnon: mapped files
+are not counted), and to the device's. Both are also given as ratios to the size of the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 
 from packaging.version import Version
 
-# A Llama by a name whose sizes TransformerLens reads from its config.
+# A name of a Llama whose sizes TransformerLens reads from config.json.
 HUB_NAME = "01-ai/Yi-6B"
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -71,7 +70,7 @@ def make_checkpoint(cache: Path, size: str, device: str) -> None:
 
 
 def load(loader: str, dtype: str, processed: bool, device: str, bridge: bool) -> Any:
-    """Load the checkpoint in one of the ways compared; returns what has to be held."""
+    """Load the checkpoint in one of the ways compared, and return everything to keep alive."""
     import torch
 
     if loader == "floor":
@@ -82,7 +81,7 @@ def load(loader: str, dtype: str, processed: bool, device: str, bridge: bool) ->
         model = AutoModelForCausalLM.from_pretrained(
             HUB_NAME, **{name: getattr(torch, dtype)}, **placed
         )
-        # On another device the weights are a private copy already.
+        # On another device, the weights are a private copy already.
         return model, [p.detach().clone() for p in model.parameters() if device == "cpu"]
     if bridge:
         from transformer_lens.model_bridge import TransformerBridge
@@ -103,7 +102,7 @@ def load(loader: str, dtype: str, processed: bool, device: str, bridge: bool) ->
 def run_in_this_process(
     loader: str, dtype: str, processed: bool, device: str, bridge: bool
 ) -> None:
-    """Load once, telling the parent process when, and how much the device held at its peak."""
+    """Load once, and report the start, the time and the device's peak to the parent process."""
     import torch
     import transformers  # noqa: F401
 
@@ -165,7 +164,7 @@ def measure(cache: Path, *arguments: str) -> dict[str, Any]:
 
 
 def anonymous_memory(pid: int) -> int:
-    """The process's RssAnon in bytes; 0 when it is gone."""
+    """Return the process's RssAnon in bytes; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -175,7 +174,7 @@ def anonymous_memory(pid: int) -> int:
 
 
 def compare(cache: Path, case: tuple[str, bool], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every loader's median wall time and peaks for one case, and the ratios."""
+    """Return every loader's median wall time and peaks for one case, and the ratios."""
     dtype, processed = case
     runs: dict[str, list[dict[str, Any]]] = {loader: [] for loader in arguments.loaders}
     for _ in range(arguments.rounds):

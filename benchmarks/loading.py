@@ -1,15 +1,15 @@
-"""Loading over several devices: a worker a device against one component after the other.
+"""Loading across several devices: a worker for each device, or one component after the other.
 
     python benchmarks/loading.py [--devices 4] [--bytes-per-second 5e6] [--rounds 3] [--json FILE]
 
-A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, over simulated devices. Each copy
-to one sleeps for its bytes, as if the link were slow. Two ways take turns in one process, so that
-noise on the machine hits both; medians are shown:
+A Llama-shaped bfloat16 checkpoint of 12 blocks is loaded, folded, across simulated devices. Each
+copy to a device sleeps in proportion to its bytes, as if the link were slow. Two ways take turns in
+one process, so that noise on the machine hits both; medians are shown:
 
     in turn         one component after the other
-    at once         a worker a device, as `from_pretrained` does it
+    at once         a worker for each device, as `from_pretrained` does it
 
-`--bytes-per-second 0` is for copies that take no time: all is work for the CPU's cores then.
+With `--bytes-per-second 0`, copies take no time, and all that is left is work for the CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONFIG = LlamaConfig(
 
 
 def taking_time(bytes_per_second: float) -> Any:
-    """In the place of `Machine.record_transfer`: a copy between devices sleeps for its bytes."""
+    """Replace `Machine.record_transfer`, so that a copy between devices sleeps for its bytes."""
     record = Machine.record_transfer
 
     def record_slowly(self: Any, source: Any, target: Any, copy: torch.Tensor) -> None:
@@ -55,14 +55,14 @@ def taking_time(bytes_per_second: float) -> Any:
 
 
 def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
-    """In the place of `each_on_its_device`."""
+    """Replace `each_on_its_device`."""
     for unit in units:
         do(unit)
         done()
 
 
 def seconds_to_load(checkpoint: Path, n_devices: int, how: str) -> tuple[float, float]:
-    """How long it takes until all is on its device, and how many times its largest share all is."""
+    """Return the seconds of a load, and the best possible speed-up: all weights / largest share."""
     workers = one_after_the_other if how == "in turn" else processing.each_on_its_device
     with (
         mock.patch.object(processing, "each_on_its_device", workers),
@@ -95,7 +95,7 @@ def main() -> None:
         torch.manual_seed(0)
         LlamaForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(checkpoint)
         with tl_devicefix.simulate(arguments.devices), taking_time(arguments.bytes_per_second):
-            # Once, for what is made once.
+            # The first load warms up.
             _, ideal = seconds_to_load(checkpoint, arguments.devices, "at once")
             for _ in range(arguments.rounds):
                 for how, times in runs.items():
@@ -104,7 +104,7 @@ def main() -> None:
     print(f"{arguments.devices} devices, {os.cpu_count()} cores, torch {torch.__version__}")
     for how, median in medians.items():
         print(f"{how:<8} {median:6.2f} s   {medians['in turn'] / median:5.2f} x")
-    print(f"ideal, as the largest share is copied by one device: {ideal:.2f} x")
+    print(f"ideal, with the largest share copied to one device: {ideal:.2f} x")
     if arguments.json:
         arguments.json.write_text(json.dumps(medians, indent=2) + "\n")
 

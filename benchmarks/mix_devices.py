@@ -1,10 +1,10 @@
-"""What `mix_devices` costs, and looking for what was put in by hand: ratios.
+"""What `mix_devices` costs, and looking for modules that users assigned: ratios.
 
     python benchmarks/mix_devices.py [--rounds 30] [--json FILE]
 
-With it on and off alternate in one process, so that noise on the machine hits both. The smallest of
-each is taken for torch calls, the median of ratios for forwards. What mixes is timed on simulated
-devices, beside the same with `.to(...)` written by hand.
+Calls with it on and off alternate in one process, so that noise on the machine hits both. For torch
+calls, the figure is the ratio of the smallest times; for forwards, the median of the ratios.
+Operations that mix devices are timed on simulated devices, and compared with `.to(...)` by hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tl_devicefix.dispatch.user_modules import move_in_parts
 
 
 def seconds(call: Callable[[], Any], times: int) -> float:
-    """Seconds a call, over so many."""
+    """Return the mean seconds of a call."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -43,7 +43,7 @@ def in_turns(
     times: int,
     within: Callable[[], AbstractContextManager[Any]] = tl_devicefix.mix_devices,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of one call within `mix_devices`, and of another without, in alternating rounds."""
+    """Return the seconds of a call within `mix_devices`, and of another without, in turns."""
     on, off = [], []
     for _ in range(rounds):
         with within():
@@ -53,7 +53,7 @@ def in_turns(
 
 
 def load(**options: Any) -> Any:
-    """The model that ships with the package."""
+    """Load the model that ships with the package."""
     from transformer_lens import HookedTransformer
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -61,12 +61,12 @@ def load(**options: Any) -> Any:
 
 
 def median_ratio(pair: tuple[list[float], list[float]]) -> float:
-    """The median of the ratios of each round."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(one / other for one, other in zip(*pair))
 
 
-def of_torch(rounds: int) -> dict[str, float]:
-    """A small add, and a forward, on the CPU, while one device is in use."""
+def on_the_cpu(rounds: int) -> dict[str, float]:
+    """Measure a small add and a forward on the CPU."""
     x, y = torch.ones(8), torch.ones(8)
     add = in_turns(lambda: x + y, lambda: x + y, rounds, 2000)
     model, tokens = load(device="cpu"), torch.randint(0, 30, (4, 32))
@@ -78,7 +78,7 @@ def of_torch(rounds: int) -> dict[str, float]:
 
 
 def on_four_devices(rounds: int) -> dict[str, float]:
-    """An add that mixes and a forward, on simulated devices; what a look costs."""
+    """Measure a forward, an add that mixes, and the look for users' modules, on four devices."""
     model, one = load(n_devices=4), load(device="cpu")
     tokens = torch.randint(0, 30, (4, 32))
     forward = in_turns(lambda: model(tokens), lambda: model(tokens), rounds, 2)
@@ -92,19 +92,19 @@ def on_four_devices(rounds: int) -> dict[str, float]:
         within=contextlib.nullcontext,
     )
     return {
-        "a forward over four simulated devices, on / off": median_ratio(forward),
+        "a forward on four simulated devices, on / off": median_ratio(forward),
         "an add that mixes, on / with .to(...)": min(mixed[0]) / min(mixed[1]),
-        "looking for what was put in / a forward": min(looks[0]) / min(looks[1]),
+        "looking for users' modules / a forward": min(looks[0]) / min(looks[1]),
     }
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """All of it."""
+    """Return all figures."""
     with torch.no_grad():
-        idle = of_torch(rounds)
+        idle = on_the_cpu(rounds)
         with tl_devicefix.simulate(4):
             keep = load(n_devices=4)
-            busy = of_torch(rounds)
+            busy = on_the_cpu(rounds)
             del keep
             over_four = on_four_devices(rounds)
     return {

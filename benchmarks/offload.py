@@ -1,4 +1,4 @@
-"""A forward with every block offloaded: beside accelerate's `cpu_offload`, and beside a floor.
+"""A forward with every block offloaded, compared with accelerate's `cpu_offload` and a floor.
 
     python benchmarks/offload.py [--device cuda] [--size 8B] [--batch 1] [--ctx 512] [--rounds 5]
                                  [--dtype bfloat16] [--json FILE]
@@ -6,10 +6,10 @@
 A Llama with random weights is loaded twice: as a HookedTransformer whose blocks are all offloaded,
 and by transformers, each decoder layer under accelerate's `cpu_offload`. The rest of both is on the
 device. Their forwards alternate in one process, so that noise on the machine hits both. The floor
-is the bytes of all blocks over the rate at which a block's pinned weights are copied to the device,
-measured in the same rounds: no forward that copies each weight once can be faster. Where the device
-has room for the whole model, a forward with nothing offloaded is timed too: what the longer of it
-and the floor takes cannot be overlapped away.
+is the bytes of all blocks, divided by the rate at which a block's pinned weights are copied to the
+device in the same rounds: no forward that copies each weight once can be faster. If the device has
+room for the whole model, a forward with nothing offloaded is timed too. No overlap can make the
+offloaded forward faster than the longer of that forward and the floor.
 
 Without a GPU it says so. `--device sim --size tiny` runs it on a simulated device, which shows that
 it works; the times mean nothing there, and accelerate offloads nothing.
@@ -59,7 +59,7 @@ def make_checkpoint(directory: Path, size: str, dtype: torch.dtype, device: torc
 
 
 def load_ours(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """A HookedTransformer with every block offloaded."""
+    """Load a HookedTransformer with every block offloaded."""
     from transformer_lens import HookedTransformer
 
     import tl_devicefix  # noqa: F401
@@ -71,13 +71,13 @@ def load_ours(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def load_theirs(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The same weights in transformers, every decoder layer under accelerate's `cpu_offload`."""
+    """Load the same weights in transformers, each layer under accelerate's `cpu_offload`."""
     from accelerate import cpu_offload
     from transformers import AutoModelForCausalLM
 
     name = "dtype" if version("transformers") >= "4.56" else "torch_dtype"
     model = AutoModelForCausalLM.from_pretrained(directory, **{name: dtype}).eval()
-    if device.type == "sim":  # from where accelerate cannot offload
+    if device.type == "sim":  # accelerate cannot offload from it
         return model.to(device)
     for part in (model.model.embed_tokens, model.model.norm, model.model.rotary_emb, model.lm_head):
         part.to(device)
@@ -87,7 +87,7 @@ def load_theirs(directory: Path, dtype: torch.dtype, device: torch.device) -> An
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """How long something takes on the device."""
+    """Return how long a call takes on the device."""
     synchronise = torch.get_device_module(device.type).synchronize
     synchronise(device)
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def copier_of_a_block(model: Any, device: torch.device) -> tuple[Callable[[], None], int]:
-    """What copies one block's weights to the device as they lie, and how many bytes they are."""
+    """Return a function that copies one block's weights to the device, and their bytes."""
     hosts = [parameter.detach() for parameter in model.blocks[0].parameters()]
     there = [torch.empty_like(host, device=device) for host in hosts]
 
@@ -129,7 +129,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, fl
     copy_block, block_bytes = copier_of_a_block(ours, device)
     bytes_of_blocks = block_bytes * ours.cfg.n_layers
     agreement = (our_forward().argmax(-1) == their_forward().argmax(-1)).float().mean().item()
-    copy_block()  # both have run once: what is warmed up is warm
+    copy_block()  # warms up, as one forward of each model just did
     timed: dict[str, list[float]] = {"ours": [], "accelerate": [], "floor": []}
     for _ in range(arguments.rounds):
         timed["ours"].append(seconds(our_forward, device))
@@ -155,7 +155,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, fl
 
 
 def ratio(ones: list[float], others: list[float]) -> float:
-    """The median of the ratios of each round."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(one / other for one, other in zip(ones, others))
 
 

@@ -4,22 +4,22 @@
 
 Parts: `busy`, `sweep`, `clock`, `overhead`, `views`; all by default.
 
-`busy`: m runs of the shipped model over n simulated devices, each of which is kept busy for
-`--seconds` by its share of the blocks, which sleep. m runs pass n such stages in m + n - 1 stages
-at best. It is 300 stages by default: 5 minutes with --seconds 1. Python's time comes on top: a
-stage has to be longer than it needs for a run, which is printed.
+`busy`: m runs of the shipped model on n simulated devices. The blocks sleep, so that each device is
+busy for `--seconds` with its share of them: a stage. m runs pass n stages in m + n - 1 stages at
+best. The default is 300 stages: 5 minutes with --seconds 1. Python's time for a run, which is
+printed, comes on top, so a stage has to be longer.
 
-`sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same
-by TransformerLens's own loop. The last device bounds it, as every run
-comes there: with 8 layers and 16 positions it works for 120 of the loop's 512 stages, and the first
-run comes there after three. What a sweep saves on one device: benchmarks/sweeps.py.
+`sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same by
+TransformerLens's own loop. Every run passes the last device, which limits the speed: with 8 layers
+and 16 positions it is busy for 120 of the loop's 512 stages, and the first run arrives there after
+three. What a sweep saves on one device: benchmarks/sweeps.py.
 
-`clock`: a Llama-shaped model over two simulated devices that compute what they compute, a core
-each; a loop and `pipeline_map` alternate. Beside it is what two threads gain at that time with
-nothing but matrix products: less than 2 if other jobs use the cores.
+`clock`: a Llama-shaped model on two simulated devices, which compute on a core each; a loop and
+`pipeline_map` alternate. `of_matrix_products` is what two threads gain at the same time with matrix
+products only: less than 2 if other jobs use the cores.
 
-`overhead`: `pipeline_map` with one run at a time on one device over a loop, in turns, for the
-shipped model and one like that of `clock`. `views`: what is allocated when views are made.
+`overhead`: `pipeline_map` with one run at a time on one device, compared with a loop, in turns, for
+the shipped model and one like that of `clock`. `views`: what is allocated when views are made.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ Rows = list[dict[str, Any]]
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """Return how long a call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def shipped(n_devices: int) -> Any:
-    """The model that ships with the package, of either class."""
+    """Load the model that ships with the package, by either class."""
     with contextlib.redirect_stdout(io.StringIO()):
         return load_checkpoint(n_devices)
 
 
-# On simulated devices that take time
+# Simulated devices that sleep
 
 
 def busy(arguments: argparse.Namespace) -> Rows:
-    """Share of the ideal, for each number of devices and of runs."""
+    """Return the ideal time / the measured time, for each number of devices and of runs."""
     rows = []
     for n in arguments.n:
         with tl_devicefix.simulate(n):
@@ -82,25 +82,25 @@ def busy(arguments: argparse.Namespace) -> Rows:
             python = min(seconds(functools.partial(forward, model, 0)) for _ in range(3))
             keep_busy(model, n, arguments.seconds)
             rows += [
-                {**of_runs(model, n, m, arguments.seconds), "python": python} for m in arguments.m
+                {**time_runs(model, n, m, arguments.seconds), "python": python} for m in arguments.m
             ]
             del model
     return rows
 
 
 def keep_busy(model: Any, n: int, stage: float) -> None:
-    """Have each of n devices be busy for so many seconds with its share of the blocks."""
+    """Have each of n devices sleep for `stage` seconds in all of its blocks together."""
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: time.sleep(stage * n / len(model.blocks)))
 
 
 def forward(model: Any, number: int) -> Any:
-    """One run."""
+    """Do one run."""
     return model(torch.full((1, 8), 1 + number % 8))
 
 
-def of_runs(model: Any, n: int, m: int, stage: float) -> dict[str, Any]:
-    """What m runs take, beside the ideal."""
+def time_runs(model: Any, n: int, m: int, stage: float) -> dict[str, Any]:
+    """Return what m runs take, and the ideal time / that time."""
     wall = seconds(lambda: list(pipeline_map(model, forward, range(m))))
     return {"n": n, "m": m, "wall": wall, "of_ideal": (m + n - 1) * stage / wall}
 
@@ -116,7 +116,7 @@ def show_busy(rows: Rows) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A patching sweep by TransformerLens's loop over the same in flight.
+    """Return the time of a patching sweep by TransformerLens's loop / by runs in flight.
 
     Raises:
         RuntimeError: if the results are not equal, bit for bit.
@@ -136,19 +136,19 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
 
         found, wall = call()
         with mock.patch.object(patches, "is_model", return_value=False):
-            expected, of_loop = call()
+            expected, loop_wall = call()
         del model, clean
         if not torch.equal(found, expected):
             raise RuntimeError("the results are not equal, bit for bit: report it")
     return {
-        "loop_over_sweep": of_loop / wall,
+        "loop_over_sweep": loop_wall / wall,
         "runs": found.numel(),
         "wall_s": wall,
-        "loop_s": of_loop,
+        "loop_s": loop_wall,
     }
 
 
-# By the real clock
+# Devices that compute on a core each
 
 
 def llama(directory: str, d_model: int, n_layers: int) -> None:
@@ -164,7 +164,7 @@ def llama(directory: str, d_model: int, n_layers: int) -> None:
 
 
 def load(directory: str, n_devices: int) -> Any:
-    """A checkpoint over n devices, by the class that TransformerLens has."""
+    """Load a checkpoint across n devices, by the class that TransformerLens has."""
     try:
         from transformer_lens import HookedTransformer
     except ImportError:  # TransformerLens 4
@@ -175,7 +175,7 @@ def load(directory: str, n_devices: int) -> Any:
 
 
 def clock(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A loop's time over that of `pipeline_map`, over two devices with a core each."""
+    """Return a loop's time / `pipeline_map`'s time, on two devices with a core each."""
     ratios, loops, products = [], [], []
     with tempfile.TemporaryDirectory() as directory, tl_devicefix.simulate(2):
         llama(directory, arguments.d_model, arguments.layers)
@@ -202,7 +202,7 @@ def clock(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_two_threads(n_tokens: int, d_model: int) -> float:
-    """Matrix products one after the other over the same in two threads."""
+    """Return the time of matrix products one after the other / the time of two threads."""
     activation, weight = torch.randn(n_tokens, d_model), torch.randn(d_model, 4 * d_model)
 
     def multiply(_: int) -> None:
@@ -219,45 +219,48 @@ def in_two_threads(n_tokens: int, d_model: int) -> float:
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`pipeline_map` with one run at a time over a loop, on one CPU device, for two models."""
+    """Compare `pipeline_map` with one run at a time with a loop, on one CPU, for two models."""
     with tempfile.TemporaryDirectory() as directory:
         llama(directory, arguments.d_model, arguments.layers)
         with contextlib.redirect_stdout(io.StringIO()):
             larger = load(directory, 1)
-    of_shipped = over_loop(shipped(1), (4, 32), 40, arguments.overhead_rounds)
-    of_larger = over_loop(larger, (1, 64), 6, arguments.overhead_rounds)
+    small_ratios = compare_with_loop(shipped(1), (4, 32), 40, arguments.overhead_rounds)
+    large_ratios = compare_with_loop(larger, (1, 64), 6, arguments.overhead_rounds)
     return {
-        **{f"shipped, {name}": value for name, value in of_shipped.items()},
-        **{f"of {arguments.d_model}, {name}": value for name, value in of_larger.items()},
+        **{f"shipped, {name}": value for name, value in small_ratios.items()},
+        **{f"of {arguments.d_model}, {name}": value for name, value in large_ratios.items()},
     }
 
 
-def over_loop(model: Any, shape: tuple[int, int], n_runs: int, rounds: int) -> dict[str, float]:
-    """CPU seconds in turns: the ratio, of the smallest that each run took, and a forward's.
+def compare_with_loop(
+    model: Any, shape: tuple[int, int], n_runs: int, rounds: int
+) -> dict[str, float]:
+    """Return the ratio to a loop, and the seconds of a forward.
 
-    In CPU seconds on one thread, as other jobs on the machine take none of them; but they slow it
-    down now and then, so that of each run the quickest of all rounds counts. The view is made in
-    the first one.
+    Times are CPU seconds of one thread, without those of other jobs. Other jobs still slow it down
+    now and then, so the least of all rounds counts for each run. The first round makes the view,
+    and is left out.
     """
     items = [torch.randint(0, model.cfg.d_vocab, shape) for _ in range(n_runs)]
 
     def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens)
 
-    def of_each_run(results: Iterator[Any]) -> list[float]:
+    def seconds_of_runs(results: Iterator[Any]) -> list[float]:
         marks = [time.process_time(), *(time.process_time() for _ in results)]
         return [end - start for start, end in itertools.pairwise(marks)]
 
     times: dict[str, list[list[float]]] = {"loop": [], "pipeline_map": []}
     for _ in range(rounds + 1):  # one to warm up
-        times["loop"].append(of_each_run(run(model, item) for item in items))
-        times["pipeline_map"].append(of_each_run(pipeline_map(model, run, items, max_in_flight=1)))
+        times["loop"].append(seconds_of_runs(run(model, item) for item in items))
+        results = pipeline_map(model, run, items, max_in_flight=1)
+        times["pipeline_map"].append(seconds_of_runs(results))
     loop, flight = (sum(map(min, zip(*each[1:]))) for each in times.values())
-    return {"pipeline_map over loop": flight / loop, "a forward, s": loop / n_runs}
+    return {"pipeline_map / loop": flight / loop, "a forward, s": loop / n_runs}
 
 
 def views(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Bytes that are allocated when views are made, on all devices together."""
+    """Return the bytes that are allocated on all devices together when views are made."""
     with tl_devicefix.simulate(4) as machine:
         model = shipped(4)
         before = sum(map(machine.memory_allocated, machine.devices))

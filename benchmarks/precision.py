@@ -1,20 +1,20 @@
-"""What folding costs in bfloat16 and float16: how far from the float32 model, how exactly rounded.
+"""What folding costs in bfloat16 and float16: distance from the float32 model, exact rounding.
 
     python benchmarks/precision.py [--python OTHER_PYTHON]... [--cache DIR] [--json FILE]
 
 The TransformerLens of this interpreter is measured, and that of each `--python` (which needs this
-package too). Three checkpoints of the recall task: the shipped Llama, which has no biases, and a
-Qwen2 (RMSNorm, value biases, grouped queries) and a Pythia (LayerNorm, biases everywhere) that are
-trained here in a minute; `--cache` keeps them. Each is stored in float32 and in the dtype it is
-loaded in, and laid out in a hub cache, from which stock TransformerLens loads it too.
+package too). There are three checkpoints of the recall task: the shipped Llama, which has no
+biases, and a Qwen2 (RMSNorm, value biases, grouped queries) and a Pythia (LayerNorm, biases
+everywhere) that are trained here in a minute; `--cache` keeps them. Each is stored in float32 and
+in the dtype it is loaded in, in a hub cache, from which stock TransformerLens loads it too.
 
 The first tables have the KL divergence, in nats, of the next token's distribution from that of the
-same stored weights, unprocessed and in float32. It does not change by folding but for rounding.
-"weights" runs the rounded weights in float32, with float32 rotary tables, so that no other rounding
-shows; "run" is what a user gets, who computes in the dtype too.
+same stored weights, unprocessed and in float32. Folding changes it by rounding only. "weights" runs
+the rounded weights in float32, with float32 rotary tables, so that no other rounding shows. "run"
+computes in the dtype too, as users do.
 
-The last table compares each folded weight with what folding the stored weights in float64 and
-rounding once gives. Stock TransformerLens rounds to the dtype first, then folds, and rounds again.
+The last table compares each folded weight with the stored weights, folded in float64 and rounded
+once. Stock TransformerLens rounds to the dtype first, then folds, and rounds again.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from recall_checkpoints import (
 VARIANTS = ("not folded", "folded by stock", "folded here")
 N_PROMPTS = 64
 TOLERANCE = 1e-4
-"""How far float32 log probabilities may be from transformers' own."""
+"""The largest allowed difference of float32 log probabilities from transformers' own."""
 
 
 @torch.no_grad()
 def measure() -> dict[str, Any]:
-    """All figures for the TransformerLens of this interpreter."""
+    """Return all figures for the TransformerLens of this interpreter."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {
         "transformer_lens": version("transformer_lens"),
@@ -96,7 +96,7 @@ def load(name: str, variant: str, dtype: torch.dtype) -> Any:
 
 
 def prompt_tokens() -> torch.Tensor:
-    """The prompts, all equally long."""
+    """Return the prompts' tokens, all equally long."""
     from transformers import AutoTokenizer
 
     from tl_devicefix.demo.demo import CHECKPOINT
@@ -110,10 +110,10 @@ def prompt_tokens() -> torch.Tensor:
 
 
 def check_float32(name: str) -> dict[str, float]:
-    """The largest difference of float32 log probabilities from transformers' own, per variant.
+    """Return each variant's largest difference of float32 log probabilities from transformers' own.
 
     Raises:
-        RuntimeError: if it is more than rounding, so that the model is not the one meant.
+        RuntimeError: if it is more than rounding: the model is not the intended one.
     """
     from transformers import AutoModelForCausalLM
 
@@ -133,7 +133,7 @@ def check_float32(name: str) -> dict[str, float]:
 def measure_kl(
     name: str, variant: str, dtype: torch.dtype, reference: Any
 ) -> dict[str, dict[str, float]]:
-    """KL from the float32 reference: of the model as loaded, and of its weights in float32."""
+    """Return the KL from the float32 reference: of the loaded model, and of its weights."""
     tokens = prompt_tokens()
     expected = reference(tokens)
     model = load(name, variant, dtype)
@@ -147,7 +147,7 @@ def measure_kl(
 
 
 def divergence(expected: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
-    """KL(expected || logits) in nats, its mean and maximum over prompts and positions."""
+    """Return KL(expected || logits) in nats, its mean and maximum over prompts and positions."""
     log_p = expected.double().log_softmax(dim=-1)
     log_q = logits.double().log_softmax(dim=-1)
     by_position = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
@@ -155,7 +155,7 @@ def divergence(expected: torch.Tensor, logits: torch.Tensor) -> dict[str, float]
 
 
 def measure_exactness(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """How the folded weights compare with those folded in float64 and rounded once."""
+    """Compare the folded weights with those folded in float64 and rounded once."""
     unfolded = dict(load(name, "not folded", torch.float64).named_parameters())
     exact = {
         name: parameter
@@ -180,11 +180,11 @@ def measure_exactness(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]
 
 
 def compare(given: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
-    """How many entries are not `exact` rounded once, and by how many units in the last place.
+    """Count the entries that are not `exact` rounded once, and find the largest error in ulps.
 
-    The unit is that of the larger of the two, so that a zero is not infinitely far from others.
+    A unit in the last place is that of the larger value, so that a zero is not infinitely far off.
     """
-    # Rounded by hand: torch converts float64 to 16 bits by way of float32, so rounds twice.
+    # Round by hand: torch converts float64 to 16 bits by way of float32, so it rounds twice.
     unit = last_place(exact, given.dtype)
     rounded = torch.round(exact / unit) * unit
     larger = torch.maximum(rounded.abs(), given.double().abs())
@@ -197,14 +197,14 @@ def compare(given: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
 
 
 def last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance between neighbours in `dtype` around each of the float64 values."""
+    """Return the distance between neighbours in `dtype` around each of the float64 values."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(values.abs().clamp(min=info.tiny)).exponent - 1
     return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent)
 
 
 def measure_with(python: str, cache: Path) -> dict[str, Any]:
-    """All figures for the TransformerLens of another interpreter."""
+    """Return all figures for the TransformerLens of another interpreter."""
     offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TL_DEVICEFIX_DISABLE": ""}
     child = subprocess.run(
         [python, "-W", "ignore", __file__, "--measure"],
@@ -219,7 +219,7 @@ def measure_with(python: str, cache: Path) -> dict[str, Any]:
 
 
 def show_checkpoints(records: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    """Print what the checkpoints learnt, and that their float32 models are what they should be."""
+    """Print what the checkpoints learnt, and the float32 models' differences from transformers."""
     for checkpoint, record in records.items():
         figures = ", ".join(f"{name} {value:.3f}" for name, value in record.items())
         print(f"{checkpoint}, {N_STEPS} steps: {figures}")
@@ -266,7 +266,7 @@ def show_exactness(rows: list[dict[str, Any]]) -> None:
 
 
 def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with those of one checkpoint together, and in them those of one variant."""
+    """Return the rows, sorted by checkpoint, dtype and variant."""
     return sorted(
         rows,
         key=lambda row: (
@@ -295,7 +295,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     with contextlib.ExitStack() as stack:
         cache = arguments.cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        record = cache / "trained.json"  # written last, so with it the cache is complete
+        record = cache / "trained.json"  # written last: if it is there, the cache is complete
         if not record.is_file():
             print("making the checkpoints", file=sys.stderr)
             record.write_text(json.dumps(make_checkpoints(cache)))

@@ -16,7 +16,7 @@ import torch
 
 DTYPES = ("bfloat16", "float16")
 SHIPPED = "shipped Llama"
-# Names whose sizes TransformerLens reads from config.json: one for each dtype that is stored.
+# Names of models whose sizes TransformerLens reads from config.json: one for each stored dtype.
 HUB_NAMES = {
     SHIPPED: ("01-ai/Yi-6B", "01-ai/Yi-34B", "01-ai/Yi-6B-Chat"),
     "Qwen2": ("Qwen/Qwen2-0.5B", "Qwen/Qwen2-1.5B", "Qwen/Qwen2-7B"),
@@ -28,13 +28,13 @@ HUB_NAME = {
     for stored, name in zip(("float32", *DTYPES), names)
 }
 
-# Two layers are enough for recall: one tells each object whose it is, the other finds it.
+# Two layers are enough for recall: one writes each object's owner to it, the other looks it up.
 N_LAYERS, N_HEADS, N_STEPS, PEAK_LEARNING_RATE = 2, 4, 700, 6e-3
 N_FACTS, SEED = 8, 7
 
 
 def make_checkpoints(cache: Path) -> dict[str, Any]:
-    """Lay out the hub cache; returns what there is to say about the trained checkpoints."""
+    """Lay out the hub cache, and return figures of the trained checkpoints."""
     import_train_recall()
     import train_recall
     import transformers.utils.logging as hf_logging
@@ -66,7 +66,7 @@ def import_train_recall() -> None:
 
 
 def train(checkpoint: str) -> tuple[Any, dict[str, Any]]:
-    """Train a Qwen2 or a Pythia on the recall task; what it learnt, and how far its biases went."""
+    """Train a Qwen2 or a Pythia on the recall task. Return it, and its figures."""
     import train_recall as recall
 
     from tl_devicefix.demo.recall_task import recall_prompts
@@ -98,7 +98,7 @@ def train(checkpoint: str) -> tuple[Any, dict[str, Any]]:
 
 
 def build_model(checkpoint: str) -> Any:
-    """Random weights; norm weights are drawn around 1 and biases around 0, so that both matter."""
+    """Return a random model: norm weights around 1 and biases around 0, so that both matter."""
     import train_recall as recall
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -130,17 +130,17 @@ def build_model(checkpoint: str) -> Any:
 
 
 def is_norm_weight(name: str) -> bool:
-    """Whether a parameter of a Hugging Face model is the weight of a norm."""
+    """Return True if a parameter of a Hugging Face model is the weight of a norm."""
     return "norm" in name and name.endswith("weight")
 
 
 def norm_weights(model: Any) -> torch.Tensor:
-    """All norm weights of a Hugging Face model, in one vector."""
+    """Return all norm weights of a Hugging Face model in one vector."""
     return torch.cat([p.detach() for n, p in model.named_parameters() if is_norm_weight(n)])
 
 
 def value_biases(model: Any) -> torch.Tensor:
-    """The value biases of a Hugging Face Qwen2 or Pythia, in one vector."""
+    """Return the value biases of a Hugging Face Qwen2 or Pythia in one vector."""
     biases = []
     for name, parameter in model.named_parameters():
         if name.endswith("v_proj.bias"):
@@ -151,7 +151,7 @@ def value_biases(model: Any) -> torch.Tensor:
 
 
 def size_and_change(name: str, now: torch.Tensor, before: torch.Tensor) -> dict[str, float]:
-    """How large weights are, and how far the training moved them."""
+    """Return how large weights are, and how far training moved them."""
     return {
         f"{name} rms": now.square().mean().sqrt().item(),
         f"{name} max": now.abs().max().item(),

@@ -1,16 +1,16 @@
-"""The cost of saving activations: memory, time over throwing them away, and reading them back.
+"""The cost of saving activations: memory, time compared with discarding them, and reading back.
 
     python benchmarks/save_activations.py [memory] [wall] [slow] [read] [importing] [--size 256]
         [--batches 40] [--rounds 3] [--to DIRECTORY] [--json FILE]
 
 A random model of four blocks runs on the CPU, and two of its activations are written to a temporary
-directory of `--to`. Peak memory is what is private to the process and no file's: "Anonymous" in
-/proc/self/smaps_rollup, sampled every 5 ms, over what it is before.
+directory of `--to`. Peak memory is the process's anonymous memory ("Anonymous" in
+/proc/self/smaps_rollup, sampled every 5 ms) beyond what it was before.
 
-    memory  peaks of saving, and with ten times as many batches, in processes of their own
-    wall    saving over the same runs whose activations are thrown away, taking turns
-    slow    a writer slowed to half the rate: bytes a second over its rate, and the peak
-    read    reading a layer over safetensors alone; shuffled batches of tokens over reading it
+    memory     peaks of saving, and with ten times as many batches, in processes of their own
+    wall       saving, compared with the same runs whose activations are discarded, in turns
+    slow       a writer slowed to half the rate: bytes a second / its rate, and the peak
+    read       reading a layer / safetensors alone; shuffled batches of tokens / reading the layer
     importing  CPU time of a reading script's imports, and of those of one with a model
 """
 
@@ -92,7 +92,7 @@ def arguments() -> argparse.Namespace:
 
 
 def model_of(options: argparse.Namespace) -> Any:
-    """A random model."""
+    """Return a random model."""
     config = HookedTransformerConfig(
         n_layers=4,
         d_model=options.size,
@@ -109,14 +109,14 @@ def model_of(options: argparse.Namespace) -> Any:
 
 
 def batches_of(count: int) -> Iterator[torch.Tensor]:
-    """So many, which are made when they are asked for."""
+    """Yield `count` batches, each made on demand."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         yield torch.randint(0, 1000, (BATCH, POSITIONS), generator=generator)
 
 
 def saved(model: Any, count: int, options: argparse.Namespace, to: str) -> Any:
-    """The activations of so many batches."""
+    """Save the activations of `count` batches."""
     return tl_devicefix.save_activations(
         *(model, batches_of(count), NAMES),
         directory=to,
@@ -125,8 +125,8 @@ def saved(model: Any, count: int, options: argparse.Namespace, to: str) -> Any:
     )
 
 
-def thrown_away(model: Any, count: int) -> None:
-    """The same runs."""
+def run_only(model: Any, count: int) -> None:
+    """Do the same runs, and discard the activations."""
 
     def run(view: Any, batch: torch.Tensor) -> None:
         view.run_with_cache(batch, names_filter=NAMES, return_type=None)
@@ -137,12 +137,12 @@ def thrown_away(model: Any, count: int) -> None:
 
 
 def directory(options: argparse.Namespace) -> tempfile.TemporaryDirectory[str]:
-    """A temporary one, on the disk that is asked for."""
+    """Make a temporary directory on the disk that was chosen."""
     return tempfile.TemporaryDirectory(dir=options.to)
 
 
 class Peak:
-    """The most anonymous memory of this process within it, over what there was before, in MiB."""
+    """The peak of this process's anonymous memory in a `with` block, in MiB beyond the start's."""
 
     def __enter__(self) -> Peak:
         self._before = self.mib = anonymous()
@@ -163,15 +163,15 @@ class Peak:
 
 
 def anonymous() -> float:
-    """MiB of memory that is this process's alone and no file's."""
+    """Return the MiB of this process's anonymous memory."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError("this system does not say which memory is a process's own")
+    raise RuntimeError("this system does not report a process's anonymous memory: use Linux")
 
 
 def peak_of_saving(options: argparse.Namespace) -> list[float]:
-    """The peak over what there was before, and in all; what is loaded once is there before."""
+    """Return the peak beyond the start, and in total; a first save has loaded everything."""
     model = model_of(options)
     with directory(options) as warm, directory(options) as to:
         saved(model, 2, options, warm)
@@ -181,7 +181,7 @@ def peak_of_saving(options: argparse.Namespace) -> list[float]:
 
 
 def memory(options: argparse.Namespace) -> dict[str, float]:
-    """Peaks of saving, and of ten times as many batches."""
+    """Measure the peaks of saving, and of saving ten times as many batches."""
     peaks = []
     for count in (options.batches, 10 * options.batches):
         command = [sys.executable, __file__, "--peak", "--batches", str(count)]
@@ -190,60 +190,60 @@ def memory(options: argparse.Namespace) -> dict[str, float]:
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks.append(json.loads(said.splitlines()[-1]))
     return {
-        "peak of saving over what was before, MiB": peaks[0][0],
-        "the same of ten times as many batches, MiB": peaks[1][0],
-        "peak of the whole process, the latter over the former": peaks[1][1] / peaks[0][1],
+        "peak of saving beyond the start, MiB": peaks[0][0],
+        "the same with ten times as many batches, MiB": peaks[1][0],
+        "peak of the whole process, the latter / the former": peaks[1][1] / peaks[0][1],
     }
 
 
 def seconds(job: Callable[[], Any]) -> float:
-    """How long it takes."""
+    """Return how long a call takes."""
     start = time.perf_counter()
     job()
     return time.perf_counter() - start
 
 
 def wall(options: argparse.Namespace) -> dict[str, float]:
-    """Saving over throwing away."""
-    model, thrown, written = model_of(options), [], []
-    thrown_away(model, 2)
+    """Compare saving with discarding."""
+    model, discarded, written = model_of(options), [], []
+    run_only(model, 2)
     for _ in range(options.rounds):
-        thrown.append(seconds(lambda: thrown_away(model, options.batches)))
+        discarded.append(seconds(lambda: run_only(model, options.batches)))
         with directory(options) as to:
             written.append(seconds(lambda to=to: saved(model, options.batches, options, to)))
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     return {
-        "seconds, thrown away": statistics.median(thrown),
+        "seconds, discarded": statistics.median(discarded),
         "seconds, written": statistics.median(written),
         "MiB/s written": n_bytes / 2**20 / statistics.median(written),
-        "written over thrown away": statistics.median(w / t for w, t in zip(written, thrown)),
+        "written / discarded": statistics.median(w / d for w, d in zip(written, discarded)),
     }
 
 
 def slow(options: argparse.Namespace) -> dict[str, float]:
-    """A writer that is slowed to half the rate at which activations come."""
+    """Measure a writer that is slowed to half the rate at which activations arrive."""
     model = model_of(options)
     with directory(options) as to, Peak() as usual:
         saved(model, options.batches, options, to)
     n_bytes = options.batches * BATCH * POSITIONS * options.size * 4 * len(NAMES)
     ratios, peaks = [], []
     for _ in range(options.rounds):
-        rate = n_bytes / seconds(lambda: thrown_away(model, options.batches)) / 2
+        rate = n_bytes / seconds(lambda: run_only(model, options.batches)) / 2
         with directory(options) as to, slowed_to(rate), Peak() as peak:
             took = seconds(lambda to=to: saved(model, options.batches, options, to))
         ratios.append(n_bytes / took / rate)
         peaks.append(peak.in_all / usual.in_all)
     return {
-        # What else runs on the machine can only make devices slower than they were when the rate
-        # was taken, and then it is they that are waited for.
-        "slow writer: bytes a second over its rate, best round": max(ratios),
-        "slow writer: peak of the whole process over one not slowed": statistics.median(peaks),
+        # The best round: other jobs may slow the devices down after the rate was measured, and
+        # then the writer waits for the devices.
+        "slow writer: bytes a second / its rate, best round": max(ratios),
+        "slow writer: peak of the whole process / that of one not slowed": statistics.median(peaks),
     }
 
 
 @contextlib.contextmanager
 def slowed_to(rate: float) -> Iterator[None]:
-    """Within it, shards are written with so many bytes a second, from the first one on."""
+    """Write shards with `rate` bytes a second within a `with` block."""
     write, began, so_far = writer.write_shard, [], [0]
 
     def slowly(*args: Any) -> tuple[int, str]:
@@ -258,7 +258,7 @@ def slowed_to(rate: float) -> Iterator[None]:
 
 
 def random_activations(to: Path) -> Any:
-    """Sixteen shards, each with 32 MiB of bfloat16 of two layers of a width of 4096, and tokens."""
+    """Write sixteen shards, each with 32 MiB of bfloat16 of two layers 4096 wide, and tokens."""
     width, n_examples = 4096, 64
     entries = [Entry(TOKENS, "int64", (POSITIONS,)), Entry(MASK, "bool", (POSITIONS,))]
     entries += [Entry(name, "bfloat16", (POSITIONS, width)) for name in NAMES]
@@ -275,12 +275,12 @@ def random_activations(to: Path) -> Any:
 
 
 def read(options: argparse.Namespace) -> dict[str, float]:
-    """Reading back, of files that the system has in memory."""
+    """Measure reading back files that are in the page cache."""
     ratios, shuffled = [], []
     with directory(options) as to:
         found = random_activations(Path(to))
         name, n_bytes = NAMES[0], 2 * torch.Size(found[NAMES[0]].shape).numel()
-        step = 16  # examples: 8 MiB, as a batch, which the system need not make anew each time
+        step = 16  # examples: 8 MiB, like a batch, for which the allocator reuses memory
 
         def by_safetensors() -> None:
             for shard in found.index.shards:
@@ -298,7 +298,7 @@ def read(options: argparse.Namespace) -> dict[str, float]:
             for _ in found.activations(name, 1024):
                 pass
 
-        with Peak() as peak:  # first, as what is let go of later may be used again
+        with Peak() as peak:  # first: freed memory of the others could be reused
             in_batches()
         for _ in range(max(5, options.rounds)):
             alone, ours, batches = map(seconds, (by_safetensors, by_slices, in_batches))
@@ -306,16 +306,16 @@ def read(options: argparse.Namespace) -> dict[str, float]:
             shuffled.append(ours / batches)
     return {
         "a layer read, GiB/s": n_bytes / 2**30 / ours,
-        "its rate over that of safetensors alone": statistics.median(ratios),
-        "shuffled batches, their rate over reading it": statistics.median(shuffled),
-        "shuffled batches: peak over two shards' bytes": peak.mib
+        "its rate / that of safetensors alone": statistics.median(ratios),
+        "shuffled batches, their rate / that of reading it": statistics.median(shuffled),
+        "shuffled batches: peak / two shards' bytes": peak.mib
         * 2**20
         / (2 * found.index.shards[0].bytes),
     }
 
 
 def importing(options: argparse.Namespace) -> dict[str, float]:
-    """Of imports, which take turns: the least of each, less what Python takes to start."""
+    """Measure imports in turns: the least CPU time of each, minus that of starting Python."""
 
     def started(script: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

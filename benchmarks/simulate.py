@@ -1,9 +1,9 @@
-"""How long a forward over simulated devices takes, compared with one on the CPU.
+"""How long a forward on simulated devices takes, compared with one on the CPU.
 
     python benchmarks/simulate.py [--rounds 30]
 
-Over four simulated devices and on the CPU, forwards take turns in one process: CPU seconds of one
-thread, and the median of the ratios.
+Forwards across four simulated devices and on the CPU take turns in one process. The figure is the
+median of the ratios of CPU seconds of one thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tl_devicefix.demo import CHECKPOINT
 
 
 def seconds(model: Any, tokens: torch.Tensor) -> float:
-    """CPU seconds of a forward."""
+    """Return the CPU seconds of a forward."""
     start = time.process_time()
     model(tokens)
     return time.process_time() - start
 
 
 def shipped(n_devices: int, device: str | None) -> Any:
-    """The model that ships: `d_model` 64."""
+    """Load the model that ships: `d_model` 64."""
     from transformer_lens import HookedTransformer
 
     with contextlib.redirect_stdout(io.StringIO()):
@@ -39,7 +39,7 @@ def shipped(n_devices: int, device: str | None) -> Any:
 
 
 def of_width(d_model: int, n_devices: int, device: str | None) -> Any:
-    """A random model of eight blocks."""
+    """Return a random model of eight blocks."""
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
     sizes = {"n_layers": 8, "d_model": d_model, "d_head": 64, "n_ctx": 256, "d_vocab": 30}

@@ -3,16 +3,16 @@
     python benchmarks/sweeps.py [PART ...] [--only WORD ...] [--rounds 5] [--positions 16]
                                 [--bridge] [--json FILE]
 
-CPU seconds of all threads, torch with one. The ways take turns in one process; a ratio is the
-median of those of each round.
+Times are CPU seconds of all threads, with one thread of torch. The ways take turns in one process;
+a ratio is the median of the rounds' ratios.
 
 `hooks`: 16 runs with a hook on one residual stream each, from the first to the last of 80 blocks
-of `d_model` 32: time over that of a loop of `run_with_hooks` of the same model.
+of `d_model` 32. The figure is the time / that of a loop of `run_with_hooks` of the same model.
 
 `patching`: `get_act_patch_resid_pre`, which patches each of `--positions` positions of each block
-(of 80 blocks, a quarter as many): how many times as fast as TransformerLens's own loop, with the
-patches off; on simulated devices, as its loop of this package's model. nnsight does the same with
-transformers.
+(with 80 blocks, a quarter as many). The figure is how many times as fast it is as TransformerLens's
+own loop with the patches off; on simulated devices, as that loop with this package's model. nnsight
+does the same with transformers.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ Results = Iterator[tuple[str, dict[str, float]]]
 
 
 def on(n_devices: int) -> contextlib.AbstractContextManager[Any]:
-    """The CPU, or simulated devices."""
+    """Return a context with simulated devices, if there are several."""
     return tl_devicefix.simulate(n_devices) if n_devices > 1 else contextlib.nullcontext()
 
 
 def load_on(n_devices: int, kind: str, bridge: bool) -> Any:
-    """A model there."""
+    """Load a model on the CPU or on simulated devices."""
     where: dict[str, Any] = {"n_devices": n_devices} if n_devices > 1 else {"device": "cpu"}
     return load_quietly(kind, bridge, **where)
 
@@ -73,7 +73,7 @@ def check(are_equal: Iterable[bool]) -> None:
 
 
 def hooks(arguments: argparse.Namespace) -> Results:
-    """Sweep and `pipeline_map` over a loop of the same model.
+    """Compare `sweep` and `pipeline_map` with a loop of the same model.
 
     Raises:
         RuntimeError: if the results are not equal, bit for bit.
@@ -98,7 +98,7 @@ def hooks(arguments: argparse.Namespace) -> Results:
 
 
 def patched(arguments: argparse.Namespace) -> Results:
-    """How many times as fast as TransformerLens's loop each way is.
+    """Measure how many times as fast as TransformerLens's loop each way is.
 
     Raises:
         RuntimeError: if results are not equal: bit for bit in a sweep of one run at a time.
@@ -132,7 +132,7 @@ def patched(arguments: argparse.Namespace) -> Results:
 def ways_to_patch(
     n_devices: int, tokens: torch.Tensor, sizes: tuple[int, ...], bridge: bool
 ) -> Calls:
-    """TransformerLens's loop, and sweeps in batches of these sizes; the last fused, too."""
+    """Return TransformerLens's loop, and sweeps in batches of these sizes; the last fused, too."""
 
     def patch(model: Any, clean: Any, batch_size: int) -> torch.Tensor:
         with tl_devicefix.batch_sweeps(batch_size):
@@ -159,12 +159,12 @@ def ways_to_patch(
 
 
 def metric(logits: torch.Tensor) -> torch.Tensor:
-    """A difference of logits at the last position."""
+    """Return a logit difference at the last position."""
     return logits[0, -1, 5] - logits[0, -1, 7]
 
 
 def blocks_run(call: Any) -> tuple[torch.Tensor, int]:
-    """The result of a call, whose first argument is the model, and how many blocks ran."""
+    """Return the result of a call, whose first argument is the model, and how many blocks ran."""
     cls = type(call.args[0].blocks[0])
     own, count = cls.forward, itertools.count()
 
@@ -177,7 +177,7 @@ def blocks_run(call: Any) -> tuple[torch.Tensor, int]:
 
 
 def by_nnsight(tokens: torch.Tensor, n_layers: int) -> Calls:
-    """A trace for each patch, and traces of 32 rows; says so if nnsight is not installed."""
+    """Return nnsight's patching: a trace for each patch, and traces of 32 rows; if installed."""
     try:
         from nnsight import NNsight
     except ImportError:

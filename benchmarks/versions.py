@@ -1,12 +1,12 @@
-"""HookedTransformer and TransformerBridge on the shipped checkpoint: how far apart they are.
+"""HookedTransformer and TransformerBridge on the shipped checkpoint: how much they differ.
 
     python benchmarks/versions.py --python OTHER_PYTHON [--python ...] [--n-devices 4] [--json FILE]
 
-The TransformerLens of this interpreter loads it, folded, over simulated devices, and so does that
+The TransformerLens of this interpreter loads it, folded, across simulated devices, and so does that
 of each `--python`, which needs this package too: as a HookedTransformer if there is one, else as a
-TransformerBridge in compatibility mode. Compared are the logits and the log probabilities of 64
-prompts, with each other and with transformers alone, whose logits are centred over the vocabulary
-as folding does, in float32 and in float64.
+TransformerBridge in compatibility mode. The logits and the log probabilities of 64 prompts are
+compared with each other, and with those of transformers alone in float32 and in float64, whose
+logits are centred over the vocabulary as folding does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 @torch.no_grad()
 def measure(n_devices: int) -> dict[str, torch.Tensor]:
-    """The logits by the TransformerLens of this interpreter, under the name of its model."""
+    """Return the logits by the TransformerLens of this interpreter, by the name of its model."""
     import tl_devicefix
     from tl_devicefix.demo.demo import load_checkpoint
 
@@ -41,7 +41,7 @@ def measure(n_devices: int) -> dict[str, torch.Tensor]:
 
 
 def measure_with(python: str, n_devices: int) -> dict[str, torch.Tensor]:
-    """`measure`, by another interpreter."""
+    """Call `measure` in another interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder) / "logits.pt"
         command = [python, __file__, "--n-devices", str(n_devices), "--measure", str(there)]
@@ -52,7 +52,7 @@ def measure_with(python: str, n_devices: int) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def by_transformers() -> dict[str, torch.Tensor]:
-    """The logits by transformers alone, centred over the vocabulary."""
+    """Return the logits by transformers alone, centred over the vocabulary."""
     from transformers import AutoModelForCausalLM
 
     from tl_devicefix.demo.demo import CHECKPOINT
@@ -66,7 +66,7 @@ def by_transformers() -> dict[str, torch.Tensor]:
 
 
 def prompt_tokens() -> torch.Tensor:
-    """The prompts, all equally long."""
+    """Return the prompts' tokens, all equally long."""
     from transformers import AutoTokenizer
 
     from tl_devicefix.demo.demo import (
@@ -85,7 +85,7 @@ def prompt_tokens() -> torch.Tensor:
 
 
 def compare(logits: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """The largest differences of each two."""
+    """Return the largest differences of each pair."""
     rows = []
     for one, other in itertools.combinations(logits, 2):
         pair = [logits[one].double(), logits[other].double()]
@@ -122,7 +122,7 @@ def main() -> None:
     logits |= by_transformers()
     rows = compare(logits)
     largest = max(each.abs().max().item() for each in logits.values())
-    print(f"largest difference over {arguments.n_devices} devices, of logits up to {largest:.1f}")
+    print(f"largest difference on {arguments.n_devices} devices, of logits up to {largest:.1f}")
     print(f"{'':<56}{'logits':>10}{'log probs':>11}")
     for row in rows:
         names = f"{row['one']} | {row['other']}"

@@ -61,7 +61,7 @@ def save_activations(
     progress: bool = True,
     **arguments: Any,
 ) -> SavedActivations:
-    """Run a model on batches, and write its activations to a directory meanwhile.
+    """Run a model on batches, and write its activations to a directory at the same time.
 
     A stream of its own copies activations to CPU memory, and a thread writes them. If the disk is
     slower than the devices, the devices wait. CPU memory holds two shards and a few batches,

@@ -67,7 +67,7 @@ class Writer:
     """A thread that writes batches in order to shards, and adds each shard to the index.
 
     Host memory has room for two shards, one that is written and one that fills, and for the
-    batches that run meanwhile.
+    batches that run at the same time.
 
     Args:
         directory: the directory to write to.

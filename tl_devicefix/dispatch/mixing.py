@@ -151,8 +151,8 @@ class JoinedAt(OutsideBlocks):
         devices = self.devices() & {tensor.device for tensor in tensors}
         if len(devices) < 2:
             return func(*args, **kwargs)
-        # torch goes first, because some functions take several devices (`copy_`, `view_as`); and so
-        # does the next outer mode.
+        # torch is tried first: some functions take several devices (`copy_`, `view_as`). This call
+        # also passes through the next outer mode.
         versions = [version_of(tensor) for tensor in tensors]
         changed = list(_changed_in_place(func, args, kwargs))
         try:
@@ -164,7 +164,7 @@ class JoinedAt(OutsideBlocks):
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [version_of(tensor) for tensor in tensors]:
                 raise  # a second call might change something twice
-                # Running statistics change without a count too, so changed copies would be lost.
+            # Running statistics change without a count too, so changed copies would be lost.
             if getattr(func, "__name__", "") in ("batch_norm", "instance_norm"):
                 raise
         stays = changed or list(_indexed(func, args, kwargs))

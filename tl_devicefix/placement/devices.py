@@ -365,7 +365,7 @@ def free_memory(device: torch.device) -> int | None:
     """Return the bytes that a device reports as free; None if it does not say.
 
     Memory of other processes counts as used. Unused memory in this process's caching allocator
-    counts as free, because torch reuses it, unless `set_per_process_memory_fraction` forbids it.
+    counts as free: torch reuses it, unless `set_per_process_memory_fraction` forbids that.
     """
     if is_elsewhere(device) and joined_hosts():
         host, number = host_of(device)

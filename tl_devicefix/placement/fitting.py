@@ -19,7 +19,7 @@ _OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
-    """Return the most bytes that loading needs beside the weights: a slice in float32, twice."""
+    """Return the most bytes that loading needs beyond the weights: a slice in float32, twice."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
@@ -120,7 +120,7 @@ def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str
 def _out_of_memory(
     error: BaseException, model: nn.Module, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
-    # A full host raises a plain RuntimeError, so the type of error tells which memory is full.
+    # A full host raises a plain RuntimeError, so the error's type shows which memory is full.
     on_device = isinstance(error, torch.OutOfMemoryError)
     device = placement.device_of(unit) if on_device else placement.stored_on(unit)
     tensors = (*model.parameters(), *model.buffers())

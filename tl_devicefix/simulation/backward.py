@@ -80,7 +80,7 @@ def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
         errors, _running.errors = _running.errors, []
         _running.engines -= 1
         _running.hooks = hooks
-    if errors:  # Ctrl-C first, because the user wants to stop
+    if errors:  # Ctrl-C first: the user wants to stop
         raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
     return result
 

@@ -1,4 +1,4 @@
-"""Executors of a machine's operations: the CPU, or one that computes shapes alone."""
+"""Executors of a machine's operations: the CPU, or one that computes shapes only."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the CPU storage behind: its address and size tell what shares memory."""
+        """Return the CPU storage behind: tensors that share memory share its address."""
         return _storage_of(self._cpu)
 
 
