@@ -20,24 +20,24 @@ nox.options.sessions = [
     *("lint", "docs", "package", "versions"),
     *("tests-3.9.0", "tests-4.3.0", "tests-2.18.0"),
 ]
-# uv, where it is installed, takes seconds for what takes pip minutes; wheels are where pip is told.
+# uv is much faster than pip, if it is installed; point it at the same wheels.
 nox.options.default_venv_backend = "uv|venv"
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
-# What is imported is compiled once an environment: in each process anew, that takes longer than all
-# else that happens at an import, and a run of the tests starts some twenty.
+# Let Python write .pyc files: compiling takes most of an import's time, and a run of the tests
+# starts some twenty processes.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Who has no home, or none to write to, has one here: for pip's, uv's, Hugging Face's and Jupyter's.
+# pip, uv, Hugging Face and Jupyter write to HOME: use one here if it is missing or read-only.
 try:
-    _home = Path.home()  # where HOME is not set, as the system knows it
+    _home = Path.home()  # if HOME is not set, the system's
 except RuntimeError:
     _home = Path(".nox")
 if not os.access(_home, os.W_OK):
     _home = Path(".nox")
 (_home := _home.resolve()).mkdir(exist_ok=True)
 os.environ["HOME"] = str(_home)
-# Processes, not threads, are as many as there are cores.
+# Tests run in a process for each core, so each has one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VERSIONS = {
@@ -57,17 +57,17 @@ EVERY_VERSION = tuple(dict.fromkeys(version for of in VERSIONS.values() for vers
 ON_EVERY_VERSION = ("tests/versions",)
 """Files and folders of tests that `nox -s versions` runs on every version."""
 ON_NEWEST = ("tests/twin/test_known_configs.py",)
-"""Those that it also runs on the versions that CI runs all tests on."""
+"""Files of tests that it also runs on the versions on which CI runs all tests."""
 
 # TransformerLens 2.x was released before numpy 2, pyarrow 20, datasets 4 and transformers 5.
 BESIDE_2X = ("numpy<2", "pyarrow<20", "datasets<4", "transformers<5")
 # transformers 5.24 refuses peft 0.21, the newest, which the tests of 3.x load. A Bridge's tests and
-# what README installs run with what is newest.
+# README's install command use the newest transformers.
 BESIDE_PEFT = ("transformers<5.24",)
 
 
 def install(session: nox.Session, transformer_lens: str, *extra: str) -> None:
-    """Install torch (first: others would choose another build), TransformerLens and this."""
+    """Install torch (first, or others would choose another build), TransformerLens and this."""
     session.install("torch==2.13.0")
     has_peft = any("[test" in package for package in extra)
     beside = {"2": BESIDE_2X, "3": BESIDE_PEFT * has_peft}.get(transformer_lens[0], ())
@@ -88,7 +88,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/: a broken link or reference, style or spelling fails."""
-    # What the extra asks for and not the package, as nothing is imported: no torch is needed.
+    # Install the extra without the package: nothing is imported, so no torch is needed.
     settings = configparser.ConfigParser()
     settings.read("setup.cfg")
     session.install("-c", "constraints.txt", *settings["options.extras_require"]["docs"].split())
@@ -110,7 +110,7 @@ def package(session: nox.Session) -> None:
     """Build and check sdist and wheel; check types; use the wheel, as installed, elsewhere."""
     repository, tmp = Path.cwd(), Path(session.create_tmp()).resolve()
     dist, tools = tmp / "dist", tmp / "tools"
-    # In an environment of their own: what they need is not there for the package to lean on.
+    # An environment of their own, so that the package cannot rely on their dependencies.
     session.run("python", "-m", "venv", "--clear", str(tools))
     python = str(tools / "bin" / "python")
     session.run(python, "-m", "pip", "install", "-q", "build==1.6.1", "twine==7.0.0", external=True)
@@ -121,7 +121,7 @@ def package(session: nox.Session) -> None:
     session.run(python, "-m", "twine", "check", "--strict", str(wheel), str(sdist), external=True)
     check_contents(session, wheel, sdist)
 
-    # As README's line does: the newest of everything but torch.
+    # Install as README does: the newest of everything except torch.
     line = re.search(r"^pip install (.*) \. ", Path("README.md").read_text(), re.MULTILINE)
     session.install("torch==2.13.0")
     session.install(*shlex.split(line[1] if line else ""), str(wheel))
@@ -139,7 +139,7 @@ def package(session: nox.Session) -> None:
 
 
 def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
-    """Check that the wheel has every file of the package and nothing else, and sdist those too."""
+    """Check that the wheel has every file of the package and nothing else, and the sdist all."""
     files = {str(path) for path in Path("tl_devicefix").rglob("*") if path.is_file()}
     files = {path for path in files if "__pycache__" not in path}
     with zipfile.ZipFile(wheel) as archive:
@@ -156,7 +156,7 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
             session.error(f"the package has no {name}")
 
 
-# CI runs all tests of these; the others are for `nox -s tests-3.5.1`.
+# CI runs all tests on these versions; `nox -s tests-3.5.1` runs them on another.
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 WITH_RAY = ("3.9.0",)
 """With a cluster of Ray; the others run workers in threads alone."""
@@ -164,7 +164,7 @@ WITH_RAY = ("3.9.0",)
 
 def install_tests(session: nox.Session, transformer_lens: str) -> None:
     """Install what the tests and the notebooks need."""
-    # SAELens subclasses HookedTransformer, which TransformerLens 4 has not.
+    # SAELens subclasses HookedTransformer, which TransformerLens 4 does not have.
     libraries = "" if transformer_lens.startswith("4.") else ",sae-lens"
     if transformer_lens in WITH_RAY:
         libraries += ",hosts"
@@ -200,7 +200,7 @@ def add_versions(release: str) -> None:
 
     @nox.session(name=f"versions-{release}")
     def versions_of_release(session: nox.Session) -> None:
-        # In one environment, because all of it but TransformerLens stays as it is.
+        # One environment for all: only TransformerLens changes.
         for version in EVERY_VERSION:
             if version.startswith(f"{release}."):
                 install(session, version, "-e", ".", "pytest")
@@ -210,7 +210,7 @@ def add_versions(release: str) -> None:
                 session.run("pytest", *results, *paths, success_codes=range(6))
 
 
-RELEASES = ("3", "4", "2")  # first the one that takes longest
+RELEASES = ("3", "4", "2")  # the slowest first
 for release in RELEASES:
     add_versions(release)
 
@@ -279,7 +279,7 @@ def result_of(report: Path, cls: str) -> tuple[str, int, str]:
 
 @nox.session
 def asynchronous(session: nox.Session) -> None:
-    """Tests of races, running, offloading and runs in flight, on devices behind the host."""
+    """Tests of races, running, offloading and runs in flight, on asynchronous devices."""
     install_tests(session, "3.9.0")
     folders = ("tests/racing", "tests/dispatch", "tests/offload", "tests/pipelining")
     session.run("pytest", "-n", "2", "--asynchronous", *(session.posargs or folders))
@@ -287,7 +287,7 @@ def asynchronous(session: nox.Session) -> None:
 
 @nox.session
 def unpatched(session: nox.Session) -> None:
-    """Tests marked `fails_unpatched`, with the patches off: each has to fail."""
+    """Run the tests marked `fails_unpatched` with the patches off: each has to fail."""
     install_tests(session, "3.9.0")
     session.run("pytest", "-n", "2", "--unpatched", *session.posargs)
 
@@ -305,7 +305,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Look for slips in weight_processing/ that its tests do not notice: an hour; outside CI."""
+    """Look for faults in weight_processing/ that its tests miss: an hour; outside CI."""
     install_tests(session, "3.9.0")
     session.install("mutmut==3.8.1")
     session.run("mutmut", "run", "--max-children", "1", *session.posargs)
@@ -314,7 +314,7 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session(name="circuit-tracer")
 def circuit_tracer(session: nox.Session) -> None:
-    """circuit-tracer over four simulated devices, as on one CPU; outside the default run."""
+    """circuit-tracer across four simulated devices, as on one CPU; outside the default run."""
     session.install("torch==2.13.0")
     session.install(
         *("-c", "constraints.txt", "circuit-tracer==0.5.0", "transformer_lens==3.2.1"),
@@ -327,7 +327,7 @@ def circuit_tracer(session: nox.Session) -> None:
 def dictionary_learning(session: nox.Session) -> None:
     """dictionary_learning trains on saved activations; outside the default run."""
     install(session, "3.9.0", "-e", ".[test]")
-    # Without what they ask for, which is for plots and models on other machines, but for imports.
+    # Their dependencies are for plots and remote models; install only those that are imported.
     session.install("--no-deps", "dictionary-learning==0.1.0", "nnsight==0.3.7")
     session.install("wandb", "pillow", "python-socketio[client]")
     session.run("pytest", *(session.posargs or ["tests/libraries/test_dictionary_learning.py"]))
@@ -341,16 +341,16 @@ def nnsight(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or ["tests/libraries/test_nnsight.py"]))
 
 
-# The ends of torch's range: setup.cfg's minimum, and the newest that the simulation holds for.
+# The ends of torch's range: setup.cfg's minimum, and the newest that the simulation supports.
 OLDEST_TORCH, NEWEST_TORCH = "2.10.0", "2.15.0"
 
 
 def add_torch(name: str, torch: str) -> None:
-    """Add a session, outside the default run, of what depends most on torch, on one version."""
+    """Add a session, outside the default run, of the tests that depend most on torch's version."""
 
     @nox.session(name=f"torch-{name}")
     def tests(session: nox.Session) -> None:
-        """Test an end of torch's range: a CUDA build of several gigabytes, run on the CPU."""
+        """Test an end of torch's range: a CUDA build of several GB, run on the CPU."""
         install(session, "3.9.0", "-e", ".[test]")
         session.install(f"torch=={torch}")  # in place of the one in constraints.txt
         folders = ("tests/simulation", "tests/placement", "tests/dispatch")
