@@ -1,4 +1,4 @@
-"""What a 70B writes, by what is kept of it: the table in docs/benchmarks.md.
+"""The size of a 70B model's saved activations: the table in docs/benchmarks.md.
 
 python docs/building/activation_sizes.py
 """
@@ -16,7 +16,7 @@ ROWS = {
     "`resid_post` of all layers": D_MODEL * N_LAYERS,
     "`resid_post`, `attn_out` and `mlp_out` of all layers": 3 * D_MODEL * N_LAYERS,
 }
-"""What is kept -> how many numbers of a token that is."""
+"""What is kept -> how many numbers that is for each token."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def written(size: float) -> str:
-    """A number of bytes as people read it."""
+    """Format a number of bytes: "1.25 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"

@@ -20,9 +20,9 @@ MODELS = {
     "Llama 3.1 405B": "meta-llama/Llama-3.1-405B",
 }
 GPUS = {"24 GB": 24, "40 GB": 40, "80 GB": 80, "141 GB": 140}
-"""Memory in GiB, by what it is sold as."""
+"""A GPU's memory as it is sold -> its memory in GiB."""
 FOR_WEIGHTS = 0.8
-"""The share of it that weights may take."""
+"""The share of the memory that weights may take."""
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def devices(name: str, memory: int, weights: float) -> int:
-    """The fewest GPUs of that memory which hold the model of so many GiB."""
+    """Return the fewest GPUs with `memory` GiB that hold a model of `weights` GiB."""
     for n in count(ceil(weights / (FOR_WEIGHTS * memory))):
         limits = dict.fromkeys(range(n), f"{FOR_WEIGHTS * memory}GiB")
         with contextlib.suppress(ValueError):  # that the weights do not fit

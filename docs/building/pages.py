@@ -1,11 +1,11 @@
-"""Hooks of mkdocs: pages that are made from files outside docs/, links to those, named code.
+"""mkdocs hooks: make pages from files outside docs/, rewrite links to them, and check named code.
 
-A notebook becomes a page that shows the outputs it was committed with; README, that of the
-notebooks, CONTRIBUTING and CHANGELOG become pages. In the sources, links are as they work in the
+A notebook becomes a page that shows the outputs it was committed with. README, the notebooks'
+README, CONTRIBUTING and CHANGELOG become pages. In the sources, links are those that work in the
 repository.
 
-Where a page names a file, or what is in one (`hooked_transformer/loading.py:from_pretrained`),
-it has to be there: in the repository, or in the package.
+If a page names a file, or a name in one (`hooked_transformer/loading.py:from_pretrained`), it has
+to exist in the repository or in the package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHOWN = {
     "examples/several_hosts.sbatch": "slurm.md",
     "notebooks/recall.py": "scripts.md#recall",
 }
-"""A file of the repository that is no page, and the page that is about it."""
+"""A file of the repository that is no page -> the page that is about it."""
 
 _LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 _CODE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)(?::(\w+(?:, \w+)*))?`")
@@ -70,7 +70,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links lead to the page that shows a file of the repository."""
+    """Rewrite links to files of the repository to the pages that show them; check named code."""
     sources = {made: source for source, made in PAGES.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -81,20 +81,20 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         elif target in PAGES or target in SHOWN:
             target = {**PAGES, **SHOWN}[target]
         else:
-            return link.group()  # mkdocs says that it does not know it
+            return link.group()  # mkdocs reports it
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
 
-    if page.file.src_uri != "changelog.md":  # which tells of what was, too
+    if page.file.src_uri != "changelog.md":  # it names what no longer exists, too
         for path, names in _CODE.findall(markdown):
             if missing := _missing(path, names):
-                _log.warning("%s names %s, and there is no such thing", source, missing)
+                _log.warning("%s names %s, which does not exist", source, missing)
         if "--8 <" in markdown:  # a formatter has taken it for code
             _log.warning("%s has an inclusion that is misspelt: write --8<--", source)
     return _LINK.sub(on_the_site, _PLACE.sub(_full_name, markdown))
 
 
 def _full_name(reference: re.Match[str]) -> str:
-    """`::: tl_devicefix.planning:Job` with the module of that package that defines `Job`."""
+    """Expand `::: tl_devicefix.planning:Job` to the module of the package that defines `Job`."""
     package, name = reference.groups()
     place = REPOSITORY / package.replace(".", "/")
     for module in sorted(place.rglob("*.py")) or [place.with_suffix(".py")]:
@@ -107,7 +107,7 @@ def _full_name(reference: re.Match[str]) -> str:
 
 
 def _missing(path: str, names: str) -> str:
-    """A file that is named in a page and is not there, or what is not in it; else nothing."""
+    """Return the named file if it does not exist, or the first name that is not in it; else ""."""
     found = [folder / path for folder in (REPOSITORY, REPOSITORY / "tl_devicefix")]
     found = [file for file in found if file.exists()]
     if not found:
@@ -127,7 +127,7 @@ def _missing(path: str, names: str) -> str:
 
 
 def notebook_page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
-    """A notebook as Markdown, and its figures by their file names."""
+    """Return a notebook as Markdown, and its figures by their file names."""
     parts: list[str] = []
     figures: dict[str, bytes] = {}
     for cell in notebook["cells"]:
@@ -148,5 +148,5 @@ def notebook_page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, b
 
 
 def _caption(cell: dict[str, Any]) -> str:
-    """The contents of a figure, for those who cannot see it: the cell's "alt", or its name."""
+    """Return a figure's alt text: the cell's "alt", or its name."""
     return str(cell["metadata"].get("alt", "Figure: " + str(cell["id"]).replace("-", " ")))

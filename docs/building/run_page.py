@@ -2,15 +2,16 @@
 
     python docs/building/run_page.py README.md docs/tutorial.md
 
-- Blocks of ```python are run in order, as one script, and blocks of ```bash that show an output or
-  run a script of docs/.
-- A block of ```text is all that the block before it prints, and so is a table after a script.
-- A line of "..." stands for lines that are left out, and "..." before a file for its directory.
-- `<!-- no output -->` marks a ```text that nothing prints; the block before it is ```py or ```bash.
+- Blocks of ```python are run in order, as one script. Blocks of ```bash are run if they show an
+  output or run a script of docs/.
+- A block of ```text is the whole output of the block before it, and so is a table after a script.
+- A line of "..." stands for omitted lines, and "..." before a file for its directory.
+- `<!-- no output -->` marks a ```text that no block prints, after a block of ```py or ```bash.
 - Outputs are those of the TransformerLens that the page names before them. Blocks for versions that
-  are not installed are left out.
+  are not installed are skipped.
 
-Without names, all pages are run. Exit status 1, and the difference, if a page says something else.
+Without names, all pages are run. If a page shows something else than its blocks print, the
+difference is printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def differences(page: Path) -> list[str]:
-    """The differences between what a page's blocks print and what it shows."""
+    """Return the differences between what a page's blocks print and what it shows."""
     names: dict[str, Any] = {"__name__": "__main__"}
     different = []
     for language, code, shown in blocks(page):
@@ -83,7 +84,7 @@ def differences(page: Path) -> list[str]:
 
 
 def run(code: str, names: dict[str, Any]) -> None:
-    """Run a block as the file job.py, whose lines errors name."""
+    """Run a block as the file job.py, so that tracebacks show its lines."""
     path = str(Path("job.py").resolve())
     linecache.cache[path] = len(code), None, code.splitlines(keepends=True), path
     exec(compile(code, path, "exec"), names)
