@@ -159,7 +159,7 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
 # CI runs all tests on these versions; `nox -s tests-3.5.1` runs them on another.
 IN_CI = ("3.9.0", "4.3.0", "2.18.0")
 WITH_RAY = ("3.9.0",)
-"""With a cluster of Ray; the others run workers in threads alone."""
+"""Versions whose tests use a Ray cluster; on others, workers are threads."""
 
 
 def install_tests(session: nox.Session, transformer_lens: str) -> None:
