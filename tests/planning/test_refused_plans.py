@@ -27,9 +27,9 @@ def dry(model: Any = "gpt2", **options: Any) -> Any:
 
 REFUSED: Rows = [
     (
-        lambda: dry_run("gpt2", "forward"),
+        lambda: dry_run("gpt2", "forward"),  # type: ignore[arg-type]
         "run, the second argument, must be a function .*, but is 'forward'",
-    ),  # type: ignore[arg-type]
+    ),
     (lambda: dry(cls=dict), "cls must be .*, but is"),
     (lambda: estimated(cache="resid_pots"), "'resid_pots', but .* no such hook.* 'resid_post'"),
     (lambda: estimate("gpt2", seq_len=1000, max_new_tokens=100), "are 1100 tokens .* of 1024"),
