@@ -71,5 +71,5 @@ def note_mixed_devices(error: RuntimeError) -> None:
     about_devices = "same device" in str(error) or "expected device" in str(error)
     is_noted = ON_MIXED_DEVICES in str(error)
     if about_devices and not is_noted:
-        # Not by `note`: notes are lost where `str(error)` is logged.
+        # Change the message: the notes of `note` are lost where `str(error)` is logged.
         error.args = (f"{error}\n{ON_MIXED_DEVICES}",)

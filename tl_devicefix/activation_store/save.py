@@ -169,7 +169,7 @@ class _Saving:
             raise ValueError("batches has no batch: give at least one")
         self._first = batch
         n_examples, self._width = batch.inputs.shape
-        # By pipeline_map, like the other batches, so that hooks act in the same way.
+        # pipeline_map runs this batch like the others, so that hooks act in the same way.
         (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
         self._entries = self._entries_of(batch, tensors)
         if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
@@ -190,7 +190,7 @@ class _Saving:
         )
         rows = {"example": 1, "token": self._width}  # an upper bound: fewer tokens may be saved
         example_bytes = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
-        # At least one: an example is never split across shards.
+        # An example is never split across shards, so a shard has at least one.
         per_shard = max(1, shard_bytes // example_bytes)
         made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
         index = Index(on_disk.model_fields(self._model), made_by, entries, per_shard)

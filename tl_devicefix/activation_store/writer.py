@@ -59,7 +59,7 @@ def start_copies(
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    # Not the stream of `offload/copying.py`: weights would wait behind activations.
+    # `offload/copying.py` has another stream, so that weights do not wait behind activations.
     return module_with_streams(device).Stream(device)
 
 

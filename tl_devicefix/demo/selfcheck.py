@@ -83,7 +83,7 @@ def _verdict(checks: list[bool], good: str) -> bool:
 def _check_copy(source: torch.device, target: torch.device) -> bool:
     """Return True if copies between two devices arrive intact, read through the CPU."""
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
-    # Not contiguous, empty, and 0-dimensional: torch has other code for these.
+    # torch copies tensors that are not contiguous, empty or 0-dimensional by other code.
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
         int((sent.to(source).to(target).cpu() != sent).sum())

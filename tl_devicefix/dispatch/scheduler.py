@@ -70,7 +70,7 @@ class DeviceQueue:
 
     def check(self) -> None:
         """Raise `Abandoned` in the run that calls this, if `end` was called."""
-        # Without the lock: each torch function of a run's own code calls this.
+        # Each torch function of a run's own code calls this, so it takes no lock.
         if self._is_over:
             raise Abandoned
 

@@ -71,7 +71,7 @@ class ReadAt(JoinedAt):
     def __torch_function__(
         self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        # With `in_place` it stays for now: the next call may need a few rows of a W_U only.
+        # With `in_place`, the tensor stays for now: the next call may need only a few rows of W_U.
         is_brought = func is torch.Tensor.to and args[1:] in ((self._home,), (self._device,))
         if is_brought and not kwargs and args[0].device in self._devices:
             return args[0] if self._in_place else args[0].to(self._device)

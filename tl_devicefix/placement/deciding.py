@@ -150,7 +150,7 @@ def _devices_to_use(
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    # Of home's type or on other hosts: "cpu" in `max_memory` only allows offloading.
+    # Devices of home's type or on other hosts: "cpu" in `max_memory` only allows offloading.
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it

@@ -192,7 +192,7 @@ def estimate(
             return result
         is_placed = device_map is not None and device_map not in STRATEGIES
         may_be_more = not (is_placed or isinstance(max_memory, Mapping))
-        # At most one device for each block (others would be empty), and at most 16.
+        # Try no more devices than blocks (others would be empty), and no more than 16.
         most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
         # Each count takes a dry run, and a few devices more are mostly enough: try the 1st, 2nd,

@@ -60,7 +60,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
-        # In this thread: torch would start a worker for each device, and knows of one device.
+        # Stay in this thread: torch would start a worker for each device, and knows of one device.
         with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
             return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 

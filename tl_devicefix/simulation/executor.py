@@ -62,7 +62,7 @@ class MetaExecutor(CpuExecutor):
 
 def zeros_for(meta: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU, which take no memory until they are written to."""
-    # Not numel() elements: expanded rows share memory, and sliced ones leave gaps.
+    # Count by strides: expanded rows share memory, and sliced ones leave gaps.
     last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
     n_bytes = (last + 1) * meta.itemsize if meta.numel() else 0
     blank = torch.from_numpy(numpy.zeros(n_bytes, numpy.uint8))

@@ -91,7 +91,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __copy__(self) -> torch.Tensor:
         """Return another tensor on the same storage."""
-        # By default, this would go through `__reduce_ex__`, and so to the CPU.
+        # The default would use `__reduce_ex__`, which copies to the CPU.
         return self.detach().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:

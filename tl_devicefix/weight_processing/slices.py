@@ -188,8 +188,8 @@ def write(
     if own is None:
         return
     if own.is_meta:
-        # In the layout of the given weight: TransformerLens's parameters are mostly transposed
-        # views of a checkpoint's, and its forward transposes them back, so neither costs a copy.
+        # Keep the layout of the given weight: TransformerLens's parameters are mostly transposed
+        # views of a checkpoint's, and its forward transposes them back, so neither step copies.
         layout = like if like.shape == own.shape else own
         values = torch.empty_like(layout, dtype=own.dtype, device=device, requires_grad=False)
         own = nn.Parameter(values, requires_grad=own.requires_grad)
