@@ -18,7 +18,7 @@ from torch import nn
 from tl_devicefix.around import Args, Around, AroundForward, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, moving_to
-from tl_devicefix.fusing.one_forward import made_once
+from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.placement.devices import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.remote_tensor import plain
@@ -85,7 +85,7 @@ class CarryTo(Around):
             # Once a forward, because all blocks get the same mask and rotary tables; and anew with
             # gradients, because a copy that was made without them is in no graph.
             what = type(self), torch.is_grad_enabled()
-            return made_once((value,), what, self.device, lambda: move(value, self.device))
+            return cached_for_forward((value,), what, self.device, lambda: move(value, self.device))
         # A block's own entry of a HookedTransformer's KV cache.
         if hasattr(value, "past_keys") and hasattr(value, "past_values"):
             value.past_keys = move(value.past_keys, self.device)

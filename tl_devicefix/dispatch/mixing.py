@@ -28,7 +28,7 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 from tl_devicefix.around import Args, Forward, Kwargs, innermost
 from tl_devicefix.dispatch.scheduler import note_hooked
 from tl_devicefix.fusing.listening import hooks_of
-from tl_devicefix.fusing.one_forward import kept_in_forward
+from tl_devicefix.fusing.one_forward import forward_cache
 from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
@@ -510,7 +510,7 @@ def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) 
         if result.shape == activation.shape:
             return
         returned = str(list(result.shape))
-    kept_in_forward()[_UNLIKE] = (
+    forward_cache()[_UNLIKE] = (
         f"the hook on {name} returned {returned} for an activation of "
         f"{list(activation.shape)}: let it return a tensor of that shape, or nothing"
     )
@@ -522,8 +522,8 @@ def noting_unlike() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _UNLIKE in kept_in_forward():
-            note(error, kept_in_forward()[_UNLIKE])
+        if _UNLIKE in forward_cache():
+            note(error, forward_cache()[_UNLIKE])
         raise
 
 

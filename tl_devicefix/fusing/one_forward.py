@@ -21,11 +21,11 @@ SENT_FACTS = "facts"
 
 
 def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `kept_in_forward` is one dict; `facts` are in it by class."""
+    """Return a context in which `forward_cache` is one dict; `facts` are in it by class."""
     return setting(_this_forward, dict[object, Any](zip(map(type, facts), facts)))
 
 
-def kept_in_forward() -> dict[object, Any]:
+def forward_cache() -> dict[object, Any]:
     """Return the dict of this thread's forward; a new one outside of a forward."""
     kept = _this_forward.get()
     return {} if kept is None else kept
@@ -36,7 +36,7 @@ def is_in_forward() -> bool:
     return _this_forward.get() is not None
 
 
-def made_once(
+def cached_for_forward(
     of: tuple[torch.Tensor | None, ...],
     what: Hashable,
     device: torch.device,
@@ -53,7 +53,7 @@ def made_once(
         device: the device of the value.
         make: computes it.
     """
-    kept, key = kept_in_forward(), (what, device, _stream_of(device), *map(state_of, of))
+    kept, key = forward_cache(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in kept:
         kept[key] = of, make()  # the tensors too, because a freed tensor's id may be reused
     made: Made = kept[key][1]

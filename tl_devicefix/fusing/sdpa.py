@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 Mask = Bool[torch.Tensor, "batch 1 query_pos key_pos"]
 
 
-def without_blind_rows(mask: Mask) -> Mask:
+def unmask_empty_rows(mask: Mask) -> Mask:
     """Let a query that sees no key see all, because a kernel may make NaN of the mean of nothing.
 
     Only rows of padding see none. NaN there would reach other rows, because zero times NaN is NaN.

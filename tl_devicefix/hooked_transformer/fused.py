@@ -34,7 +34,7 @@ from tl_devicefix.fusing import kv_cache, sdpa
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, own_method, why_replaced
 from tl_devicefix.fusing.kv_cache import Heads, Padding
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
-from tl_devicefix.fusing.one_forward import made_once, state_of
+from tl_devicefix.fusing.one_forward import cached_for_forward, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
 from tl_devicefix.hooked_transformer.moving import alibi_table
 from tl_devicefix.monkeypatch.applying import is_enabled
@@ -425,10 +425,10 @@ def _tables(
             return _Tables(of_queries, of_keys, None, n > 1, names)
         mask = attn._make_causal_mask(n, n + offset, offset, q.device)  # [1, 1, pos, key_pos]
         if pads is not None:
-            mask = sdpa.without_blind_rows(mask & pads[:, None, None, :].bool())
+            mask = sdpa.unmask_empty_rows(mask & pads[:, None, None, :].bool())
         return _Tables(of_queries, of_keys, mask, False, names)
 
-    return made_once((padding, cos, sin), what, q.device, make)
+    return cached_for_forward((padding, cos, sin), what, q.device, make)
 
 
 def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -443,7 +443,7 @@ def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
             return attn.rotary_sin, attn.rotary_cos
 
         # Once for all blocks that share them.
-        attn.rotary_sin, attn.rotary_cos = made_once((cos,), n_positions, cos.device, extended)
+        attn.rotary_sin, attn.rotary_cos = cached_for_forward((cos,), n_positions, cos.device, extended)
     return buffers["rotary_cos"], buffers["rotary_sin"]
 
 

@@ -41,7 +41,7 @@ from transformers.cache_utils import Cache
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
 from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
-from tl_devicefix.fusing.one_forward import SENT_FACTS, is_in_forward, kept_in_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, is_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.kv_caches import (
@@ -261,7 +261,7 @@ class RemoteBlock(RemoteModule):
 
 
 _WAITING = "remote blocks"
-"""The key in `kept_in_forward` for the blocks that wait in this forward."""
+"""The key in `forward_cache` for the blocks that wait in this forward."""
 
 
 def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
@@ -274,7 +274,7 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
             args, kwargs = changed or (args, kwargs)
     x, *others = args
     step = _Step(self, record, others, kwargs)
-    kept = kept_in_forward()
+    kept = forward_cache()
     waiting: _WaitingBlocks | None = kept.get(_WAITING)
     if waiting is None or not waiting.continue_with(x, record.remote):
         waiting = _WaitingBlocks(record.remote, plain(x))
@@ -351,7 +351,7 @@ def _why_not_now() -> str | None:
     """Return a mode of this process that the worker does not have, such as autocast; else None."""
     if (why := unsupported_mode()) is not None:
         return why
-    is_of_bridge, *_ = kept_in_forward().get(SENT_FACTS) or [False]
+    is_of_bridge, *_ = forward_cache().get(SENT_FACTS) or [False]
     recording = sys.modules.get(RECORDING)
     if recording and recording._active_collector.get() and not is_of_bridge:
         return "transformers was asked for hidden states or attentions"
@@ -529,7 +529,7 @@ class _RemoteRun(RemoteHandle):
             "leaves": leaves,
             "graph": torch.is_grad_enabled(),
             "settings": settings(),
-            "facts": kept_in_forward().get(SENT_FACTS),
+            "facts": forward_cache().get(SENT_FACTS),
         }
         forget = self.host.take_forgotten()
         ask = partial(self._replied, "begin", self._remote.number, sent(request), forget)

@@ -40,7 +40,7 @@ from transformer_lens.hook_points import LensHandle
 
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
-from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, one_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
@@ -369,7 +369,7 @@ class _PausableRun:
         request = self._request
         x = request["x"]  # [batch, pos, d_model]
         with torch.set_grad_enabled(request["graph"]), one_forward():
-            kept_in_forward()[SENT_FACTS] = request["facts"]
+            forward_cache()[SENT_FACTS] = request["facts"]
             for number, step in enumerate(request["steps"]):
                 output = self._run_block(number, step, x)
                 x = output[0] if isinstance(output, tuple) else output

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
-from tl_devicefix.fusing.one_forward import kept_in_forward
+from tl_devicefix.fusing.one_forward import forward_cache
 from tl_devicefix.offload.copying import BlockCopy, Place, keeping_on_host
 from tl_devicefix.placement.devices import CPU, module_with_streams
 from tl_devicefix.placement.placement import Placement
@@ -73,7 +73,7 @@ class OffloadedForward(Around):
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the block with its weights on the device."""
-        prefetch = kept_in_forward().get(Prefetch)
+        prefetch = forward_cache().get(Prefetch)
         with contextlib.nullcontext(prefetch) if prefetch else Prefetch([]) as prefetch:
             self._swap_in(prefetch)
             try:
@@ -234,7 +234,7 @@ def prefetching(
     """
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     with Prefetch(filter(None, map(OffloadedForward.of, blocks))) as prefetch:
-        kept_in_forward()[Prefetch] = prefetch
+        forward_cache()[Prefetch] = prefetch
         if not is_in_flight:
             prefetch.start()
         yield
@@ -242,6 +242,6 @@ def prefetching(
 
 def drop_prefetched(device: torch.device) -> None:
     """Drop what this thread's forward has prefetched to a device that its run releases."""
-    prefetch = kept_in_forward().get(Prefetch)
+    prefetch = forward_cache().get(Prefetch)
     if prefetch is not None:
         prefetch.drop(device)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import nn
 from transformers import masking_utils
 
-from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, made_once
+from tl_devicefix.fusing.one_forward import SENT_FACTS, cached_for_forward, forward_cache
 from tl_devicefix.monkeypatch.patch import patches
 
 _Result = TypeVar("_Result")
@@ -31,7 +31,7 @@ class ThisForward(NamedTuple):
 
 def this_forward() -> ThisForward:
     """Return the facts about this thread's forward."""
-    kept = kept_in_forward()
+    kept = forward_cache()
     # A worker on another host gets the facts alone, because a config is not sent.
     if ThisForward not in kept:
         is_of_bridge, by_sdpa, is_cache_read = kept.get(SENT_FACTS) or (False, False, True)
@@ -102,7 +102,7 @@ def eager_mask(
         return original(*args, **kwargs)
     mask = masking_utils.sdpa_mask(*args, **kwargs)
     if mask is None:  # a block that cannot use SDPA may still need the mask
-        kept_in_forward()[_LEFT_OUT] = functools.partial(original, *args, **kwargs)
+        forward_cache()[_LEFT_OUT] = functools.partial(original, *args, **kwargs)
     return mask
 
 
@@ -138,15 +138,15 @@ def place_of_mask(layer: nn.Module) -> int:
 def eager_mask_of(mask: object, residual: Float[torch.Tensor, "batch pos d_model"]) -> object:
     """Convert a mask for SDPA to the one that transformers makes for "eager"."""
     made: torch.Tensor
-    n_queries, device, kept = residual.shape[1], residual.device, kept_in_forward()
+    n_queries, device, kept = residual.shape[1], residual.device, forward_cache()
     if mask is None and _LEFT_OUT in kept:
-        made = made_once((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
+        made = cached_for_forward((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
     elif mask is None and n_queries > 1:  # on another host, which knows that it is causal
         ones = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device)
         return _added(ones.tril_()[None, None], residual.dtype)  # [1, 1, query_pos, key_pos]
     elif is_of_pairs(mask):
         seen, what = mask, ("added", residual.dtype)
-        made = made_once((seen,), what, seen.device, lambda: _added(seen, residual.dtype))
+        made = cached_for_forward((seen,), what, seen.device, lambda: _added(seen, residual.dtype))
     else:
         return mask
     kept.setdefault(_BUILT, []).append(made)
@@ -158,7 +158,7 @@ _BUILT = "masks for eager attention"
 
 def are_masks_edited() -> bool:
     """Return True if a hook has edited a mask in this forward, in which all blocks share it."""
-    built = kept_in_forward().get(_BUILT)
+    built = forward_cache().get(_BUILT)
     return built is not None and any(mask._version for mask in built)
 
 

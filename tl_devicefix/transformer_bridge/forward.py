@@ -18,7 +18,7 @@ from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.fusing.listening import unsupported_mode
-from tl_devicefix.fusing.one_forward import SENT_FACTS, kept_in_forward, one_forward
+from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
@@ -50,7 +50,7 @@ def forward(
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
     with one_forward(ThisForward(is_plain, config, is_cache_read)):
         # As plain values too, because they are sent to the workers of other hosts.
-        kept_in_forward()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
+        forward_cache()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
         output = running.forward(original, self, *args, **kwargs)
     # Masks were made for fused blocks, so an unfused one has attended to all tokens.
     if config is not None and (index := first_unfused(self)) is not None:
