@@ -22,6 +22,7 @@ from model_classes import HOOKED
 from parameters import in_turn
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 from torch.utils.hooks import RemovableHandle
 
 import tl_devicefix
@@ -229,6 +230,33 @@ def test_a_change_acts_in_the_next_forward(change, fused, tokens):
         after = assert_either_way(model, lambda model: model(tokens))
     if change not in ("a flag", "another flag", "input of the MLP", "dtype", "training"):
         assert not torch.allclose(after, before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["pruned", "no bias", "a plain tensor", "another dtype"])
+def test_a_part_with_other_parameters_runs_unfused(change, model_class, fused, tokens):
+    if model_class != HOOKED:
+        pytest.skip("a TransformerBridge runs transformers' own parts")
+    model = fused("qwen3")
+    mlp, norm = model.blocks[1].mlp, model.blocks[1].attn.q_norm
+    model(tokens)
+    if change == "pruned":
+        prune.random_unstructured(mlp, "b_in", 0.5)
+    elif change == "no bias":
+        mlp.b_out = None
+    elif change == "a plain tensor":
+        doubled = norm.w.data * 2
+        del norm.w
+        norm.w = doubled
+    else:
+        norm.w.data = norm.w.data.half()
+    assert_either_way(model, lambda model: model(tokens))
+    assert tl_devicefix.report(model)["blocks.1"].startswith("not fused: ")
+
+
+@torch.no_grad()
+def test_fused_blocks_run_an_empty_batch(fused, tokens):
+    assert_either_way(fused("llama"), lambda model: model(tokens[:0]))
 
 
 def test_a_norm_s_bias_may_have_another_dtype(model_class, fused, tokens):

@@ -282,7 +282,7 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     module, old = trial.at(path), trial.at(tensor)
     new = torch.ones_like(old)  # a mask that masks nothing
     if old.is_floating_point():
-        new = torch.randn(old.shape).to(old) * 0.3 - float(name == "IGNORE")
+        new = torch.randn(old.shape).to(old) * 0.3
     is_parameter = isinstance(old, nn.Parameter)
     if how == "tensor" and is_parameter:  # in whose place torch refuses one
         delattr(module, name)

@@ -1,14 +1,17 @@
 """A block of a HookedTransformer as one function of its weights.
 
-Hook points are called if they have hooks. A norm, an MLP or an attention is called as a module if
-it is of an unknown kind, or if it has a hook on a value that the function does not compute, such as
-scores.
+    nobody looks inside                        `_block`
+    hooks inside, or a part we do not know     TransformerLens's block around `_attention`
+    hooks on scores or pattern, and the rest   TransformerLens's block, which builds a pattern
+
+Hooks on the residual stream, and on what attention and MLP add to it, are not inside.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,17 +42,19 @@ from tl_devicefix.hooked_transformer.components import POST_NORM
 from tl_devicefix.hooked_transformer.moving import alibi_table
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.offload.copying import fingerprint
-from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
-Weight = Float[torch.Tensor, "d_out d_in"]
-Bias = Float[torch.Tensor, " d_out"]
 Modules = dict[str, Any]  # by name
 
-SINCE = Version("3.8.dev0")  # because earlier blocks compute in other ways
+SINCE = Version("3.8.dev0")  # earlier blocks compute in other ways
 _Names = dict[type, tuple[str, ...]]  # class -> its parameters, as TransformerLens makes them
-_NORMS: _Names = {LayerNorm: ("w", "b"), LayerNormPre: (), RMSNorm: ("w",), RMSNormPre: ()}
+_NORMS: _Names = {
+    LayerNorm: ("w", "b"),
+    LayerNormPre: (),
+    RMSNorm: ("w",),
+    RMSNormPre: (),
+    nn.Identity: (),
+}
 _MLPS: _Names = {
     MLP: ("W_in", "b_in", "W_out", "b_out"),
     GatedMLP: ("W_gate", "W_in", "b_in", "W_out", "b_out"),
@@ -58,7 +63,14 @@ _ATTENTIONS: _Names = {
     Attention: ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "b_O"),
     GroupedQueryAttention: ("W_Q", "_W_K", "_W_V", "b_Q", "_b_K", "_b_V", "W_O", "b_O"),
 }
-_OF_PATTERN = frozenset(("attn", "attn.hook_attn_scores", "attn.hook_pattern"))
+_AROUND = frozenset(
+    ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+)
+"""Hook points that are not inside a block."""
+_KINDS = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
+"""The classes of modules by the beginning of their names; of all others, `_NORMS`."""
+_NAMES: _Names = {**_NORMS, **_MLPS, **_ATTENTIONS}
+_OF_PATTERN = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalise queries and keys before these are split into heads."""
 
@@ -74,13 +86,14 @@ class FusedBlock(Fused):
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         """See `Fused`."""
-        return _why_flags(module.cfg) or unsupported_mode()
+        bound = _bound_of(module)
+        usual = None if bound.has_usual_weights() else "its weights have other names or dtypes"
+        return bound.why_not() or usual or unsupported_mode()
 
     @classmethod
     def why_pattern(cls, module: Any) -> str | None:
         """See `Fused`."""
-        is_known = _is_known("attn", module.attn)
-        return _why_pattern(module.attn) if is_known else "its attention is not known"
+        return _bound_of(module).why_pattern()
 
     @classmethod
     def prepare(cls, module: nn.Module) -> str | None:
@@ -100,20 +113,84 @@ class FusedBlock(Fused):
         past_kv_cache_entry: kv_cache.Entry | None = None,
         attention_mask: Padding | None = None,
     ) -> Residual:
-        """Run the block as one function, or TransformerLens's forward where that has no rules."""
-        cfg: Any = self.cfg
-        if not is_enabled() or unsupported_mode() or _why_flags(cfg):
-            return super().forward(
-                resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
-            )
-        bound: BoundBlock | None = self.__dict__.get(BOUND)
-        if bound is None or not bound.is_current():
-            bound = self.__dict__[BOUND] = BoundBlock(self)
-        return _block(cfg, bound, resid_pre, past_kv_cache_entry, attention_mask)
+        """Run the block as one function, or TransformerLens's forward if somebody looks inside."""
+        given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
+        if not is_enabled() or unsupported_mode() is not None:
+            return super().forward(*given)
+        bound = _bound_of(self)
+        hooked = bound.listeners.look()
+        by_sdpa = "pattern" not in hooked and bound.why_pattern() is None
+        if not bound.has_usual_weights():
+            return super().forward(*given)
+        if hooked <= _AROUND and bound.why_not() is None:
+            return _block(bound, hooked, by_sdpa, resid_pre, past_kv_cache_entry, attention_mask)
+        if not by_sdpa:
+            return super().forward(*given)
+        block: Any = object.__new__(TransformerBlock)
+        attend = functools.partial(_attention, bound.modules["attn"], True)
+        block.__dict__.update(self.__dict__, _modules={**bound.modules, "attn": attend})
+        return TransformerBlock.forward(block, *given)
 
 
 KINDS.append(FusedBlock)
 _CLASSES = TransformerBlock, AbstractAttention, *_ATTENTIONS, *_MLPS, *_NORMS, HookPoint
+
+
+class BoundBlock:
+    """Cached facts about a fused block, valid until a module in it is replaced."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.modules: Modules = block._modules
+        self.attributes = vars(block)
+        named = [(name, module) for name, module in block.named_modules() if name]
+        self.listeners = Listeners(block, [(_part(name), module) for name, module in named])
+        whys = {name: why for name, module in named if (why := _why_other(name, module))}
+        of_attention = (why for name, why in whys.items() if name.startswith("attn"))
+        self._why_pattern = next(of_attention, None)
+        # An MLP of another kind, such as one of experts, is called as a module.
+        self.calls_mlp = any(name.startswith("mlp") for name in whys)
+        self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)
+        known = (module for name, module in named if not _why_other(name, module))
+        self._parameters = [(part._parameters, _NAMES.get(type(part), ())) for part in known]
+
+    def why_not(self) -> str | None:
+        """Return why the block may not run as one function now; None if it may."""
+        return self._why_not or _why_flags(self.attributes["cfg"])
+
+    def why_pattern(self) -> str | None:
+        """Return why attention builds a pattern though nobody hooks it; None if it does not."""
+        return self._why_pattern or _why_pattern(self.modules["attn"])
+
+    def has_usual_weights(self) -> bool:
+        """Return True if parameters have the names that TransformerLens gives, and one dtype."""
+        dtype = self.attributes["cfg"].dtype
+        found = [weights.get(name) for weights, names in self._parameters for name in names]
+        return all(weight is not None and weight.dtype == dtype for weight in found)
+
+
+def _bound_of(block: nn.Module) -> BoundBlock:
+    bound: BoundBlock | None = block.__dict__.get(BOUND)
+    if bound is None or not bound.listeners.is_current():
+        bound = block.__dict__[BOUND] = BoundBlock(block)
+    return bound
+
+
+def _part(name: str) -> str:
+    """Return the name under which a module's hooks count; "" if they are inside the block."""
+    if name in _OF_PATTERN:
+        return "pattern"
+    return name if name in _AROUND else name.partition(".")[0]
+
+
+def _why_other(name: str, module: nn.Module) -> str | None:
+    """Return why a module within a block is not one of TransformerLens's that are known here."""
+    last = name.rpartition(".")[2]
+    kinds: _Names = next((kinds for part, kinds in _KINDS.items() if last.startswith(part)), _NORMS)
+    if type(module) not in kinds or name.startswith("mlp.ln"):  # an MLP by SoLU has a norm
+        return f"its {name} is a {type(module).__name__}"
+    if (method := own_method(module)) is not None:
+        return f"its {name}.{method} is not TransformerLens's"
+    return None
 
 
 def _why_flags(cfg: HookedTransformerConfig) -> str | None:
@@ -124,67 +201,7 @@ def _why_flags(cfg: HookedTransformerConfig) -> str | None:
     return None
 
 
-class BoundBlock:
-    """Cached facts about a fused block, valid until a module in it is exchanged."""
-
-    def __init__(self, block: nn.Module) -> None:
-        self.modules: Modules = block._modules
-        named = [(name, module) for name, module in block.named_modules() if name]
-        self.listeners = Listeners(block, [(_part(name), module) for name, module in named])
-        self.always = frozenset(_part(name) for name, module in named if _is_foreign(name, module))
-        """Modules that are always called, because they may do anything."""
-        parametrized = (m for m in block.modules() if type(m) is not HookPoint)
-        self._all_parameters = [module._parameters for module in parametrized]
-        self._names = list(map(tuple, self._all_parameters))
-        unknown = (name for name, part in self.modules.items() if not _is_known(name, part))
-        self.as_modules = self.always.union(unknown)
-        self._ignored: tuple[object, object, bool] = None, None, False
-
-    def is_current(self) -> bool:
-        """Return True if no module was exchanged, and no parameter named anew, since then."""
-        # Names, because `torch.nn.utils.prune` replaces a parameter by another name.
-        names = list(map(tuple, self._all_parameters))
-        return self.listeners.is_current() and names == self._names
-
-    def ignores_wholly(self, attn: Any) -> bool:
-        """Return True if masked scores are minus infinity, which users can change."""
-        ignored = attn._buffers["IGNORE"]  # get_buffer takes 40 times as long, in each forward
-        state = fingerprint(ignored)
-        if state != self._ignored[0]:
-            is_inf = not has_values(ignored) or bool(ignored.isneginf())
-            # The tensor is kept, because a freed address may be reused.
-            self._ignored = state, ignored.detach(), is_inf
-        return self._ignored[2]
-
-
-def _is_foreign(name: str, module: nn.Module) -> bool:
-    is_other = ".hook_" in f".{name}" and type(module) is not HookPoint
-    return is_other or own_method(module) is not None
-
-
-def _part(name: str) -> str:
-    """Return the name under which a module's hooks count: a hook point's own, or its part's."""
-    first, _, rest = name.partition(".")
-    return f"attn.{rest.partition('.')[0]}" if first == "attn" and rest else first
-
-
-def _is_known(name: str, module: Any) -> bool:
-    """Return True if this file has rules for a child of a block."""
-    of_name: dict[str, _Names] = {"attn": _ATTENTIONS, "mlp": _MLPS}
-    kinds = of_name.get(name, _NORMS)
-    if name.startswith("hook_") or (type(module) is nn.Identity and kinds is _NORMS):
-        return True
-    weights = kinds.get(type(module))
-    if weights is None or set(weights) != set(module._parameters):  # such as one of 4 bits
-        return False
-    if name == "mlp":
-        return "hook_mid" not in module._modules
-    norms = (module._modules.get(norm) for norm in ("q_norm", "k_norm"))
-    return all(norm is None or _is_known("q_norm", norm) for norm in norms)
-
-
 def _why_pattern(attn: Any) -> str | None:
-    """Return why an attention builds a pattern; None if it uses SDPA."""
     cfg, scale = attn.cfg, attn.attn_scale
     if cfg.attn_scores_soft_cap is not None and cfg.attn_scores_soft_cap > 0:
         return "its scores have a soft cap"
@@ -203,278 +220,181 @@ def _why_pattern(attn: Any) -> str | None:
     return None
 
 
-class _Weights:
-    """A block's weights as `F.linear` takes them."""
-
-    def __init__(self, modules: Modules, as_modules: frozenset[str]) -> None:
-        if "attn" not in as_modules:
-            self._of_attention(modules["attn"])
-        if "mlp" in modules and "mlp" not in as_modules:
-            self._of_mlp(modules["mlp"])
-
-    def _of_attention(self, attn: Any) -> None:
-        named = attn._parameters
-        W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, self.b_O = (named[n] for n in _ATTENTIONS[type(attn)])
-        # [head, d_model, d_head] -> [head * d_head, d_model], as nn.Linear has it
-        self.q = W_Q.mT.flatten(0, 1), b_Q.flatten()
-        self.k = W_K.mT.flatten(0, 1), b_K.flatten()
-        self.v = W_V.mT.flatten(0, 1), b_V.flatten()
-        self.o = W_O.flatten(0, 1).T  # [d_model, head * d_head]
-        self.n_heads, self.n_kv_heads, self.d_head = b_Q.shape[0], b_K.shape[0], b_K.shape[1]
-
-    def _of_mlp(self, mlp: Any) -> None:
-        named = mlp._parameters
-        self.inp, self.out = named["W_in"].T, named["W_out"].T  # [d_mlp, d_model] and back
-        self.b_in, self.b_out = named["b_in"], named["b_out"]
-        self.gate = named["W_gate"].T if "W_gate" in named else None
-
-
 def _block(
-    cfg: HookedTransformerConfig,
     bound: BoundBlock,
+    hooked: frozenset[str],
+    by_sdpa: bool,
     resid_pre: Residual,
     entry: kv_cache.Entry | None,
     padding: Padding | None,
 ) -> Residual:
-    modules, hooked = bound.modules, bound.listeners.look() | bound.always
-    called = bound.as_modules | hooked
-    weights = _Weights(modules, bound.as_modules)
+    modules, cfg = bound.modules, bound.attributes["cfg"]
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
         return modules[name](x) if name in hooked else x
 
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in called else _norm(modules[name], x)
-
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
-    if is_post_norm:
-        q_in = k_in = v_in = resid_pre
-    elif "ln1" in hooked:  # three times, because TransformerLens does so, and hooks count
-        q_in, k_in, v_in = (norm("ln1", resid_pre) for _ in range(3))
-    else:
-        q_in = k_in = v_in = norm("ln1", resid_pre)
-    attn = modules["attn"]
-    if (
-        "attn" in called
-        or not _OF_PATTERN.isdisjoint(hooked)
-        or _why_pattern(attn) is not None
-        or not bound.ignores_wholly(attn)
-    ):
-        if k_in is q_in and not is_post_norm:
-            # Apart, because a hook may edit one in place, and TransformerLens keeps them apart.
-            q_in, k_in = q_in + 0.0, k_in + 0.0
-        attn_out = attn(
-            query_input=q_in,
-            key_input=k_in,
-            value_input=v_in,
-            past_kv_cache_entry=entry,
-            attention_mask=padding,
-        )
-    else:
-        inputs = q_in, k_in, v_in
-        attn_out = _attention(attn, weights, called, hooked, inputs, entry, padding)
+    x = resid_pre if is_post_norm else _norm(modules["ln1"], resid_pre)
+    attend = functools.partial(_attention, modules["attn"], False) if by_sdpa else modules["attn"]
+    attn_out = attend(
+        query_input=x,
+        key_input=x,
+        value_input=x,
+        past_kv_cache_entry=entry,
+        attention_mask=padding,
+    )
     if cfg.use_normalization_before_and_after:
-        attn_out = norm("ln1_post", attn_out)
+        attn_out = _norm(modules["ln1_post"], attn_out)
     if is_post_norm:
-        attn_out = norm("ln1", attn_out)
+        attn_out = _norm(modules["ln1"], attn_out)
     attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
-    if attn_out.device != resid_pre.device:  # because a user's module may live elsewhere
-        resid_pre = resid_pre.to(attn_out.device)
+    resid_mid = resid_pre + attn_out
     if cfg.attn_only:
-        return point("hook_resid_post", resid_pre + attn_out)  # [batch, pos, d_model]
-    if cfg.parallel_attn_mlp:
-        mlp_in = resid_pre
-    else:
-        mlp_in = resid_mid = point("hook_resid_mid", resid_pre + attn_out)  # [batch, pos, d_model]
-    if cfg.use_hook_mlp_in:  # a clone, because the hook may edit it in place
-        mlp_in = point("hook_mlp_in", mlp_in.clone())
-    if not is_post_norm:
-        mlp_in = norm("ln2", mlp_in)
-    mlp = modules["mlp"]
-    mlp_out = mlp(mlp_in) if "mlp" in called else _mlp(mlp, weights, mlp_in)
+        return point("hook_resid_post", resid_mid)  # [batch, pos, d_model]
+    if not cfg.parallel_attn_mlp:
+        resid_mid = point("hook_resid_mid", resid_mid)  # [batch, pos, d_model]
+    x = resid_pre if cfg.parallel_attn_mlp else resid_mid
+    x = x if is_post_norm else _norm(modules["ln2"], x)
+    mlp_out = modules["mlp"](x) if bound.calls_mlp else _mlp(modules["mlp"], x)
     if cfg.use_normalization_before_and_after:
-        mlp_out = norm("ln2_post", mlp_out)
+        mlp_out = _norm(modules["ln2_post"], mlp_out)
     if is_post_norm:
-        mlp_out = norm("ln2", mlp_out)
+        mlp_out = _norm(modules["ln2"], mlp_out)
     mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    if cfg.parallel_attn_mlp:  # only now, because a hook on the MLP may edit resid_pre in place
-        resid_mid = resid_pre + attn_out
     return point("hook_resid_post", resid_mid + mlp_out)  # [batch, pos, d_model]
 
 
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """Normalise [..., d_model] by a LayerNorm or RMSNorm, folded or not."""
     kind, weights = type(norm), norm._parameters
-    if kind is nn.Identity:
-        return x
-    dtype, w, b = norm.cfg.dtype, weights.get("w"), weights.get("b")
-    if x.dtype != dtype or (w is not None and (w.dtype != dtype or w.device != x.device)):
-        return norm(x)  # because TransformerLens converts, but torch's kernels take one dtype
-    if b is not None and b.dtype != dtype:
+    if kind is nn.Identity or x.dtype != norm.cfg.dtype:  # TransformerLens converts dtypes
         return norm(x)
     if kind is RMSNorm or kind is RMSNormPre:
-        return torch.rms_norm(x, x.shape[-1:], w, norm.eps)
-    return torch.layer_norm(x, x.shape[-1:], w, b, norm.eps)
+        return torch.rms_norm(x, x.shape[-1:], weights.get("w"), norm.eps)
+    return torch.layer_norm(x, x.shape[-1:], weights.get("w"), weights.get("b"), norm.eps)
 
 
-def _mlp(mlp: Any, weights: _Weights, x: Residual) -> Residual:
-    if x.device != weights.out.device or x.dtype != weights.out.dtype:
-        return mlp(x)  # because F.linear takes one device and one dtype
-    if weights.gate is None:
-        post = mlp.act_fn(F.linear(x, weights.inp, weights.b_in))  # [batch, pos, d_mlp]
+def _mlp(mlp: Any, x: Residual) -> Residual:
+    weights = mlp._parameters
+    W_in, b_in, W_out = weights["W_in"], weights["b_in"], weights["W_out"]
+    if x.dtype != W_out.dtype:  # F.linear takes one dtype
+        return mlp(x)
+    if "W_gate" in weights:
+        pre, linear = F.linear(x, weights["W_gate"].T), F.linear(x, W_in.T)
+        post = torch.addcmul(b_in, mlp.act_fn(pre), linear)  # [batch, pos, d_mlp]
     else:
-        pre, linear = F.linear(x, weights.gate), F.linear(x, weights.inp)
-        post = torch.addcmul(weights.b_in, mlp.act_fn(pre), linear)  # [batch, pos, d_mlp]
-    return F.linear(post, weights.out, weights.b_out)  # [batch, pos, d_model]
+        post = mlp.act_fn(F.linear(x, W_in.T, b_in))  # [batch, pos, d_mlp]
+    return F.linear(post, W_out.T, weights["b_out"])  # [batch, pos, d_model]
+
+
+def _project(
+    x: Residual,
+    weight: Float[torch.Tensor, "head_index d_model d_head"],
+    bias: Float[torch.Tensor, "head_index d_head"],
+) -> Heads:
+    # [head_index * d_head, d_model], as nn.Linear has it
+    return F.linear(x, weight.mT.flatten(0, 1), bias.flatten()).unflatten(-1, bias.shape)
 
 
 def _attention(
     attn: Any,
-    weights: _Weights,
-    called: frozenset[str],
-    hooked: frozenset[str],
-    inputs: tuple[Residual, Residual, Residual],
-    entry: kv_cache.Entry | None,
-    padding: Padding | None,
+    is_hooked: bool,
+    query_input: Residual,
+    key_input: Residual,
+    value_input: Residual,
+    past_kv_cache_entry: kv_cache.Entry | None,
+    attention_mask: Padding | None,
 ) -> Residual:
-    """Attention by SDPA, from the normalised inputs of queries, keys and values."""
-    cfg, modules = attn.cfg, attn._modules
+    """Attention by SDPA, from the normalised inputs; its modules are called if `is_hooked`."""
+    cfg, modules, named = attn.cfg, attn._modules, attn._parameters
+    entry, padding = past_kv_cache_entry, attention_mask
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if f"attn.{name}" in hooked else x
+        return modules[name](x) if is_hooked else x
 
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if f"attn.{name}" in called else _norm(modules[name], x)
-
-    n_heads, n_kv_heads, d_head = weights.n_heads, weights.n_kv_heads, weights.d_head
-    batch, n = inputs[0].shape[:2]
-    q = point("hook_q", F.linear(inputs[0], *weights.q).view(batch, n, n_heads, d_head))
-    k = point("hook_k", F.linear(inputs[1], *weights.k).view(batch, n, n_kv_heads, d_head))
-    v = point("hook_v", F.linear(inputs[2], *weights.v).view(batch, n, n_kv_heads, d_head))
+    W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, b_O = (named[name] for name in _ATTENTIONS[type(attn)])
+    q = point("hook_q", _project(query_input, W_Q, b_Q))  # [batch, pos, head_index, d_head]
+    k = point("hook_k", _project(key_input, W_K, b_K))  # [batch, pos, kv_head_index, d_head]
+    v = point("hook_v", _project(value_input, W_V, b_V))
+    norm = (lambda norm, x: norm(x)) if is_hooked else _norm
     if cfg.use_qk_norm:
-        q = norm("q_norm", q.reshape(-1, d_head)).view(q.shape)  # each head by itself
-        k = norm("k_norm", k.reshape(-1, d_head)).view(k.shape)
+        q = norm(attn.q_norm, q.reshape(-1, q.shape[-1])).view(q.shape)  # each head by itself
+        k = norm(attn.k_norm, k.reshape(-1, k.shape[-1])).view(k.shape)
     elif cfg.original_architecture in _WHOLE_VECTOR_NORMS:
-        q = norm("q_norm", q.flatten(2)).view(q.shape)  # all heads together
-        k = norm("k_norm", k.flatten(2)).view(k.shape)
+        q = norm(attn.q_norm, q.flatten(2)).view(q.shape)  # all heads together
+        k = norm(attn.k_norm, k.flatten(2)).view(k.shape)
     if cfg.clip_qkv is not None:
         q, k, v = (x.clamp(min=-cfg.clip_qkv, max=cfg.clip_qkv) for x in (q, k, v))
     offset = 0
     if entry is not None:
         offset = entry.past_keys.size(1)
-        k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head, d_head]
-    tables = _tables(attn, q, offset, padding, entry)
+        k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head_index, d_head]
+    pads = padding if _is_padded(padding, entry) else None
     if cfg.positional_embedding_type == "rotary":
+        q = point("hook_rot_q", _rotated(attn, q, offset, pads))  # [batch, pos, head_index, d_head]
 
         def rotate(keys: Heads, start: int = 0) -> Heads:
-            of_keys = tables.of_keys
-            return _rotated(attn, keys, *(table[:, start:] for table in of_keys))
+            return _rotated(attn, keys, start, pads)
 
-        q = point("hook_rot_q", _rotated(attn, q, *tables.of_queries))  # [batch, pos, head, d_head]
-        k = rotate(k) if entry is None else kv_cache.rotated_keys(entry, k, tables.names, rotate)
-        if entry is not None and "attn.hook_rot_k" in hooked:
-            k = k.clone()  # because a hook may write to it, and the cache keeps rotated keys
-        k = point("hook_rot_k", k)  # [batch, key_pos, kv_head, d_head]
+        if entry is None:
+            k = rotate(k)
+        else:
+            tables = attn._buffers["rotary_cos"], attn._buffers["rotary_sin"]
+            states = tuple(map(state_of, tables)) if pads is None else None
+            k = kv_cache.rotated_keys(entry, k, states, rotate)
+            k = k.clone() if is_hooked else k  # a hook may edit it, and the cache keeps it
+        k = point("hook_rot_k", k)  # [batch, key_pos, kv_head_index, d_head]
     bias = None
     if cfg.positional_embedding_type == "alibi":
         bias = alibi_table(attn, k.shape[1], q.device)[:, -q.shape[1] :, : k.shape[1]]
+    mask, is_causal = _mask(attn, q, offset, pads)
     by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
-    z = sdpa.attend(*by_head, 1 / attn.attn_scale, tables.mask, tables.is_causal, bias)
-    z = z.transpose(1, 2)  # [batch, pos, head, d_head]
-    if "attn.hook_z" in hooked:
-        # A hook may edit it in place, and SDPA's backward needs its result.
-        z = modules["hook_z"](z.clone() if z.requires_grad else z)
-    return F.linear(z.to(weights.o.dtype).flatten(2), weights.o, weights.b_O)  # [..., d_model]
+    z = sdpa.attend(*by_head, 1 / attn.attn_scale, mask, is_causal, bias).transpose(1, 2)
+    if is_hooked and z.requires_grad:
+        z = z.clone()  # a hook may edit it in place, and SDPA's backward needs its result
+    z = point("hook_z", z)  # [batch, pos, head_index, d_head]
+    return F.linear(z.to(W_O.dtype).flatten(2), W_O.flatten(0, 1).T, b_O)  # [batch, pos, d_model]
 
 
-class _Tables(NamedTuple):
-    """The tables that a block's attention reads: positions and mask."""
-
-    of_queries: tuple[torch.Tensor, ...] = ()
-    """Cosines and sines of the queries' positions."""
-    of_keys: tuple[torch.Tensor, ...] = ()
-    mask: sdpa.Mask | None = None
-    is_causal: bool = False
-    names: tuple[object, ...] | None = None
-    """Equal for two forwards if the same keys are known to have the same positions in both."""
-
-
-def _tables(
-    attn: Any, q: Heads, offset: int, padding: Padding | None, entry: kv_cache.Entry | None
-) -> _Tables:
-    """Return the tables of a block's attention, made once in a forward for all like it."""
-    cfg, n = attn.cfg, q.shape[1]
-    cos, sin = _rotary_tables(attn, offset + n) if "rotary_cos" in attn._buffers else (None, None)
-    direction = attn._attention_dir_override or cfg.attention_dir
-    window = cfg.window_size if attn.attn_type == "local" else None
-    what = n, offset, direction, window, cfg.rotary_adjacent_pairs
-
-    def make() -> _Tables:
-        pads = padding if kv_cache.is_padded(padding, entry) else None
-        of_queries: tuple[torch.Tensor, ...] = ()
-        of_keys, names = of_queries, None
-        if cos is not None and sin is not None:
-            of_keys = _positions(cos, sin, offset + n, pads, cfg.rotary_adjacent_pairs)
-            of_queries = tuple(table[:, offset:] for table in of_keys)  # [..., pos, 1, rotary_dim]
-            names = None if pads is not None else (state_of(cos), state_of(sin))
-        if direction != "causal":
-            return _Tables(of_queries, of_keys, names=names)
-        sees_all = window is None or n + offset <= window
-        if pads is None and sees_all and (n == 1 or offset == 0):  # flash takes no mask
-            return _Tables(of_queries, of_keys, None, n > 1, names)
-        mask = attn._make_causal_mask(n, n + offset, offset, q.device)  # [1, 1, pos, key_pos]
-        if pads is not None:
-            mask = sdpa.unmask_empty_rows(mask & pads[:, None, None, :].bool())
-        return _Tables(of_queries, of_keys, mask, False, names)
-
-    return cached_for_forward((padding, cos, sin), what, q.device, make)
-
-
-def _rotary_tables(attn: Any, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines; extended first if they are short, as TransformerLens does."""
-    buffers = attn._buffers
-    cos = buffers["rotary_cos"]
-    if cos.shape[0] < n_keys <= attn.cfg.n_ctx:
-        n_positions = min(attn.cfg.n_ctx, max(n_keys, 2 * len(cos)))
-
-        def extended() -> tuple[torch.Tensor, torch.Tensor]:
-            attn._extend_rotary_embeddings(n_positions)
-            return attn.rotary_sin, attn.rotary_cos
-
-        # Once for all blocks that share them.
-        attn.rotary_sin, attn.rotary_cos = cached_for_forward((cos,), n_positions, cos.device, extended)
-    return buffers["rotary_cos"], buffers["rotary_sin"]
-
-
-def _positions(
-    cos: torch.Tensor, sin: torch.Tensor, n_keys: int, padding: Padding | None, in_pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of all keys, [batch or 1, key_pos, 1, rotary_dim].
-
-    Sines have the minus that TransformerLens gives to half of what it rotates.
-    """
+def _is_padded(padding: Padding | None, entry: kv_cache.Entry | None) -> bool:
+    """Return True if a mask leaves a token out; it is read once in a forward."""
     if padding is None:
-        cos, sin = cos[None, :n_keys, None], sin[None, :n_keys, None]
-    else:
-        # As `get_offset_position_ids`: padding before the first token is at 0.
-        positions = (padding.cumsum(dim=1) - 1).clamp(min=0).to(cos.device)  # [batch, key_pos]
-        cos, sin = cos[positions, None, :], sin[positions, None, :]
-    if in_pairs:
-        signed = torch.stack((-sin[..., ::2], sin[..., 1::2]), dim=-1).flatten(-2)
-    else:
-        first, second = sin.chunk(2, dim=-1)
-        signed = torch.cat((-first, second), dim=-1)
-    return cos, signed
+        return False
+    read = functools.partial(kv_cache.is_padded, padding, entry)
+    return cached_for_forward((padding,), "is padded", padding.device, read)
 
 
-def _rotated(attn: Any, x: Heads, cos: torch.Tensor, sin: torch.Tensor) -> Heads:
-    """Return queries or keys, rotated as by TransformerLens's `apply_rotary`."""
-    dim = attn.cfg.rotary_dim
+def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[sdpa.Mask | None, bool]:
+    """Return the mask of an attention, and whether SDPA's own causal one takes its place."""
+    cfg, n = attn.cfg, q.shape[1]
+    window = cfg.window_size if attn.attn_type == "local" else None
+    if (attn._attention_dir_override or cfg.attention_dir) != "causal":
+        return None, False
+    sees_all = window is None or n + offset <= window
+    if pads is None and sees_all and (n == 1 or offset == 0):  # flash kernels take no mask
+        return None, n > 1
+
+    def make() -> sdpa.Mask:
+        mask: sdpa.Mask = attn._make_causal_mask(n, n + offset, offset, q.device)
+        return mask if pads is None else sdpa.unmask_empty_rows(mask & pads[:, None, None].bool())
+
+    return cached_for_forward((pads,), (n, offset, window), q.device, make), False
+
+
+def _rotated(attn: Any, x: Heads, start: int, pads: Padding | None) -> Heads:
+    """Return queries or keys from position `start` on, rotated as by `apply_rotary`."""
+    cfg, buffers, end = attn.cfg, attn._buffers, start + x.shape[1]
+    cos, sin = buffers["rotary_cos"], buffers["rotary_sin"]  # [n_ctx, rotary_dim]
+    if pads is not None or cfg.rotary_adjacent_pairs or end > len(cos):
+        return attn.apply_rotary(x, start, pads)  # type: ignore[no-any-return]
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = sin[None, start:end, None].chunk(2, dim=-1)
+        return cos[None, start:end, None], torch.cat((-first, second), dim=-1)
+
+    cos, signed = cached_for_forward((cos, sin), (start, end), x.device, make)
+    dim = cfg.rotary_dim
     turned = x if dim == x.shape[-1] else x[..., :dim]
-    if attn.cfg.rotary_adjacent_pairs:
-        flipped = torch.stack((turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
-    else:
-        flipped = turned.roll(dim // 2, -1)
-    turned = torch.addcmul(turned * cos, flipped, sin)  # [batch, pos, head, rotary_dim]
+    turned = torch.addcmul(turned * cos, turned.roll(dim // 2, -1), signed)
     return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
