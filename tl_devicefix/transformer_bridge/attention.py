@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
 from torch import nn
+from transformer_lens.model_bridge.generalized_components import (
+    JointQKVAttentionBridge,
+    JointQKVPositionEmbeddingsAttentionBridge,
+    PositionEmbeddingsAttentionBridge,
+)
 from transformers import masking_utils
 
-from tl_devicefix.fusing.one_forward import SENT_FACTS, cached_for_forward, forward_cache
+from tl_devicefix.fusing.fused import class_of
+from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache
 from tl_devicefix.monkeypatch.patch import patches
 
 _Result = TypeVar("_Result")
@@ -82,6 +87,18 @@ def why_no_sdpa(attention: nn.Module) -> str | None:
 _SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
 
 
+def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
+    """Return True if TransformerLens's own attention takes masks for SDPA too.
+
+    That is a mask of bools, or None for a causal one.
+    """
+    return class_of(wrapper) in (
+        JointQKVAttentionBridge,
+        JointQKVPositionEmbeddingsAttentionBridge,
+        PositionEmbeddingsAttentionBridge,
+    )
+
+
 def makes_masks() -> bool:
     """Return True if transformers makes masks for "eager" by its own function."""
     return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
@@ -98,15 +115,12 @@ def eager_mask(
 ) -> _Result | torch.Tensor | None:
     """Make transformers' mask for "eager", or within a forward by SDPA the one for SDPA."""
     config = this_forward().config_of_sdpa
-    if config is None or kwargs.get("config") is not config:
-        return original(*args, **kwargs)
-    mask = masking_utils.sdpa_mask(*args, **kwargs)
-    if mask is None:  # a block that cannot use SDPA may still need the mask
-        forward_cache()[_LEFT_OUT] = functools.partial(original, *args, **kwargs)
-    return mask
-
-
-_LEFT_OUT = "the mask that SDPA does not need"
+    make = (
+        original
+        if config is None or kwargs.get("config") is not config
+        else masking_utils.sdpa_mask
+    )
+    return make(*args, **kwargs)
 
 
 _patches_kv_cache = functools.partial(
@@ -126,50 +140,3 @@ def with_kv_cache(
     if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
-
-
-def place_of_mask(layer: nn.Module) -> int:
-    """Return the position of a layer's attention mask among its arguments; -1 if it has none."""
-    names = list(inspect.signature(layer.forward).parameters)
-    return names.index("attention_mask") if "attention_mask" in names else -1
-
-
-@torch.inference_mode(False)  # because edits are not counted in inference mode
-def eager_mask_of(mask: object, residual: Float[torch.Tensor, "batch pos d_model"]) -> object:
-    """Convert a mask for SDPA to the one that transformers makes for "eager"."""
-    made: torch.Tensor
-    n_queries, device, kept = residual.shape[1], residual.device, forward_cache()
-    if mask is None and _LEFT_OUT in kept:
-        made = cached_for_forward((), _LEFT_OUT, device, lambda: kept[_LEFT_OUT]().to(device))
-    elif mask is None and n_queries > 1:  # on another host, which knows that it is causal
-        ones = torch.ones(n_queries, n_queries, dtype=torch.bool, device=device)
-        return _added(ones.tril_()[None, None], residual.dtype)  # [1, 1, query_pos, key_pos]
-    elif is_of_pairs(mask):
-        seen, what = mask, ("added", residual.dtype)
-        made = cached_for_forward((seen,), what, seen.device, lambda: _added(seen, residual.dtype))
-    else:
-        return mask
-    kept.setdefault(_BUILT, []).append(made)
-    return made
-
-
-_BUILT = "masks for eager attention"
-
-
-def are_masks_edited() -> bool:
-    """Return True if a hook has edited a mask in this forward, in which all blocks share it."""
-    built = forward_cache().get(_BUILT)
-    return built is not None and any(mask._version for mask in built)
-
-
-def is_of_pairs(mask: object) -> TypeGuard[torch.Tensor]:
-    """Return True if a mask has a bool for each pair of query and key, as SDPA takes it."""
-    return isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 4
-
-
-def _added(
-    seen: Bool[torch.Tensor, "batch 1 query_pos key_pos"], dtype: torch.dtype
-) -> Float[torch.Tensor, "batch 1 query_pos key_pos"]:
-    """Return the numbers to add to scores: 0, or the dtype's lowest for a pair not seen."""
-    zero = torch.zeros((), dtype=dtype, device=seen.device)
-    return torch.where(seen, zero, torch.finfo(dtype).min)

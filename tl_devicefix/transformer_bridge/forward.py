@@ -24,7 +24,7 @@ from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
-from tl_devicefix.transformer_bridge.fused import config_of_sdpa, first_unfused
+from tl_devicefix.transformer_bridge.fused import config_of_sdpa
 
 _Result = TypeVar("_Result")
 
@@ -51,14 +51,7 @@ def forward(
     with one_forward(ThisForward(is_plain, config, is_cache_read)):
         # As plain values too, because they are sent to the workers of other hosts.
         forward_cache()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
-        output = running.forward(original, self, *args, **kwargs)
-    # Masks were made for fused blocks, so an unfused one has attended to all tokens.
-    if config is not None and (index := first_unfused(self)) is not None:
-        raise RuntimeError(
-            f"blocks.{index} was exchanged during this forward for a block that is not fused, and "
-            "so ran without its causal mask: exchange it before the forward, or fuse it first"
-        )
-    return output
+        return running.forward(original, self, *args, **kwargs)
 
 
 def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:

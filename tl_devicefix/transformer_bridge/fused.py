@@ -1,7 +1,7 @@
 """A block of a Bridge as transformers' own layer, without the Bridge's wrappers within it.
 
-The embeddings, the final norm and the unembedding are fused in the same way. If only the residual
-stream around a block is hooked, the block's own code runs around the layer.
+The embeddings, the final norm and the unembedding are fused in the same way. Hooks on the residual
+stream around a block are called around the layer. Any other hook in it runs the Bridge's block.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers import PretrainedConfig
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
-from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
+from tl_devicefix.fusing.listening import Listeners, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
-    are_masks_edited,
-    eager_mask_of,
-    place_of_mask,
+    reads_masks_of_sdpa,
     this_forward,
     why_no_sdpa,
     why_not_eager,
     why_own_mask,
 )
-from tl_devicefix.transformer_bridge.unwrapping import NotPlain, Unwrapped, is_wrapper, replaced_in
+from tl_devicefix.transformer_bridge.unwrapping import NotPlain, is_wrapper, unwrap_layer
 
 SINCE = Version("4.dev0")
 _PARTS = (
@@ -52,12 +49,7 @@ _BLOCKS = ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge")
 
 
 class FusedWrapper(Fused):
-    """A fused wrapper of a Bridge.
-
-    __call__   nobody listens, or only to hook_in and hook_out: the layer in its place
-    forward    somebody listens to the wrapper itself: TransformerLens's block, around the layer
-    super()    somebody listens within: the Bridge's own steps
-    """
+    """A fused wrapper of a Bridge."""
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
@@ -75,7 +67,8 @@ class FusedWrapper(Fused):
         if hasattr(class_of(module), "is_remote"):
             return None
         bound = bound_of(module)
-        return bound.why or unsupported_mode() or ("it has hooks" if bound.is_listened() else None)
+        is_free = bound.may_run(but="itself")
+        return bound.why or unsupported_mode() or (None if is_free else "it has hooks")
 
     @classmethod
     def why_pattern(cls, module: nn.Module) -> str | None:
@@ -100,36 +93,35 @@ class FusedWrapper(Fused):
         return why_replaced((*_classes(GeneralizedComponent), HookPoint))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the layer alone, if nobody listens to its wrapper."""
+        """Call the layer alone, if nobody looks inside or hooks the wrapper itself."""
         now = this_forward()
         if now.is_of_bridge and is_enabled():
-            bound, by_sdpa = bound_of(self), now.config_of_sdpa is not None
-            is_edited = by_sdpa and self.is_list_item and are_masks_edited()
-            if not is_edited and bound.may_stand_for(self, by_sdpa):
+            bound = bound_of(self)
+            if now.config_of_sdpa is not None and bound.shows_mask() and self.is_list_item:
+                raise RuntimeError(
+                    f"a hook was registered on a module of {self.name} while a forward ran without "
+                    "the Bridge's own attention mask: register it before the forward, or call "
+                    "unfuse_blocks"
+                )
+            if "forward" not in self.__dict__ and bound.may_run():
                 return bound.run(self, args, kwargs)
-            if is_edited or (by_sdpa and bound.shows_mask(self)):
-                args, kwargs = bound.with_built_mask(args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run a block's forward, around transformers' own layer if nobody listens in that."""
-        now = this_forward()
+        """Run transformers' own layer, or TransformerLens's forward if somebody looks inside."""
         # Called by itself, a block makes by its wrappers what its layer would have to be given.
-        if not now.is_of_bridge or not self.is_list_item or not is_enabled():
+        if not this_forward().is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
-        is_plain = bound.why is None and not bound.is_listened()
-        if now.config_of_sdpa is not None and not (is_plain and bound.by_sdpa):
-            args, kwargs = bound.with_built_mask(args, kwargs)
-        if not is_plain:
-            output = super().forward(*args, **kwargs)
-            _drop_pattern(self)
-            return output
-        return class_of(self).forward(bound.around(self), *args, **kwargs)
+        if bound.may_run(but="itself"):
+            return bound.run(self, args, kwargs)
+        output = super().forward(*args, **kwargs)
+        _drop_pattern(self)
+        return output
 
 
 def _drop_pattern(block: nn.Module) -> None:
-    """Drop the last pattern that attention keeps, because plain layers would never replace it.
+    """Drop the last pattern that attention keeps: layers without wrappers never replace it.
 
     It may hold a graph, with which a block cannot be copied.
     """
@@ -148,7 +140,7 @@ def _classes(of: type[nn.Module]) -> Iterator[type]:
 
 
 def bound_of(wrapper: nn.Module) -> BoundWrapper:
-    """Return a fused wrapper's `BoundWrapper`, made anew if a module or hook was exchanged."""
+    """Return a fused wrapper's `BoundWrapper`, made anew if a module or hook was replaced."""
     attributes = wrapper.__dict__
     bound: BoundWrapper | None = attributes.get(BOUND)
     if bound is None or not bound.is_current(attributes):
@@ -157,24 +149,24 @@ def bound_of(wrapper: nn.Module) -> BoundWrapper:
 
 
 def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
-    """Return the config by which transformers makes a fused Bridge's masks, if for SDPA."""
-    blocks = list(getattr(bridge, "blocks", ()))
-    # All of them, because an unfused block would attend to all tokens if it gets no mask.
-    is_by_sdpa = bool(blocks) and first_unfused(bridge) is None
-    by_first = is_by_sdpa and isinstance(blocks[0], FusedWrapper)
-    return bound_of(blocks[0]).config if by_first else None
+    """Return the config by which transformers makes masks, if it may make them for SDPA.
 
-
-def first_unfused(bridge: TransformerBridge) -> int | None:
-    """Return the index of the first block that is not fused, here or on its host; None if none."""
-    for index, block in enumerate(getattr(bridge, "blocks", ())):
-        if not isinstance(block, FusedWrapper) and not hasattr(class_of(block), "is_remote"):
-            return index
-    return None
+    It may if all blocks can read them: those that run TransformerLens's forward, and hooks.
+    """
+    config = None
+    for block in getattr(bridge, "blocks", ()):
+        if isinstance(block, FusedWrapper):
+            bound = bound_of(block)
+            if bound.config is None or bound.shows_mask():
+                return None
+            config = config or bound.config
+        elif not hasattr(class_of(block), "is_remote"):  # its host knows that it is causal
+            return None
+    return config
 
 
 def forget(bridge: TransformerBridge) -> None:
-    """Drop the plain layers, because they hold weights that are about to be exchanged."""
+    """Drop the layers without wrappers: they hold weights that are about to be replaced."""
     for module in bridge.modules():
         vars(module).pop(BOUND, None)
 
@@ -185,66 +177,54 @@ class BoundWrapper:
     Attributes:
         layer: the module without wrappers; None if it may not run.
         why: the reason why it may not run; None if it may.
-        by_sdpa: True if the layer attends by SDPA.
-        config: the config by which transformers makes masks for SDPA; None if it makes none.
+        config: the config by which transformers makes masks, if attention can read those for SDPA;
+            None otherwise.
     """
 
     layer: Any = None
     why: str | None = None
     config: PretrainedConfig | None = None
-    by_sdpa = _is_all = False  # _is_all: the layer may be called instead of the wrapper
     _hookable: frozenset[str] = frozenset()  # hook points that are called around the layer
-    _mask_at = -1
 
     def __init__(self, wrapper: Any) -> None:
         self._training = wrapper.training
         children = wrapper._modules
-        around = {wrapper: "itself"}
-        around |= {children.get(name): name for name in ("hook_in", "hook_out")}
+        names = {wrapper: "itself"}
+        names |= {children.get(name): name for name in ("hook_in", "hook_out")}
         modules = list(wrapper.modules())
+        for module in modules:
+            names.setdefault(module, "point" if isinstance(module, HookPoint) else "module")
         self._harmless = {key for module in modules for key in _relays(module)}
-        # TransformerLens's list. It is read late, because the block's first forward fills it.
+        # TransformerLens's list. It is read late: the block's first forward fills it.
         self._wired = vars(wrapper).get("_capture_hook_handles", ())
-        named = ((around.get(module, "within"), module) for module in modules)
+        named = [(names[module], module) for module in modules]
         self._listeners = Listeners(wrapper, named, self._only_wires)
         try:
-            if wrapper.is_list_item:
-                self._make_layer(wrapper)
-            else:
-                self.layer, self._is_all = Unwrapped(wrapper, set()).layer, True
+            by_sdpa = self._check_attention(wrapper) if wrapper.is_list_item else frozenset()
+            self.layer = unwrap_layer(wrapper, by_sdpa)
         except NotPlain as reason:
             self.why = str(reason)
 
     def is_current(self, attributes: dict[str, object]) -> bool:
-        """Return True if nothing was exchanged since this was made."""
+        """Return True if nothing was replaced since this was made."""
         return self._training is attributes["training"] and self._listeners.is_current()
 
-    def is_listened(self) -> bool:
-        """Return True if somebody listens within the wrapper, and not only around it."""
-        return "within" in self._listeners.look()
+    def may_run(self, but: str = "") -> bool:
+        """Return True if nobody looks inside; hooks on the wrapper count unless `but="itself"`."""
+        hooked = self._listeners.look()
+        return self.why is None and (not hooked or hooked - {but} <= self._hookable)
 
-    def shows_mask(self, wrapper: FusedWrapper) -> bool:
-        """Return True if a user's hook on a block itself is called, which may edit the mask."""
-        if not wrapper.is_list_item or "itself" not in self._listeners.look():
-            return False
-        hooks = (hook for hooks in hooks_of(wrapper.__dict__) for hook in hooks.values())
-        return unsupported_mode() is not None or any(map(is_of_user, hooks))
-
-    def may_stand_for(self, wrapper: FusedWrapper, by_sdpa: bool) -> bool:
-        """Return True if the layer may be called instead of the wrapper, in this very forward."""
-        attributes = wrapper.__dict__
-        return (
-            self._is_all
-            and self._listeners.look() <= self._hookable
-            and "forward" not in attributes
-            and attributes.get("_start_at_layer_idx") is None
-            and attributes.get("_stop_at_layer_idx") is None
-            and (self.by_sdpa or not by_sdpa or not wrapper.is_list_item)
-        )
+    def shows_mask(self) -> bool:
+        """Return True if a hook may read or edit the attention mask."""
+        return not self._listeners.look().isdisjoint(("itself", "module"))
 
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
-        hooked = self._listeners.look()
+        attributes, hooked = block.__dict__, self._listeners.look()
+        if attributes.get("_start_at_layer_idx") is not None:
+            args, kwargs = block._maybe_inject_start_residual(args, kwargs)
+        if attributes.get("_stop_at_layer_idx") is not None:
+            block._check_stop_at_layer(*args, **kwargs)
         if "hook_in" in hooked:
             args, kwargs = block._hook_input_hidden_states(args, kwargs)
         output = self.layer(*args, **kwargs)
@@ -261,45 +241,21 @@ class BoundWrapper:
             self._harmless |= {handle.id for handle in self._wired}
         return hooks.keys() <= self._harmless
 
-    def _make_layer(self, block: Any) -> None:
-        self._mask_at = place_of_mask(block.original_component)
-        wrapped: list[Any] = [m.original_component for m in block.modules() if is_wrapper(m)]
-        by_sdpa = [attention for attention in wrapped if why_no_sdpa(attention) is None]
-        if by_sdpa:
-            self.by_sdpa, self.config = True, by_sdpa[0].config
-        elif any(weight.dtype == torch.float64 for weight in block.parameters()):
+    def _check_attention(self, block: Any) -> frozenset[int]:
+        """Return the ids of the attention layers of a block that use SDPA."""
+        wrappers: list[Any] = [module for module in block.modules() if is_wrapper(module)]
+        by_sdpa = [it for it in wrappers if why_no_sdpa(it.original_component) is None]
+        if by_sdpa and all(map(reads_masks_of_sdpa, by_sdpa)):
+            self.config = by_sdpa[0].original_component.config
+        if not by_sdpa and any(weight.dtype == torch.float64 for weight in block.parameters()):
             # In float32 the lowest float64 is minus infinity, and a fully masked row gives NaN.
             raise NotPlain("transformers' eager attention has a softmax in float32")
-        for attention in wrapped:
+        for attention in (wrapper.original_component for wrapper in wrappers):
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
                 raise NotPlain(why)
-        self.layer = Unwrapped(block, set(map(id, by_sdpa))).layer
-        self._is_all = replaced_in(block) is None
         if class_of(block).forward is BlockBridge.forward:  # others hook in ways of their own
             self._hookable = frozenset(("hook_in", "hook_out"))
-
-    def around(self, block: nn.Module) -> nn.Module:
-        """Return a copy of the block as it is now, unfused, around the plain layer."""
-        copied: nn.Module = object.__new__(class_of(block))
-        copied.__dict__.update(block.__dict__, **_NOT_NEEDED)
-        # A dict of its own, because the block keeps its wrappers.
-        copied.__dict__["_modules"] = {**block._modules, "_original_component": self.layer}
-        return copied
-
-    def with_built_mask(
-        self, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return a block's arguments with the mask for "eager" in place of the one for SDPA."""
-        residual: Any = args[0] if args else kwargs["hidden_states"]
-        if "attention_mask" in kwargs:
-            return args, {
-                **kwargs,
-                "attention_mask": eager_mask_of(kwargs["attention_mask"], residual),
-            }
-        at = self._mask_at
-        if len(args) > at > 0:
-            args = (*args[:at], eager_mask_of(args[at], residual), *args[at + 1 :])
-        return args, kwargs
+        return frozenset(id(it.original_component) for it in by_sdpa)
 
 
 def _runs_its_layer(kind: type) -> bool:
@@ -311,14 +267,6 @@ def _runs_its_layer(kind: type) -> bool:
         if run is not None and "__class__" not in run.__code__.co_freevars:  # no `super`
             return False
     return False
-
-
-_NOT_NEEDED = {
-    "_maybe_wire_capture_hooks": lambda *_: None,
-    "_clear_attention_capture": lambda *_: None,
-    "_filter_kwargs_for_forward": lambda kwargs, n_positional=0: kwargs,
-}
-"""Methods that a block does not need around the plain layer."""
 
 
 def _relays(point: nn.Module) -> Iterator[int]:

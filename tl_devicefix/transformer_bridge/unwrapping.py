@@ -31,7 +31,6 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
@@ -48,19 +47,22 @@ def is_wrapper(module: nn.Module | None) -> TypeGuard[GeneralizedComponent]:
     return isinstance(module, GeneralizedComponent)
 
 
-class Unwrapped:
-    """A block's layer without wrappers.
+def unwrap_layer(wrapper: nn.Module, by_sdpa: frozenset[int]) -> nn.Module:
+    """Return a wrapper's module without any wrapper in it; `by_sdpa` are ids of attention layers.
 
     Raises:
-        NotPlain: if the block has a part that the layer would leave out.
+        NotPlain: if the module would compute something else than the wrapper.
     """
+    return _Unwrapping(wrapper, by_sdpa).layer
 
-    def __init__(self, block: nn.Module, by_sdpa: set[int]) -> None:
-        self._by_sdpa = by_sdpa  # ids of attention layers
+
+class _Unwrapping:
+    def __init__(self, block: nn.Module, by_sdpa: frozenset[int]) -> None:
+        self._by_sdpa = by_sdpa
         self._made: dict[int, nn.Module] = {}  # replacements by the ids of their modules
         self._joint: dict[int, GeneralizedComponent] = {}  # wrappers by their modules' ids
         for module in block.modules():
-            if module is not block and (name := replaced_in(module)):
+            if (name := replaced_in(module)) is not None:
                 kind = class_of(module).__name__
                 raise NotPlain(f"it contains a {kind} with a {name} of its own")
             if is_wrapper(module):
@@ -78,15 +80,16 @@ class Unwrapped:
 
     def _of(self, module: nn.Module) -> nn.Module:
         while is_wrapper(module):
-            if module.original_component is None:
+            own: Any = module.original_component
+            if own is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
-            self._wrapped.add(id(module.original_component))
-            if computes_itself(module):
-                return NormOfBridge(module, self._copy(module.original_component))
-            if _has_code_of_llama_s(module.original_component):
-                return RMSNorm(module.original_component)
+            self._wrapped.add(id(own))
+            if _computes_itself(module):
+                return NormOfBridge(module)
+            if is_llama_rms_norm(own):
+                return RMSNorm(own)
             self._note_parts(module)
-            module = module.original_component
+            module = own
         if id(module) not in self._made:
             self._made[id(module)] = self._copy(module)
         return self._made[id(module)]
@@ -96,13 +99,13 @@ class Unwrapped:
         has_wrappers = any(map(is_wrapper, module.modules()))
         if not (has_wrappers or _is_carried_by_accelerate(module)):
             return module
-        if package_of(kind) not in LIBRARIES:  # because a user's code may keep its input
+        if package_of(kind) not in LIBRARIES:  # a user's code may keep its input
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
         copied: nn.Module = object.__new__(_twin_class(kind))
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
         attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
-        # Dicts of hooks are read from the module, because they may be replaced whole; but a wrapper
+        # Dicts of hooks are read from the module, as they may be replaced whole; but a wrapper
         # calls no hooks of what it wraps.
         if has_wrappers:
             attributes.update((name, OrderedDict()) for name in _HOOKS)
@@ -163,7 +166,7 @@ class _Twin:
         of_module = attributes["_twin_of"].__dict__
         if name == "scaling" in of_module and attributes["_joint"] is not None:
             return _scale_of(attributes["_joint"])
-        # Without accelerate's, because the block's inputs are on its device already.
+        # Without accelerate's: the block's inputs are on its device already.
         if name in of_module and name not in ("_hf_hook", "_old_forward"):
             return of_module[name]
         return super().__getattr__(name)  # type: ignore[misc]
@@ -223,7 +226,7 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
 
 
-def computes_itself(wrapper: GeneralizedComponent) -> bool:
+def _computes_itself(wrapper: GeneralizedComponent) -> bool:
     """Return True if a norm's wrapper computes the norm itself."""
     if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
@@ -232,42 +235,23 @@ def computes_itself(wrapper: GeneralizedComponent) -> bool:
 
 
 class NormOfBridge(nn.Module):
-    """A norm computed the Bridge's way, without hook points.
+    """A norm that its wrapper computes, with the epsilon of the Bridge's config."""
 
-    Its rounding differs from that of transformers' norm.
-    """
-
-    def __init__(self, wrapper: GeneralizedComponent, norm: nn.Module) -> None:
+    def __init__(self, wrapper: GeneralizedComponent) -> None:
         super().__init__()
-        self._parameters, self._buffers = norm._parameters, norm._buffers
-        self.config = wrapper.config
-        bare: Any = object.__new__(class_of(wrapper))
-        settings = vars(wrapper).items()
-        vars(bare).update((k, v) for k, v in settings if not isinstance(v, torch.Tensor))
-        points = {name: nn.Identity() for name in ("hook_scale", "hook_normalized")}
-        bare._modules = {"_original_component": norm, **points}
-        self._in_steps: Callable[[torch.Tensor], torch.Tensor] = bare._python_norm_forward
-        self._is_rms = wrapper.uses_rms_norm
-        # TransformerLens 4.0 computes in steps. Norms without weights have their own method.
-        weigh = getattr(class_of(wrapper), "_apply_weight_and_bias", None)
-        has_offset = getattr(wrapper, "uses_weight_offset", True)
-        self._is_usual = weigh is _WEIGH and not has_offset
+        norm: Any = wrapper.original_component
+        self._parameters = norm._parameters
+        vars(self)["_wrapper"] = wrapper  # no submodule: its parameters would be there twice
+        self._is_usual = type(norm) is nn.LayerNorm and class_of(wrapper) is NormalizationBridge
 
     def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
         """Return the normalised activations."""
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        is_mixed = any(p is not None and p.dtype != x.dtype for p in (weight, bias))
-        # A plain tensor may stand in the place of a parameter.
-        is_missing = weight is None or not (self._is_rms or "bias" in self._parameters)
-        if not self._is_usual or is_missing or is_mixed:
-            return self._in_steps(x)
-        eps = getattr(self.config, "eps", 1e-5)
-        if self._is_rms:
-            return torch.rms_norm(x, x.shape[-1:], weight, eps)
+        wrapper, named = vars(self)["_wrapper"], self._parameters
+        weight, bias = named.get("weight"), named.get("bias")
+        if not self._is_usual or any(p is None or p.dtype != x.dtype for p in (weight, bias)):
+            return wrapper._python_norm_forward(x)  # type: ignore[no-any-return]
+        eps = getattr(wrapper.config, "eps", 1e-5)
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-_WEIGH = getattr(NormalizationBridge, "_apply_weight_and_bias", ())
 
 
 class RMSNorm(nn.Module):
@@ -276,7 +260,7 @@ class RMSNorm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self._parameters = norm._parameters
-        vars(self)["_norm"] = norm  # no submodule, because its parameters would be there twice
+        vars(self)["_norm"] = norm  # no submodule: its parameters would be there twice
 
     def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
         """Return the normalised activations."""
@@ -286,13 +270,11 @@ class RMSNorm(nn.Module):
         return torch.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
 
 
-def _has_code_of_llama_s(norm: nn.Module) -> bool:
-    """Return True for an RMSNorm that was generated from LlamaRMSNorm, as most are."""
-    if "weight" not in norm._parameters:  # such as one that is parametrized
-        return False
-    kinds, names = (type(norm), LlamaRMSNorm), ("co_code", "co_names", "co_consts")
-    code, of_llama = (getattr(kind.forward, "__code__", None) for kind in kinds)
-    return code is not None and all(getattr(code, n) == getattr(of_llama, n) for n in names)
+def is_llama_rms_norm(norm: nn.Module) -> bool:
+    """Return True for an RMSNorm like LlamaRMSNorm, as most of transformers' are."""
+    # Those of another formula, such as Gemma's, have no `variance_epsilon`.
+    is_like = type(norm).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(norm)
+    return is_like and "weight" in norm._parameters and package_of(type(norm)) == "transformers"
 
 
 class _Activation(nn.Module):
