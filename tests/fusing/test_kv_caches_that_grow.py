@@ -108,7 +108,7 @@ def test_new_keys_are_appended_in_place_and_rotated_once(fused, text, monkeypatc
 
 @torch.no_grad()
 def test_cache_grows_beyond_its_reserved_room(fused, text, monkeypatch):
-    monkeypatch.setattr("tl_devicefix.fusing.kv_cache._LEAST_ROOM", 2)
+    monkeypatch.setattr("tl_devicefix.fusing.kv_cache.MIN_ROOM", 2)
     assert_grows_as_installed(fused("gpt2"), text, MASKS["padded"])
 
 

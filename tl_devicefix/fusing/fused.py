@@ -65,12 +65,12 @@ class Fused(nn.Module):
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        # Because pickle finds a class by its name, which is that of the class that is not fused.
+        # pickle looks classes up by name, and ours has the name of the original.
         state = {name: value for name, value in vars(self).items() if name != BOUND}
         return _made, (type(self).__mro__[1], self._unfused), state
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fused:
-        vars(self).pop(BOUND, None)  # because it holds the weights that are about to be replaced
+        vars(self).pop(BOUND, None)  # it may hold weights that are about to be replaced
         return super()._apply(fn, recurse)
 
 
@@ -104,7 +104,7 @@ def _made(mixin: type, kind: type) -> nn.Module:
 
 @functools.cache
 def _fused_class(mixin: type, kind: type) -> Any:
-    # The original's names, because others recognise TransformerLens's classes by them.
+    # Others recognise TransformerLens's classes by their names.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_unfused": kind}
     return type(kind.__name__, (mixin, kind), named)
 
@@ -117,10 +117,10 @@ def class_of(module: object) -> Any:
 def fuse_blocks(model: nn.Module) -> None:
     """Have a model's blocks run as one function of their weights each, which takes less time.
 
-    A fused block builds no attention scores and no pattern unless you hook them, so memory grows
-    with the tokens and not with their square. Hooks of every kind, weights, config flags, training
-    mode and modules that you assign take effect from the next block on. A method, function, class
-    or `forward` that you exchange takes effect once you fuse again. Numbers equal TransformerLens's
+    A fused block builds no attention scores and no pattern, so memory grows with the tokens and not
+    with their square. If a hook looks inside a block, TransformerLens's own forward runs. Weights,
+    config flags, training mode and modules that you assign take effect from the next block on. If
+    you replace a method, function, class or `forward`, fuse again. Numbers equal TransformerLens's
     to float32 rounding, not to the bit; rows of padding that see no token may differ.
 
         tl_devicefix.fuse_blocks(model)
@@ -202,7 +202,7 @@ def set_fused(module: nn.Module, asked: bool) -> None:
     """Fuse or unfuse a module; for a block on another host, only record it."""
     attributes, unfused = vars(module), class_of(module)
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
-    attributes.pop(BOUND, None)  # because fusing again has to find exchanged code
+    attributes.pop(BOUND, None)  # fusing again has to find replaced methods
     attributes.pop(_WHY_NOT, None)
     why = kind.prepare(module) if asked and kind is not None else None
     if asked:

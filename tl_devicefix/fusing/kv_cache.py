@@ -22,21 +22,21 @@ from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
 
-if TYPE_CHECKING:  # because TransformerLens 2 has it by another name
+if TYPE_CHECKING:  # TransformerLens 2 has it by another name
     from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
 Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
 prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
 """Within `HookedTransformer.generate`, the entries by id, and whether their prompt is padded.
 
-Each entry is kept, because another one could get its id.
+Each entry is kept: another one could get its id.
 """
 Padding = Int[torch.Tensor, "batch key_pos"]
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 Rotate = Callable[[Heads, int], Heads]
 _GROWN = "_tl_devicefix_grown"
-_LEAST_ROOM = 64
-GROWS_FROM = 192  # tokens, because up to there copying is faster than growing in place
+MIN_ROOM = 64  # tokens
+GROWS_FROM = 192  # tokens; up to there, copying is faster than growing in place
 
 
 def append(entry: Entry, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
@@ -53,7 +53,7 @@ def append(entry: Entry, new_keys: Heads, new_values: Heads) -> tuple[Heads, Hea
 
 
 def drop_room(entry: Entry) -> None:
-    """Free the room behind an entry's tensors, because they have been replaced."""
+    """Free the room behind an entry's tensors, which have been replaced."""
     vars(entry).pop(_GROWN, None)
 
 
@@ -78,7 +78,7 @@ def rotated_keys(
 def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
     """Return True if a mask leaves a token out.
 
-    In `generate`, only the prompt's mask is read, because the host waits for the device to read it.
+    In `generate`, only the prompt's mask is read: to read one, the host waits for the device.
     """
     if padding is None or not has_values(padding):
         return False
@@ -92,10 +92,10 @@ def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
 
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
     """Return True if new keys can be written in place."""
-    # Because a graph of gradients would hold the tensors that are written to.
+    # A graph of gradients would hold the tensors that are written to.
     if torch.is_grad_enabled() or unsupported_mode() is not None:
         return False
-    if package_of(type(entry).append) != "transformer_lens":  # because a user's may do anything
+    if package_of(type(entry).append) != "transformer_lens":  # a user's may do anything
         return False
     return all(
         past.dim() == 4  # [batch, pos, kv_head, d_head]
@@ -109,8 +109,8 @@ class _Grown:
     """Tensors with room, whose beginning is an entry's keys and values."""
 
     def __init__(self, entry: Entry, length: int) -> None:
-        # In proportion to the length, because each growth copies everything.
-        self.room = length + max(length // 4, _LEAST_ROOM)
+        # Grow by a quarter, so that copies are amortised.
+        self.room = length + max(length // 4, MIN_ROOM)
         self._all_keys = _with_room(entry.past_keys, self.room)  # [batch, room, kv_head, d_head]
         self._all_values = _with_room(entry.past_values, self.room)
         self._rotated: Heads | None = None
@@ -125,10 +125,10 @@ class _Grown:
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append keys and values, and return all keys and all values."""
-        if self._version != self._all_keys._version:  # because somebody else has written to keys
+        if self._version != self._all_keys._version:  # somebody else has written to keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
-        # By .data, because graphs may hold earlier keys: these stay, so no change is to be counted.
+        # By .data: graphs may hold earlier keys, and these stay, so no change is to be counted.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
@@ -148,7 +148,7 @@ class _Grown:
         return self._rotated[:, :end]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()  # because a copied or saved entry begins anew
+        return type(None), ()  # a copied or saved entry begins anew
 
 
 def _with_room(start: Heads, room: int) -> Heads:
@@ -159,6 +159,6 @@ def _with_room(start: Heads, room: int) -> Heads:
 
 def _room(like: Heads, room: int) -> Heads:
     batch, _, heads, d_head = like.shape
-    with torch.inference_mode(False):  # because torch does not count changes of inference tensors
-        # Each head's positions lie side by side, because SDPA and the patterns read them by head.
+    with torch.inference_mode(False):  # inference tensors have no version counter
+        # Each head's positions lie side by side: SDPA and the patterns read them by head.
         return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Detect hooks and exchanged modules in a block, mostly by comparing two integers.
+"""Detect hooks and replaced modules in a block, mostly by comparing two integers.
 
 torch numbers the handles of all hooks, and calls a function wherever a module is assigned to
 another. If neither the next number nor the count of assignments within fused blocks has moved, no
@@ -88,8 +88,8 @@ class Listeners:
         self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless
-        # In one assignment, because several threads may run a model: the number up to which all
-        # hooks are known, the names of the modules that have some, and their attributes.
+        # The number up to which all hooks are known, the names of the modules that have some, and
+        # their attributes. Several threads may run a model, so they are assigned at once.
         self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
 
     def is_current(self) -> bool:
@@ -106,9 +106,9 @@ class Listeners:
         return hooked
 
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
-        as_of = RemovableHandle.next_id  # first, because another thread may add hooks meanwhile
+        as_of = RemovableHandle.next_id  # first: another thread may add hooks meanwhile
         if _has_any_global_hook():
-            return -1, self._names, []  # look again next time, because such a hook may go
+            return -1, self._names, []  # look again next time: such a hook may go
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []

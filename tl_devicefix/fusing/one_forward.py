@@ -44,8 +44,8 @@ def cached_for_forward(
 ) -> Made:
     """Compute a value of some tensors on a device, once in a forward.
 
-    It is computed again if one of the tensors was modified in place. It is also computed again on
-    another stream of the device, because that stream would not wait for this one.
+    It is computed again if one of the tensors was modified in place, and on another stream of the
+    device, which would not wait for this one.
 
     Args:
         of: the tensors.
@@ -55,7 +55,7 @@ def cached_for_forward(
     """
     kept, key = forward_cache(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in kept:
-        kept[key] = of, make()  # the tensors too, because a freed tensor's id may be reused
+        kept[key] = of, make()  # a freed tensor's id may be reused
     made: Made = kept[key][1]
     return made
 
@@ -70,5 +70,5 @@ def _stream_of(device: torch.device) -> Hashable:
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
     """Return a tensor's id and version; None for no tensor."""
-    # Inference tensors have no version, because torch does not count it.
+    # Inference tensors have no version counter.
     return None if tensor is None else (id(tensor), version_of(tensor))

@@ -13,9 +13,10 @@ Mask = Bool[torch.Tensor, "batch 1 query_pos key_pos"]
 
 
 def unmask_empty_rows(mask: Mask) -> Mask:
-    """Let a query that sees no key see all, because a kernel may make NaN of the mean of nothing.
+    """Let a query that sees no key see all of them.
 
-    Only rows of padding see none. NaN there would reach other rows, because zero times NaN is NaN.
+    Only rows of padding see none. A kernel may make NaN of the mean of nothing, and zero times NaN
+    is NaN in other rows.
     """
     return mask | ~mask.any(dim=-1, keepdim=True)
 
@@ -36,15 +37,15 @@ def attend(
     """
     dtype, attn_mask = v.dtype, mask
     if bias is not None:
-        if is_causal:  # because SDPA takes no bias beside it
+        if is_causal:  # SDPA takes no bias beside it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
         if dtype.itemsize < 4:
-            q, k, v = q.float(), k.float(), v.float()  # because 16 bits do not hold the bias
+            q, k, v = q.float(), k.float(), v.float()  # 16 bits do not hold the bias
         bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
-        # By `where`, which copies, because a backward cannot save a mask made in inference mode.
+        # `where` copies: a backward cannot save a mask made in inference mode.
         attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
         is_causal = False
-    if not q.dtype == k.dtype == v.dtype:  # because a hook may have changed one
+    if not q.dtype == k.dtype == v.dtype:  # a hook may have changed one
         q, k = q.to(v.dtype), k.to(v.dtype)
     groups = q.shape[1] // k.shape[1]
     enable_gqa = groups > 1

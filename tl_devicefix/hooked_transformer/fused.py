@@ -67,7 +67,7 @@ _AROUND = frozenset(
     ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 )
 """Hook points that are not inside a block."""
-_KINDS = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
+_KINDS: dict[str, _Names] = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
 """The classes of modules by the beginning of their names; of all others, `_NORMS`."""
 _NAMES: _Names = {**_NORMS, **_MLPS, **_ATTENTIONS}
 _OF_PATTERN = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
@@ -185,7 +185,7 @@ def _part(name: str) -> str:
 def _why_other(name: str, module: nn.Module) -> str | None:
     """Return why a module within a block is not one of TransformerLens's that are known here."""
     last = name.rpartition(".")[2]
-    kinds: _Names = next((kinds for part, kinds in _KINDS.items() if last.startswith(part)), _NORMS)
+    kinds = next((kinds for part, kinds in _KINDS.items() if last.startswith(part)), _NORMS)
     if type(module) not in kinds or name.startswith("mlp.ln"):  # an MLP by SoLU has a norm
         return f"its {name} is a {type(module).__name__}"
     if (method := own_method(module)) is not None:

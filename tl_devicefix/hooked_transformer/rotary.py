@@ -45,15 +45,15 @@ def scale_rotary(model: HookedTransformer, hf_model: nn.Module) -> None:
             scaled = rotary(attn.cfg.rotary_dim, n_ctx, dtype=tables[0].dtype)
             agree = all(_agree(table[:n_ctx], new) for table, new in zip(tables, scaled))
             made[kind] = None if agree and rotary.longest is None else (rotary, scaled)
-        if (of_kind := made[kind]) is not None:
-            # As an attribute, because TransformerLens calls it again to extend the tables.
-            attn.calculate_sin_cos_rotary, (attn.rotary_sin, attn.rotary_cos) = of_kind
+        if (scaled_tables := made[kind]) is not None:
+            # An attribute: TransformerLens calls it again to extend the tables.
+            attn.calculate_sin_cos_rotary, (attn.rotary_sin, attn.rotary_cos) = scaled_tables
 
 
 def _agree(own: Table, scaled: Table) -> bool:
     """Return True if TransformerLens has this scaling, so that its own tables can stay."""
     rounding = max(1e-3, 2 * torch.finfo(own.dtype).eps)
-    # The first rows, because angles of later ones are rounded more.
+    # Only the first rows: angles of later ones are rounded more.
     return torch.allclose(own[:2048], scaled[:2048], rtol=0, atol=rounding)
 
 
@@ -72,7 +72,7 @@ class ScaledRotary:
     """
 
     def __init__(self, module: Any, kind: str | None) -> None:
-        # A new one on the CPU, because the model's own may lie anywhere and changes as it runs.
+        # A new one on the CPU: the model's own may lie anywhere, and changes as it runs.
         with torch.device("cpu"):
             self._module = type(module)(module.config)
         by_layer_type = "layer_type" in inspect.signature(module.forward).parameters
@@ -102,6 +102,6 @@ class ScaledRotary:
             like = torch.empty(1, dtype=torch.promote_types(dtype, torch.float32))
             positions = torch.arange(n_ctx)[None]  # [1, n_ctx]
         tables = self._module(like, positions, **self._layer_type)  # [1, n_ctx, rotary_dim] each
-        # Repeated, because gpt-oss's have one column for both halves.
+        # gpt-oss's have one column for both halves.
         cos, sin = (t[0].repeat(1, rotary_dim // t.shape[-1]).to(dtype) for t in tables)
         return sin, cos

@@ -37,7 +37,7 @@ class ThisForward(NamedTuple):
 def this_forward() -> ThisForward:
     """Return the facts about this thread's forward."""
     kept = forward_cache()
-    # A worker on another host gets the facts alone, because a config is not sent.
+    # A worker on another host gets the facts alone: a config is not sent.
     if ThisForward not in kept:
         is_of_bridge, by_sdpa, is_cache_read = kept.get(SENT_FACTS) or (False, False, True)
         kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None, is_cache_read)
@@ -134,9 +134,9 @@ _patches_kv_cache = functools.partial(
 def with_kv_cache(
     original: Callable[..., _Result], self: nn.Module, *args: object, **kwargs: object
 ) -> _Result:
-    """Rename `cache` to `past_key_values`, because the Bridge's attention reads that name."""
-    # Only where the cache is read, because scores of cached keys differ from TransformerLens's
-    # uncached ones in the last bit: their memory layout is another.
+    """Rename `cache` to `past_key_values`, the name that the Bridge's attention reads."""
+    # Only where the cache is read: scores of cached keys differ from TransformerLens's uncached
+    # ones in the last bit, as they lie in memory in another way.
     if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)

@@ -43,13 +43,13 @@ def forward(
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     # Any tensor that is given by position may be a mask, except the first, which is the input.
     masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]
-    # Masks of pairs are unusual, because a Bridge reads them differently than transformers' layers.
+    # Masks of pairs are unusual: a Bridge reads them differently than transformers' layers.
     is_usual = all(map(_is_of_tokens, masks))
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
     with one_forward(ThisForward(is_plain, config, is_cache_read)):
-        # As plain values too, because they are sent to the workers of other hosts.
+        # As plain values too, which are sent to the workers of other hosts.
         forward_cache()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
         return running.forward(original, self, *args, **kwargs)
 
@@ -64,7 +64,7 @@ def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
 def _takes_cache(bridge: TransformerBridge) -> bool:
     """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
     if not getattr(bridge.cfg, "is_stateful", False):
-        return False  # before the signature is read, because `generate` asks at each token
+        return False  # `generate` asks at each token, and reading a signature takes time
     return "cache" in inspect.signature(bridge.original_model.forward).parameters
 
 

@@ -113,8 +113,8 @@ class _Unwrapping:
             name: None if child is None else self._of(child)
             for name, child in module._modules.items()
         }
-        attributes.update(attributes["_modules"])  # because `__getattr__` takes longer
-        if id(module) in self._by_sdpa:  # a config of its own, because others share the model's
+        attributes.update(attributes["_modules"])  # `__getattr__` takes longer
+        if id(module) in self._by_sdpa:  # a config of its own: others share the model's
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
         return copied
@@ -124,8 +124,8 @@ class _Unwrapping:
         owner: Any = wrapper.original_component
         is_mlp = isinstance(wrapper, JointGateUpMLPBridge)
         # The names by which TransformerLens looks for the activation.
-        of_kind = ("activation_fn", "act_fn", "act", "activation") if is_mlp else ("act_fn",)
-        found = (getattr(owner, name, None) for name in of_kind)
+        usual_names = ("activation_fn", "act_fn", "act", "activation") if is_mlp else ("act_fn",)
+        found = (getattr(owner, name, None) for name in usual_names)
         activation = next((one for one in found if one is not None), None)
         if getattr(wrapper, "_use_processed_weights", False) and activation is not None:
             self._made[id(activation)] = _Activation(wrapper.config)
@@ -150,7 +150,7 @@ class _Unwrapping:
         self._made[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
 
 
-# `training` is read from the module, because it changes.
+# `training` changes, and is read from the module.
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 _HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state" not in name]
 
@@ -191,7 +191,7 @@ def _twin_class(kind: Any) -> Any:
         if not (name.startswith("__") or hasattr(getattr(kind, name), "__get__"))
     }
     twin: Any = type(kind.__name__, (_Twin, kind), {**values, "__module__": kind.__module__})
-    if "forward" in vars(twin):  # because transformers wraps it for each subclass once more
+    if "forward" in vars(twin):  # transformers wraps it for each subclass once more
         del twin.forward
     return twin
 
@@ -311,16 +311,16 @@ class _Joined(nn.Module):
         if self._order is None:
             return together
         if self._order.device != together.device:
-            with torch.inference_mode(False):  # because later forwards may record gradients
+            with torch.inference_mode(False):  # later forwards may record gradients
                 self._order = self._order.to(together.device)
         return together.index_select(-1, self._order)
 
 
 _orders: MutableMapping[object, dict[object, torch.Tensor | None]] = WeakIdKeyDictionary()
-"""Orders by the Bridge's config, because it splits by heads, which sizes do not tell."""
+"""Orders by the Bridge's config: it splits by heads, which sizes do not tell."""
 
 
-@torch.inference_mode(False)  # because later forwards may record gradients
+@torch.inference_mode(False)  # later forwards may record gradients
 def _order(
     wrapper: GeneralizedComponent, split: Callable[..., Any], name: str | None, joint: Any
 ) -> torch.Tensor | None:
