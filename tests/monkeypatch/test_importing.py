@@ -1,16 +1,19 @@
 """`import tl_devicefix` applies the patches, before or after TransformerLens, unless disabled.
 
-This file is also a script, because a fresh interpreter has to import it.
+A fresh interpreter has to import it, so that tests call functions of this file in one.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 
 def hooks_for_all() -> dict[str, dict[object, object]]:
@@ -25,7 +28,9 @@ def patch_what_is_imported() -> None:
     is_hooked = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
     if is_hooked:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
+        from transformer_lens.components import MLP
 
+        MLP.forward = functools.wraps(MLP.forward)(lambda self, x: x)
         Mine = type("Mine", (HookedTransformer,), {})
         load = "from_pretrained"
         sizes = {"n_layers": 3, "d_model": 8, "n_heads": 2, "d_head": 4, "d_vocab": 9, "n_ctx": 5}
@@ -44,6 +49,9 @@ def patch_what_is_imported() -> None:
     assert getattr(Mine, load) != original
     assert "device_map" in inspect.signature(getattr(Mine, load)).parameters
     if is_hooked:
+        tl_devicefix.fuse_blocks(model)
+        (why,) = set(tl_devicefix.report(model).values())
+        assert why == "not fused: MLP.forward was replaced" or "is older than 3.8" in why
         with tl_devicefix.simulate(2):
             model.to("sim:1")
             assert model.cfg.device == "sim:1"
@@ -54,43 +62,41 @@ def patch_what_is_imported() -> None:
     assert getattr(Mine, load) == original
 
 
-DISABLED = """
-import sys
-import tl_devicefix
+def import_nothing() -> None:
+    """Import the package while it is disabled."""
+    import tl_devicefix
 
-assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
-"""
+    assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
+    with pytest.raises(AttributeError, match="'save_activation'; did you mean 'save_activations'"):
+        _ = tl_devicefix.save_activation  # type: ignore[attr-defined]
 
 
-def run(*arguments: str, disable: str, without: str | None = None) -> None:
+def run(*arguments: str, disable: str, path: Path | None = None) -> str:
+    """Return what a process prints to stderr."""
+    paths = [str(Path(__file__).parent), *([str(path)] if path else [])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
-    assert without is None or f" {without}\n" not in done.stderr
+    return done.stderr
 
 
-def test_importing_it_patches_models_and_adds_no_global_hooks():
-    run(str(Path(__file__)), disable="0")
+def test_importing_it_patches_what_exists_and_adds_no_hooks(tmp_path):
+    """Also in a package that takes its name: `python -m tl_devicefix` patches nothing."""
+    (tmp_path / "study").mkdir()
+    importing = "import test_importing; test_importing.patch_what_is_imported()\n"
+    (tmp_path / "study" / "__init__.py").write_text(importing)
+    (tmp_path / "study" / "__main__.py").touch()
+    run("-m", "study", "tl_devicefix", disable="0", path=tmp_path)
 
 
 def test_importing_it_disabled_imports_and_patches_nothing():
-    run("-c", DISABLED, disable="1")
-
-
-def test_importing_it_in_a_package_that_takes_its_name_patches(tmp_path, monkeypatch):
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "__init__.py").write_text("import tl_devicefix\n")
-    script = "from tl_devicefix.patches import is_enabled; assert is_enabled()\n"
-    (tmp_path / "study" / "__main__.py").write_text(script)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    run("-m", "study", "tl_devicefix", disable="0")
+    run("-c", "import test_importing; test_importing.import_nothing()", disable="1")
 
 
 def test_help_of_the_command_line_imports_no_torch():
-    run("-X", "importtime", "-m", "tl_devicefix", "--help", disable="0", without="torch")
-
-
-if __name__ == "__main__":
-    patch_what_is_imported()
+    imported = run("-X", "importtime", "-m", "tl_devicefix", "--help", disable="0")
+    assert " torch\n" not in imported

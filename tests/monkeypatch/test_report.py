@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -104,31 +102,6 @@ def test_report_says_that_older_transformer_lens_fuses_no_block():
 def test_report_refuses_an_object_that_is_no_model():
     with pytest.raises(TypeError, match=r"the model must be a .* but this is a Linear"):
         tl_devicefix.report(torch.nn.Linear(1, 1))
-
-
-REPLACED_BEFORE = """
-import functools
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-from transformer_lens.components import MLP
-
-MLP.forward = functools.wraps(MLP.forward)(lambda self, x: x)
-
-import tl_devicefix
-
-sizes = {"n_layers": 2, "d_model": 8, "d_head": 4, "d_vocab": 9, "n_ctx": 5}
-model = HookedTransformer(HookedTransformerConfig(**sizes, act_fn="relu", device="cpu"))
-tl_devicefix.fuse_blocks(model)
-assert set(tl_devicefix.report(model).values()) == {"not fused: MLP.forward was replaced"}
-"""
-
-
-@fuses
-@pytest.mark.hooked
-def test_a_method_replaced_before_the_import_is_not_ignored():
-    done = subprocess.run(
-        [sys.executable, "-c", REPLACED_BEFORE], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def transformers_model() -> torch.nn.Module:
