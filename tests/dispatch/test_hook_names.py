@@ -60,8 +60,10 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(given, model, tokens):
     ],
 )
 @pytest.mark.parametrize("spread", [1, 4])
-def test_activations_that_are_not_cached_are_named_with_why(key, says, spread, load, kind, tokens):
-    model = load(kind, spread)
+def test_activations_that_are_not_cached_are_named_with_why(
+    key, says, spread, shared, kind, tokens
+):
+    model = shared(kind, spread)
     at_home = tokens.to(model.cfg.device)
     _, cache = model.run_with_cache(at_home, names_filter=lambda name: "resid_post" in name)
     with pytest.raises(KeyError, match=says):

@@ -53,6 +53,23 @@ def modules_called_by_hand(model, tokens, to):
     return [block.mlp(x), block.ln1(x)]
 
 
+def a_mask_of_the_cpu_in_a_hook(model, tokens, to):
+    mask = torch.arange(model.cfg.d_model) > 3
+    hook = lambda x, hook: x * to(mask, x.device)  # noqa: E731
+    return model.run_with_hooks(tokens, fwd_hooks=[("blocks.4.hook_resid_post", hook)])
+
+
+def an_edit_of_rank_one(model, tokens, to):
+    """As in ROME, of vectors at home."""
+    weight = model.blocks[4].mlp.W_out
+    with torch.no_grad():
+        edit = torch.outer(model.W_in[4].mean(0), model.W_E.mean(0))
+        weight += to(edit, weight.device)
+        logits = model(tokens)
+        weight -= to(edit, weight.device)
+    return logits
+
+
 def a_pytorch_hook(model, tokens, to):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
 
@@ -73,6 +90,7 @@ def a_pytorch_hook(model, tokens, to):
     [
         *(a_weight_and_a_cached_activation, weights_of_two_blocks, all_parameters),
         *(what_hooks_kept, modules_called_by_hand, a_pytorch_hook),
+        *(a_mask_of_the_cpu_in_a_hook, an_edit_of_rank_one),
     ],
 )
 def test_single_device_script_works_mixing_or_as_rewritten(script, load, on_one, tokens):

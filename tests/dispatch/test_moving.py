@@ -1,8 +1,6 @@
 """Moving, copying and saving a model: `to`, `cuda`, `cpu`, `copy.deepcopy`, state dicts."""
 
 import copy
-import dataclasses
-import functools
 import gc
 
 import pytest
@@ -90,30 +88,12 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, 
     assert_agrees(model(tokens), reference(tokens), torch.device(device(0)))
 
 
-def test_config_may_give_the_device_as_an_index(load):
-    model = load("llama")
-    model.cfg = dataclasses.replace(model.cfg, device=1, n_devices=3)
-    model.to(device(0))
-    model.cfg = dataclasses.replace(model.cfg, device=1, n_devices=1)
-    model.move_model_modules_to_device()
-    assert devices_of(model) == {device(1)}
-
-
 def test_model_moved_inside_another_module_runs_on_its_device(load, reference, tokens):
     """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
     model = load("llama")
     torch.nn.ModuleDict({"language model": model}).to(device(1))
     assert devices_of(model) == {device(1)}
     assert_agrees(model(tokens), reference(tokens), torch.device(device(1)))
-
-
-@pytest.mark.parametrize("spread", [4, OFFLOADED])
-def test_copied_block_whose_hook_holds_the_model_runs(spread, load, tokens):
-    model = load("llama", spread)
-    hook = functools.partial(lambda model, block, args, output: output + 1, model)
-    model.blocks[1].hook_mlp_out.register_forward_hook(hook)
-    residual, copied = model(tokens, stop_at_layer=1), copy.deepcopy(model.blocks[1])
-    assert_agrees(copied(residual), model.blocks[1](residual))
 
 
 @pytest.mark.parametrize(

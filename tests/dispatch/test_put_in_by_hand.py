@@ -12,7 +12,6 @@ from devices import device
 from model_classes import BRIDGE
 from torch import nn
 
-from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checking import check
 
 
@@ -163,29 +162,3 @@ def test_untouched_model_and_its_copy_warn_of_nothing(load, machine, tokens):
         model(tokens.to(device(0)))
         copy.deepcopy(model)(tokens.to(device(0)))
     assert pickle.dumps(model.blocks[4]._forward_pre_hooks)
-
-
-def test_pre_hooks_see_their_block_s_device_after_a_setup(load, machine, tokens):
-    model = load("llama")
-    devices = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda block, args: devices.append(args[0].device))
-    adapter_of(model).realign(model, model.placement)
-    model(tokens.to(device(0)))
-    assert devices == [next(block.parameters()).device for block in model.blocks]
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.hooked
-def test_a_copied_block_runs_on_its_new_device_after_a_setup(load, on_one, tokens):
-    def logits_after_setup(model):
-        model.setup()
-        return model(tokens)
-
-    model, reference = load("llama"), on_one("llama")
-    for owner in (model, reference):
-        owner.blocks[4] = copy.deepcopy(owner.blocks[0])
-    with pytest.warns(UserWarning, match="put in from another device"):
-        actual = logits_after_setup(model)
-    assert_agrees(actual, reference(tokens))
-    assert check(model)

@@ -102,7 +102,6 @@ def test_model_on_one_device_has_no_hooks_and_no_copies(model, at_home, transfer
 OF_WEIGHTS = {
     "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
     "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
-    "accumulated_bias": (lambda model: model.accumulated_bias(5), ("attn.b_O", "mlp.b_out")),
     # Copied as they are, and repeated there.
     "grouped": (lambda model: (model.W_K, model.W_V), ("attn._W_K", "attn._W_V")),
     "Q-composition": (
@@ -127,8 +126,6 @@ def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of
 
 OF_CACHES = {
     "one activation": (lambda cache: cache["resid_post", 4], ("blocks.4.hook_resid_post",)),
-    "logit lens": (lambda cache: cache.stack_activation("resid_post"), ("hook_resid_post",)),
-    "decompose_resid": (lambda cache: cache.decompose_resid(), ("hook_attn_out", "hook_mlp_out")),
     "compute_head_results": (lambda cache: cache.compute_head_results(), ()),
     "stack_head_results": (lambda cache: cache.stack_head_results(), ("attn.hook_result",)),
     "slicing the batch": (lambda cache: cache.apply_slice_to_batch_dim(0), ()),
@@ -150,15 +147,3 @@ def test_analysis_of_a_cache_copies_activations_once_no_weights(
     stored = cache.cache_dict.stored().items()
     elsewhere = [x.nbytes for name, x in stored if x.device != home and name.endswith(names)]
     assert sum(t.bytes for t in copied) == sum(elsewhere)
-
-
-def test_a_hook_that_looks_up_in_a_table_at_home_copies_the_rows(model, at_home, transfers_of):
-    plain = transfers_of(model, at_home)
-
-    def look_up(activation, hook):
-        return activation + model.W_E[activation.argmax(-1)]
-
-    hooks = [("blocks.4.hook_resid_post", look_up)]
-    copied = transfers_of(model.run_with_hooks, at_home, fwd_hooks=hooks)
-    extra = [t for t in copied if t not in plain]
-    assert sorted(t.shape for t in extra) == [at_home.shape, (*at_home.shape, model.cfg.d_model)]

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-import pydoc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 from transformer_lens import patching
 
 import tl_devicefix
-from tl_devicefix.monkeypatch import applying, versions
+from tl_devicefix.monkeypatch import versions
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import (
     UnsupportedTransformerLens,
@@ -186,24 +185,6 @@ def test_disable_restores_another_librarys_patch(monkeypatch):
     assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
-@pytest.mark.skipif(
-    not has_hooked_transformer(), reason="TransformerLens 4 has no HookedTransformer"
-)
-def test_help_lists_new_arguments_after_transformer_lens_own():
-    parameters = inspect.signature(MODEL_CLASS.from_pretrained).parameters
-    with tl_devicefix.disabled():
-        original = inspect.signature(MODEL_CLASS.from_pretrained).parameters
-        documentation = MODEL_CLASS.from_pretrained.__doc__
-
-    new = {name: parameters[name] for name in parameters if name not in original}
-    assert list(new) == ["device_map", "max_memory", "fuse_blocks", "numbers"]
-    assert all(p.kind is p.KEYWORD_ONLY and not p.default for p in new.values())
-    assert [p for name, p in parameters.items() if name not in new] == list(original.values())
-    rendered = pydoc.plain(pydoc.render_doc(MODEL_CLASS.from_pretrained))
-    first_line = str(documentation).strip().splitlines()[0]
-    assert all(text in rendered for text in ("device_map", "max_memory", first_line))
-
-
 def remembering(calls):
     """A function with a closure, which remembers its calls."""
 
@@ -220,28 +201,6 @@ def test_a_function_that_somebody_decorated_is_refused(monkeypatch):
     with pytest.raises(UnsupportedTransformerLens, match=r"activation_patch .* decorated"):
         tl_devicefix.enable()
     assert not tl_devicefix.patches.is_enabled()
-
-
-@pytest.mark.parametrize("mends", [tl_devicefix.enable, tl_devicefix.disable])
-def test_next_enable_or_disable_mends_an_interrupted_enable(mends, monkeypatch):
-    mends()
-    expected = parts_of_transformer_lens()
-    tl_devicefix.disable()
-    monkeypatch.setattr(applying, "setattr", interrupted, raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        tl_devicefix.enable()
-    monkeypatch.undo()
-
-    assert not is_enabled()
-    mends()
-    assert changed(expected, parts_of_transformer_lens()) == set()
-
-
-def interrupted(owner, name, value):
-    """As `setattr`, until it is interrupted."""
-    if name == PROCESSING:
-        raise KeyboardInterrupt
-    setattr(owner, name, value)
 
 
 VERSION = importlib.metadata.version("transformer_lens")

@@ -129,21 +129,6 @@ def test_the_next_forward_undoes_what_an_interrupt_leaves(load, reference, token
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_graph_does_not_keep_swapped_in_weights(kind, shared, load, tokens, machine):
-    """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
-
-    def kept(model):
-        gc.collect()
-        before = machine.memory_allocated(0)
-        loss = model(tokens, return_type="loss")
-        gc.collect()
-        return machine.memory_allocated(0) - before, loss
-
-    expected, _ = kept(load(kind, device_map=0))
-    assert kept(shared(kind, "all of one device"))[0] == expected
-
-
 @pytest.mark.parametrize("changed", ["activation", "weight"])
 def test_backward_refuses_tensors_changed_since_the_forward(changed):
     """Not simulated: there, torch cannot pass on an error that Python raises in backward."""

@@ -157,6 +157,14 @@ def kept(model, machine, tokens):
 
 
 @pytest.mark.hooked
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_graph_does_not_keep_swapped_in_weights(kind, shared, load, machine, tokens):
+    """But for GPT-2's W_Q, W_K and W_V, of which TransformerLens makes copies on any device."""
+    expected, _ = kept(load(kind, device_map=0), machine, tokens)
+    assert kept(shared(kind, "all of one device"), machine, tokens)[0] == expected
+
+
+@pytest.mark.hooked
 @pytest.mark.parametrize("spread", ["all of one device"])
 def test_checkpointed_offloaded_blocks_keep_little(load, spread, machine, tokens):
     model = load("llama", spread)

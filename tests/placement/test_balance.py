@@ -10,8 +10,6 @@ import torch
 
 import tl_devicefix
 from tl_devicefix import Placement, plan
-from tl_devicefix.placement.balance import shares
-from tl_devicefix.placement.placement import ComponentSize
 
 pytestmark = pytest.mark.hooked
 
@@ -89,14 +87,3 @@ def test_a_home_with_room_for_the_embeddings_only_has_no_block(config):
         assert block_devices(placement) == [*machine.devices[1:2] * 3, *machine.devices[2:] * 3]
         assert placement.home == machine.devices[0]
         assert placement.bytes_on(placement.home) == home
-
-
-def test_shares_are_equal_where_nothing_has_to_be_offloaded():
-    sizes = [ComponentSize(f"blocks.{layer}", 10, 0) for layer in range(6)]
-    assert [share.blocks for share in shares(sizes, [100, 100])] == [3, 3]
-
-
-def test_shares_count_buffers_that_blocks_have_together():
-    sizes = [ComponentSize(f"blocks.{layer}", 10, 5, shared="masks") for layer in range(6)]
-    assert not any(share.offloaded for share in shares(sizes, [35, 35]))
-    assert any(share.offloaded for share in shares(sizes, [34, 34]))

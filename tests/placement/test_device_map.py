@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_classes import HookedTransformer
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 
@@ -67,10 +66,8 @@ def test_max_memory_bounds_what_a_device_holds(config, machine):
 
 
 SIZES: dict[str, Any] = {
-    "with a gap": {0: "1GiB", 3: "1GiB"},
-    "in another order": {2: "1GiB", 0: "1GiB"},
+    "in another order, with a gap": {2: "1GiB", 0: "1GiB"},
     "with blocks on the host": {1: "300MiB", 2: "300MiB", "cpu": "100GiB"},
-    "the host": {"cpu": "100GiB"},
 }
 
 
@@ -147,33 +144,9 @@ def test_name_of_no_component_is_refused_with_a_suggestion(placement):
             assert caught.value.args[0] == says
 
 
-def test_hook_points_lie_on_their_blocks_device(config, machine):
-    cfg = config(use_hook_tokens=True)
-    model = HookedTransformer(cfg)
-    model.to("sim:0")
-    placement = plan(cfg, n_devices=3)
-
-    for name in model.hook_dict:
-        device = placement.device_of(name)
-        assert device == placement.device_for(name)
-        block = name.split(".")[1] if name.startswith("blocks.") else None
-        assert device == placement.device_of(f"blocks.{block}" if block else "embed")
-    assert placement.device_of("hook_embed") == placement.home
-    assert placement.device_of("blocks.5.hook_resid_post") != placement.home
-
-
 def test_bytes_on_accepts_numbers_and_names_of_devices(placement):
     assert placement.bytes_on(3) == placement.bytes_on("sim:2") == placement.bytes_on("cpu") == 0
     assert placement.bytes_on("sim") == placement.bytes_on(0) == placement.bytes_on("sim:0") > 0
-
-
-def test_bytes_on_answers_after_the_machine_was_left(config):
-    with simulate(2):
-        placement = plan(config(), n_devices=2)
-        n_bytes = placement.bytes_on(1)
-    assert placement.bytes_on(1) == placement.bytes_on("sim:1") == n_bytes > 0
-    with pytest.raises(ValueError, match="device '2' does not exist"):
-        placement.bytes_on(2)
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,3 @@ def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):
 def test_a_model_leaves_the_cpu_for_torchs_device_of_that_number(load, machine):
     model = load("gpt2", device="cpu")
     assert next(model.to(1).parameters()).device == torch.device("sim:1")
-
-
-@pytest.mark.hooked
-def test_a_model_that_is_not_moved_says_where_it_would_be(load, machine):
-    for device, expected in (("sim:1", "sim:1"), (0, "cpu")):
-        model = load("gpt2", device=device, move_to_device=False)
-        assert model.cfg.device == expected

@@ -1,6 +1,5 @@
 """What torch has beside plain tensors and gradients, and what scripts and threads do."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -8,9 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-from safetensors import safe_open
 
 import tl_devicefix
 
@@ -37,43 +34,6 @@ def test_data_may_have_scalars_of_devices_in_it(made, values):
         if values:
             assert tensor.flatten().tolist() == [2, 4]
         assert tensor.numel() == 2
-
-
-def test_sparse_tensors_compute_and_move(machine):
-    dense = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
-    sparse = dense.to("sim:1").to_sparse()
-
-    assert machine.memory_allocated("sim:1") == 3 * 4 + 6 * 8
-    assert (sparse.device, sparse._nnz()) == (torch.device("sim:1"), 3)
-    product = sparse @ torch.ones(3, 2, device="sim:1")
-    assert product.device == sparse.device
-    assert torch.equal(product.cpu(), dense @ torch.ones(3, 2))
-    machine.reset_transfers()
-    for moved in (sparse.to("sim:0"), sparse.cpu(), copy.deepcopy(sparse)):
-        assert moved.layout == sparse.layout
-        assert torch.equal(moved.to_dense().cpu(), dense)
-    assert [transfer.bytes for transfer in machine.transfers] == [60, 60, 24, 24]
-
-
-@pytest.mark.parametrize("values", [True, False])
-def test_safetensors_reads_a_file_to_a_device(values, tmp_path):
-    file = tmp_path / "x.safetensors"
-    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
-    safetensors.torch.save_file(tensors, file)
-    with tl_devicefix.simulate(3, values=values):
-        with safetensors.safe_open(file, framework="pt", device="sim:1") as opened:
-            read = [opened.get_tensor("a"), opened.get_slice("a")[:, 1:]]
-        read.append(safetensors.torch.load_file(file, device="sim:1")["a"])
-        on_the_cpu = safetensors.torch.load_file(file)
-
-        assert [tensor.device for tensor in read] == [torch.device("sim:1")] * 3
-        assert [tensor.shape for tensor in read] == [(2, 3), (2, 2), (2, 3)]
-        if values:
-            assert torch.equal(read[1].cpu(), tensors["a"][:, 1:])
-        assert torch.equal(on_the_cpu["a"], tensors["a"])
-        with pytest.raises(RuntimeError, match="device sim:3 does not exist"):
-            safetensors.safe_open(file, "pt", "sim:3")
-    assert safetensors.safe_open is safetensors.torch.safe_open is safe_open
 
 
 # An interrupt during a backward; then the process forks, and both end within `simulate`.
