@@ -176,26 +176,6 @@ def test_tensors_of_a_left_machine_compute_only_after_cpu(kept):
         resolve("sim:1")
 
 
-FACTORIES = {
-    "zeros": lambda device: torch.zeros(3, device=device),
-    "tensor": lambda device: torch.tensor([1, 2, 3], device=device),
-    "tril_indices": lambda device: torch.tril_indices(3, 3, device=device),
-    "to": lambda device: torch.ones(3).to(device),
-    "empty_like": lambda device: torch.empty_like(torch.ones(3), device=device),
-    "new_zeros of meta": lambda device: torch.ones(3, device="meta").new_zeros(3, device=device),
-    "new_tensor": lambda device: torch.ones(3, device=device).new_tensor([1]),
-    "type_as": lambda device: torch.ones(3).type_as(torch.ones(3, device=device)),
-}
-
-
-@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_factories_put_tensors_on_the_device(machine, make):
-    assert make(torch.device("sim:2")).device == make("sim:2").device == torch.device("sim:2")
-    assert make("sim").device == torch.device("sim:0")
-    with pytest.raises(RuntimeError, match=r"device sim:4 does not exist: there are 4"):
-        make("sim:4")
-
-
 MIXES = {
     "add": lambda x, y: x + y,
     "matmul": lambda x, y: x @ y,
