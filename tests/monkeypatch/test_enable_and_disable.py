@@ -248,7 +248,7 @@ def test_missing_target_is_named_and_nothing_is_patched(name, monkeypatch_unpatc
         tl_devicefix.enable()
 
 
-def test_target_with_other_arguments_is_named_and_nothing_is_patched(monkeypatch_unpatched):
+def test_a_target_with_other_arguments_is_named_and_refused(monkeypatch_unpatched):
     def changed(self, weights, twice): ...
 
     monkeypatch_unpatched.setattr(MODEL_CLASS, PROCESSING, changed)
