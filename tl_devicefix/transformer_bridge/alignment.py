@@ -1,21 +1,24 @@
 """Place and move a Bridge, and carry inputs to the devices of its components.
 
-accelerate's hooks on the Hugging Face model are not enough, because they act below the Bridge's
-hook points: users would still see a block's input on the device of the block before.
+accelerate's hooks on the Hugging Face model act below the Bridge's hook points: users would see a
+block's input on the device of the block before. So `CarryTo` replaces them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from accelerate.hooks import AlignDevicesHook
+from accelerate.hooks import AlignDevicesHook, remove_hook_from_module
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
 
+from tl_devicefix.dispatch.carrying import CarryTo
 from tl_devicefix.dispatch.forward import align
+from tl_devicefix.dispatch.user_modules import device_of_weights
 from tl_devicefix.dispatch.views import View, ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
@@ -37,38 +40,25 @@ def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> Non
     use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
-    align(bridge, placement, lambda name: False)  # because outputs come home in `forward`
+    align(bridge, placement, lambda name: False)  # outputs come home in `forward`
     if len(placement.memories) > 1:
-        _drop_bound_methods(bridge.original_model)
-        take_inputs_at(bridge.original_model, placement.home)
-        _forget_tied_weights(bridge.original_model)
+        _replace_accelerates_hooks(bridge, placement)
 
 
-def _drop_bound_methods(hf_model: nn.Module) -> None:
-    """Drop accelerate's own `to` and similar methods, because the Bridge's `to` does their job."""
-    # They are bound to this model, so those of a deep copy would move this one.
-    for name, value in list(vars(hf_model).items()):
-        wrapped = getattr(value, "__wrapped__", None)
-        if name != "forward" and getattr(wrapped, "__self__", None) is hf_model:
-            del vars(hf_model)[name]
-
-
-def take_inputs_at(hf_model: nn.Module, home: torch.device) -> None:
-    """Make accelerate's outermost hook bring tokens and masks home, and leave logits there."""
-    outermost = getattr(hf_model, "_hf_hook", None)
-    if isinstance(outermost, AlignDevicesHook) and not outermost.offload:
-        outermost.execution_device = home
-        outermost.io_same_device = False
-
-
-def _forget_tied_weights(hf_model: nn.Module) -> None:
-    """Drop the tied weights that accelerate's hooks keep, unless it offloads."""
-    # accelerate needs them for offloading only, and here they would keep old weights alive.
-    hooks = [getattr(module, "_hf_hook", None) for module in hf_model.modules()]
-    aligning = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
-    if not any(hook.offload for hook in aligning):
-        for hook in aligning:
-            (hook.tied_params_map or {}).clear()
+def _replace_accelerates_hooks(bridge: TransformerBridge, placement: Placement) -> None:
+    """Carry inputs to the Hugging Face model's other modules, too; remove accelerate's hooks."""
+    hf_model = bridge.original_model
+    known = {m for _, component in placement.modules_of(bridge) for m in component.modules()}
+    for module in hf_model.modules():
+        hook = vars(module).get("_hf_hook")
+        if not isinstance(hook, AlignDevicesHook) or hook.offload:
+            continue
+        remove_hook_from_module(module)
+        if vars(module).get("forward") == MethodType(type(module).forward, module):
+            del vars(module)["forward"]
+        device = placement.home if module is hf_model else device_of_weights(module)
+        if module not in known and device is not None:
+            CarryTo(device).attach(module)
 
 
 def register_hooks(bridge: TransformerBridge) -> None:

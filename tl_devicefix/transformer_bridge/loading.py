@@ -45,7 +45,6 @@ from tl_devicefix.transformer_bridge.alignment import (
     place_bridge,
     placement_as_it_lies,
     settle_bridge,
-    take_inputs_at,
 )
 from tl_devicefix.transformer_bridge.components import (
     ArchitectureAdapterFactory,
@@ -378,7 +377,6 @@ def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
 
     accelerate puts them on any of the devices, depending on the hashes of the devices' names.
     """
-    take_inputs_at(hf_model, home)
     for parameter in hf_model.parameters(recurse=False):
         parameter.data = parameter.data.to(home)
     for name, buffer in hf_model.named_buffers(recurse=False):
