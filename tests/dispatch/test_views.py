@@ -8,10 +8,12 @@ from functools import partial
 import pytest
 import torch
 from comparison import assert_bit_equal
-from model_classes import BRIDGE, CLASSES, HOOKED
+from model_classes import BRIDGE, CLASSES, HOOKED, fuses
 from torch import nn
 
+import tl_devicefix
 from tl_devicefix.adapters import adapter_of
+from tl_devicefix.fusing.listening import Listeners
 
 RESIDUAL = "blocks.3.hook_resid_post"
 WHERE = {
@@ -53,9 +55,10 @@ def test_view_gives_the_models_results_bit_for_bit(model, at_home):
         hooked = model.run_with_hooks(at_home, fwd_hooks=hooks)
         return [hooked, dict(model.run_with_cache(at_home)[1].items())]
 
-    view = view_of(model).model
-    assert type(view) is type(model)
-    assert_bit_equal(results(view), results(model))
+    made = view_of(model)
+    assert type(made.model) is type(model)
+    assert not made.is_captured
+    assert_bit_equal(results(made.model), results(model))
 
 
 def reached_from(value):
@@ -73,9 +76,6 @@ def reached_from(value):
 
 @with_offloaded
 def test_view_shares_weights_but_no_modules(model, machine):
-    mlp = model.blocks[1].mlp
-    forward = mlp.forward
-    vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)  # as notebooks do
     add_all_kinds_of_hooks(model, [])
     originals = {id(module) for module in model.modules()}
     if hasattr(model, "original_model"):
@@ -181,22 +181,20 @@ def test_view_runs_the_models_hooks_with_its_own_hook_points(model, at_home):
     assert described[0] == described[1]
 
 
-def test_a_hook_with_the_model_in_its_closure_has_the_view_there(model, at_home):
-    calls, seen, original = 0, [], model
+@fuses
+def test_a_fused_view_binds_its_blocks_once_for_all_runs(model, at_home, monkeypatch):
+    tl_devicefix.fuse_blocks(model)
+    bound, original = [], Listeners.__init__
+    bind = lambda self, *args: bound.append(self) or original(self, *args)  # noqa: E731
+    monkeypatch.setattr(Listeners, "__init__", bind)
+    view = view_of(model)
+    view.model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, lambda activation, hook: None)])
+    assert (n_bound := len(bound))
 
-    def look(activation, hook, *, step=1):
-        nonlocal calls
-        calls += step
-        seen.append(model)
-
-    model.add_hook(RESIDUAL, look)
-    view = view_of(model).model
-    view(at_home)
-    original(at_home)
-
-    assert calls == 2
-    assert seen[0] is view
-    assert seen[1] is original
+    view.restore()
+    nn.Linear(2, 2)  # a module of another model
+    view.model(at_home)
+    assert len(bound) == n_bound
 
 
 def change_everything(view):

@@ -6,6 +6,7 @@ import itertools
 import threading
 import traceback
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,6 +221,35 @@ def test_a_run_that_waits_in_a_hook_holds_others_up_briefly(model, batches, monk
         return output
 
     list(pipeline_map(model, run, range(2)))
+
+
+def replace_forward(mlp):
+    forward = mlp.forward
+    vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def hook_of(model):
+    return lambda activation, hook: activation + model.blocks[1].mlp(activation)
+
+
+HOLDING = {
+    "a closure": lambda model: model.add_perma_hook(LAST, hook_of(model)),
+    "a closure in a partial": lambda model: model.add_perma_hook(LAST, partial(hook_of(model))),
+    "PyTorch's hook": lambda model: model.blocks[1].mlp.register_forward_hook(
+        partial(lambda block, *args: None, model.blocks[2])
+    ),
+    "a forward": lambda model: replace_forward(model.blocks[1].mlp),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_runs_of_a_model_that_a_function_holds_go_in_a_loop(load, batches, name):
+    model = load("llama")
+    HOLDING[name](model)
+    expected = [model(batch) for batch in batches]
+    results = list(pipeline_map(model, lambda view, batch: (view, view(batch)), batches))
+    assert [view for view, _ in results] == [model] * len(batches)
+    assert_bit_equal([output for _, output in results], expected)
 
 
 def test_one_run_at_a_time_is_a_loop_over_the_model(on_one, batches):

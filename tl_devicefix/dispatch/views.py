@@ -6,8 +6,10 @@ module has a counterpart in the view, of the same class, with the same tensors:
     module.W_Q, module.cfg          the same objects
     module._modules, ._forward_hooks, .fwd_hooks
                                     dicts and lists of the counterpart's own
-    a list, method, closure or handle that leads to a module of the model
-                                    one like it, that leads to the counterpart
+    lists, methods and handles that refer to a module; a library's closures
+                                    rebuilt to refer to its counterpart
+    a closure or partial of the user's that refers to a module
+                                    the same object, and `is_captured` is True
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.user_modules import WATCH, Watch
 from tl_devicefix.fusing.fused import BOUND, IN_VIEW
 from tl_devicefix.fusing.listening import count_assignment
-from tl_devicefix.monkeypatch.patch import LIBRARIES, patches
+from tl_devicefix.monkeypatch.patch import LIBRARIES, is_of_user, patches
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -40,8 +42,8 @@ class View(Generic[Module]):
     """A view of a model: of the same class, with the same weights and its own modules.
 
     Parameters, buffers, config, placement, tokenizer and whatever else holds no module are the
-    same objects. The model's hooks are there, in their order, and get the view's hook points;
-    a hook that was added with a closure over the model has the view there. No `__init__` is called.
+    same objects. The model's hooks are there, in their order, and get the view's hook points. No
+    `__init__` is called.
 
     Args:
         viewed: the model, or another module.
@@ -49,11 +51,14 @@ class View(Generic[Module]):
 
     Attributes:
         model: the view itself.
+        is_captured: True if a closure or partial of the user's, in a hook or attribute of the
+            model, holds a module of it. In the view, it uses the model's module all the same.
     """
 
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
         builder = ViewBuilder() if builder is None else builder
         self.model: Module = builder.of(viewed)
+        self.is_captured = builder.is_captured
         watch: Watch | None = vars(viewed).get(WATCH)
         if watch is not None:
             vars(self.model)[WATCH] = watch.of_view(builder.counterpart_of)
@@ -203,7 +208,7 @@ _LIBRARIES = (*LIBRARIES, "sae_lens")
 # state. Other objects in a model are shared, because they may be a user's lists of results.
 _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
-    *("transformer_lens.conversion_utils", "accelerate.hooks", "torch.nn.modules.module"),
+    *("transformer_lens.conversion_utils", "torch.nn.modules.module"),
     *("tl_devicefix.around", "tl_devicefix.dispatch", "tl_devicefix.offload"),
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     "tl_devicefix.simulation.backward",
@@ -222,6 +227,7 @@ class ViewBuilder:
         """Of counterparts with attributes: modules, and objects such as a Bridge's conversions."""
         self.changed: list[_State] = []
         """Those whose dicts were written to."""
+        self.is_captured = False
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
         self._to_fill: list[_State] = []
@@ -327,43 +333,37 @@ class ViewBuilder:
         self._counterparts[id(value)] = counterpart
         return counterpart
 
-    # In a function's closure or a partial's arguments, and in a user's hook, only what leads to
-    # modules of the model is exchanged. Everything else there is the user's, such as a list of
-    # results, which has to be the same in all views.
+    # Of a library's functions, those that lead to modules of the model get counterparts. One of the
+    # user's has none, and what else a function refers to is shared, such as a list of results.
 
     def _in_function(self, value: object) -> Any:
-        # Not `isinstance`, because a proxy of a module says that it is one.
-        is_of_user = issubclass(type(value), nn.Module) and id(value) not in self._of_model
-        if is_of_user or isinstance(value, (dict, list, tuple, set)):
+        # Not `isinstance`: a proxy of a module says that it is one.
+        is_foreign = issubclass(type(value), nn.Module) and id(value) not in self._of_model
+        if is_foreign or isinstance(value, (dict, list, tuple, set)):
             return value
         return self(value)
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
-        if not value.__closure__ and not vars(value):
-            return value
-        self._counterparts[id(value)] = value  # because a function may call itself
+        self._counterparts[id(value)] = value  # a function may call itself
         cells = tuple(map(self._cell, value.__closure__ or ()))
-        attributes = {name: self._in_function(part) for name, part in vars(value).items()}
-        unchanged = all(map(is_, cells, value.__closure__ or ()))
-        if unchanged and all(map(is_, attributes.values(), vars(value).values())):
+        if all(map(is_, cells, value.__closure__ or ())):
+            return value
+        if is_of_user(value):
+            self.is_captured = True
             return value
         counterpart = types.FunctionType(
             value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
         )
         counterpart.__kwdefaults__ = value.__kwdefaults__
-        functools.update_wrapper(counterpart, value)
-        # Anew, because `update_wrapper` has left `__wrapped__`, which leads to the model.
-        counterpart.__dict__ = attributes
         self._counterparts[id(value)] = counterpart
         return counterpart
 
     def _cell(self, cell: types.CellType) -> types.CellType:
         try:
             value = cell.cell_contents
-        except ValueError:  # because the variable is not assigned yet
+        except ValueError:  # the variable is not assigned yet
             return cell
         counterpart = self._in_function(value)
-        # The same cell where nothing changes, because functions may share it, and write to it.
         return cell if counterpart is value else types.CellType(counterpart)
 
     def _method(self, value: types.MethodType) -> types.MethodType:
@@ -371,16 +371,10 @@ class ViewBuilder:
         return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
 
     def _partial(self, value: Any) -> object:
-        parts = [value.func, *value.args, *value.keywords.values()]
-        counterparts = [self._in_function(part) for part in parts]
-        if all(map(is_, parts, counterparts)):
-            return value
-        n = 1 + len(value.args)
-        counterpart = type(value)(*counterparts[:n], **dict(zip(value.keywords, counterparts[n:])))
-        vars(counterpart).update(
-            (name, self._in_function(part)) for name, part in vars(value).items()
-        )
-        return counterpart
+        parts = value.func, *value.args, *value.keywords.values()
+        if not all(map(is_, parts, map(self._in_function, parts))):
+            self.is_captured = True
+        return value
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
         counterpart = self._counterparts[id(value)] = object.__new__(type(value))

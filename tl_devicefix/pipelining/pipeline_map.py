@@ -116,9 +116,12 @@ def run_all(
     model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], max_in_flight: int
 ) -> Generator[Result, None, None]:
     """Yield the result of each item, as `pipeline_map` does, without checks and notes."""
-    if max_in_flight == 1:
-        return _in_a_loop(model, run, items)
-    return _pipelined(model, with_view_of(model, run), items, max_in_flight)
+    view = adapter_of(model).view_of(model) if max_in_flight > 1 else None
+    if view is not None and not view.is_captured:
+        yield from _pipelined(model, with_view_of(model, run), items, max_in_flight, view)
+        return
+    for item in items:
+        yield _alone(run, model, item)
 
 
 def _numbered(
@@ -158,15 +161,8 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     return max_in_flight
 
 
-def _in_a_loop(
-    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item]
-) -> Generator[Result, None, None]:
-    """Run each item on the model itself, in the caller's thread, when its result is fetched."""
-    for item in items:
-        yield _alone(run, model, item)
-
-
 def _alone(run: Callable[[Model, Item], Result], model: Model, item: Item) -> Result:
+    """Run an item on the model itself, in the caller's thread."""
     with removing_hooks():
         return run(model, item)
 
@@ -176,6 +172,7 @@ def _pipelined(
     run: Callable[[Model, Item], Result],
     items: Iterable[Item],
     max_in_flight: int,
+    view: View[Model],
 ) -> Generator[Result, None, None]:
     """Start as many runs as may be in flight, and one more for each result that is fetched."""
     _refuse_dropout(model)
@@ -203,33 +200,39 @@ def _pipelined(
             view.restore()
             views.append(viewed)  # making a view takes longer than restoring one
 
-    views: list[tuple[View[Model], Streams]] = []  # those of runs that have ended
+    views = [(view, Streams())]  # those of runs that have ended, and the first
+    with checking_at_end(lambda: _refuse_settings(views)), contextlib.ExitStack() as within:
+        pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
+        # Called before the pool waits for its threads, because those may wait in the queue.
+        within.callback(queue.end)
+        weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
+        runs, starts = deque[Future[Result]](), _starting(start, items)
+        runs.extend(itertools.islice(starts, max_in_flight))
+        number = 0
+        try:
+            while runs:
+                if runs[0].exception() is None:  # waits for the run
+                    hooks.check()
+                    runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
+                    # Before the result is used: the run may have read changed weights.
+                    weights.check(number, is_last=len(runs) == 1)
+                # Without a name, which would keep the result alive during the next run.
+                yield runs.popleft().result()
+                number += 1
+        except GeneratorExit:
+            weights.check(number, is_last=True)
+            raise
+
+
+@contextlib.contextmanager
+def checking_at_end(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` at the end of a `with` block, also if it is in a generator that is closed."""
     try:
-        with contextlib.ExitStack() as within:
-            pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
-            # Called before the pool waits for its threads, because those may wait in the queue.
-            within.callback(queue.end)
-            weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
-            runs, starts = deque[Future[Result]](), _starting(start, items)
-            runs.extend(itertools.islice(starts, max_in_flight))
-            number = 0
-            try:
-                while runs:
-                    if runs[0].exception() is None:  # waits for the run
-                        hooks.check()
-                        runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-                        # Before the result is used: the run may have read changed weights.
-                        weights.check(number, is_last=len(runs) == 1)
-                    # Without a name, which would keep the result alive during the next run.
-                    yield runs.popleft().result()
-                    number += 1
-            except GeneratorExit:
-                weights.check(number, is_last=True)
-                raise
+        yield
     except GeneratorExit:
-        _refuse_settings(views)
+        check()
         raise
-    _refuse_settings(views)
+    check()
 
 
 def _refuse_settings(views: list[tuple[View[Model], Streams]]) -> None:

@@ -36,6 +36,7 @@ from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatab
 from tl_devicefix.pipelining.pipeline_map import (
     HooksSnapshot,
     WeightsSnapshot,
+    checking_at_end,
     n_in_flight,
     refuse_arguments,
     run_all,
@@ -161,26 +162,17 @@ def _sweep(
                 note(error, f"{n_runs} runs are one batch: lower batch_size={batch_size}")
             raise
 
-    in_flight = n_in_flight(model, None)
-    # Runs in flight check these themselves.
-    weights = WeightsSnapshot(model) if in_flight == 1 else None
-    hooks = HooksSnapshot(model) if in_flight == 1 else None
+    weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
     number = 0
-    with contextlib.closing(run_all(model, run_from, starts(), in_flight)) as results:
-        try:
-            for of_group in results:
-                for result in of_group:
-                    if weights is not None and hooks is not None:
-                        weights.check(number)
-                        hooks.check()
-                    yield result
-                    number += 1
-        except GeneratorExit:
-            if weights is not None:
-                weights.check(number, is_last=True)
-            raise
-    if weights is not None:
-        weights.check(number, is_last=True)
+    results = run_all(model, run_from, starts(), n_in_flight(model, None))
+    at_end = checking_at_end(lambda: weights.check(number, is_last=True))
+    with contextlib.closing(results), at_end:
+        for of_group in results:
+            for result in of_group:
+                weights.check(number)
+                hooks.check()
+                yield result
+                number += 1
 
 
 def _checked(
