@@ -22,7 +22,7 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no oth
 
 @pytest.fixture
 def offloaded(shared):
-    """`offloaded(ON_ONE)`: a model over the devices of the machine that is open."""
+    """`offloaded(ON_ONE)`: a model on the devices of the machine that is open."""
     return lambda device_map: shared("llama", device_map=device_map)
 
 

@@ -1,4 +1,4 @@
-"""`pipeline_map`: runs in flight together give what they give one after the other."""
+"""`pipeline_map`: runs in flight give what they give one after the other."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ from tl_devicefix.dispatch import scheduler
 
 @pytest.fixture
 def batches(tokens):
-    """Four batches of tokens, each different: mostly one more than run at once."""
+    """Four batches of tokens, each different: mostly one more than run at the same time."""
     return [tokens.roll(shift, 1) for shift in range(4)]
 
 

@@ -1,8 +1,8 @@
 """Bring what a component takes or returns to a device; skip blocks whose output is known.
 
 When a forward skips blocks, everything else runs as usual: tokens are embedded, masks and positions
-are made. TransformerLens's `start_at_layer` would not do, because a Bridge runs the blocks before
-it all the same, and a HookedTransformer needs masks made by hand.
+are made. TransformerLens's `start_at_layer` would not do: a Bridge runs the blocks before it all
+the same, and a HookedTransformer needs masks made by hand.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CarryTo(Around):
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Before `moving_to`, because a run waits for another host's result in that host's turn.
+            # Before `moving_to`: a run waits for another host's result in that host's turn.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
             # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.
@@ -70,7 +70,7 @@ class CarryTo(Around):
                 vars(module)["_start_residual"] = move(residual, self.device)
             if args:  # the residual stream: [batch, pos, d_model]
                 args = (move(args[0], self.device), *map(self._on_device, args[1:]))
-            # Without those that are None, which most arguments of most blocks are.
+            # Most arguments of most blocks are None.
             carried = {
                 name: move(value, self.device) if name in _STREAM else self._on_device(value)
                 for name, value in kwargs.items()
@@ -82,8 +82,8 @@ class CarryTo(Around):
         if isinstance(value, torch.Tensor):
             if value.device == self.device:
                 return value
-            # Once a forward, because all blocks get the same mask and rotary tables; and anew with
-            # gradients, because a copy that was made without them is in no graph.
+            # All blocks get the same mask and rotary tables, so they are copied once a forward; and
+            # once more with gradients, since a copy that was made without them is in no graph.
             what = type(self), torch.is_grad_enabled()
             return cached_for_forward((value,), what, self.device, lambda: move(value, self.device))
         # A block's own entry of a HookedTransformer's KV cache.
@@ -94,7 +94,7 @@ class CarryTo(Around):
         return mapped(value, self._on_device)
 
 
-# Not copied once a forward, because each block gets another tensor by these names.
+# Each block gets another tensor by these names, so they are copied for each block.
 _STREAM = ("hidden_states", "residual")
 
 
@@ -119,7 +119,7 @@ def carry(model: Model, placement: Placement, brings_home: Callable[[str], bool]
 
 
 def not_carried_to(model: Model, placement: Placement) -> list[str]:
-    """Return the components that nothing is carried to, because somebody put them in later."""
+    """Return the components that were replaced after `carry`, so that nothing is carried there."""
     if len(placement.devices) == 1:
         return []
     return [
@@ -135,7 +135,7 @@ def not_carried_to(model: Model, placement: Placement) -> list[str]:
 class Skipping:
     """Lets one forward of a model begin at a later block.
 
-    What stands around the blocks is made once, so that a run pays an assignment a skipped block.
+    What stands around the blocks is made once: a run pays one assignment for each skipped block.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:

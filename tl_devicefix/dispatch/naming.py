@@ -42,7 +42,7 @@ def list_names(names: Sequence[str]) -> str:
 
 def by_shortest_name(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return modules of a kind by their shortest name."""
-    # With duplicates, because a Bridge's modules have several names, the shortest not the first.
+    # A Bridge's modules have several names, and the shortest is not the first.
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_one(module):

@@ -1,4 +1,4 @@
-"""Handle modules and tensors that users put into a component from another device.
+"""Handle modules and tensors that users assign to a component from another device.
 
 - Parameters, buffers and TransformerLens's modules are moved to the component, by `model.setup()`
   and before the model runs.
@@ -34,7 +34,7 @@ from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.types import Model
 
 WATCH = "_tl_devicefix_watch"
-"""A model that runs over several devices has its `Watch` by this name."""
+"""A model split across devices has its `Watch` by this name."""
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
 """Takes a model, a path and the module there. Returns True if the model's class puts one there."""
@@ -55,7 +55,7 @@ class RunWhereItIs(Around):
 
 def device_of_weights(module: nn.Module) -> torch.device | None:
     """Return the device of a module's weights; None if it has none."""
-    # In attributes too, because SAELens's wrapper keeps its SAE in `vars`, not among its modules.
+    # SAELens's wrapper keeps its SAE in its attributes, not among its modules.
     modules = [value for value in vars(module).values() if isinstance(value, nn.Module)]
     tensors = (t for m in (module, *modules) for t in (*m.parameters(), *m.buffers()))
     return next((tensor.device for tensor in tensors), None)
@@ -68,8 +68,8 @@ def runs_where_it_is(module: nn.Module) -> bool:
 
 def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
     """Return the outermost modules in the components that are not TransformerLens's."""
-    # A module of torch's class counts only if it is elsewhere and `is_own` does not know it,
-    # because TransformerLens has some, too.
+    # TransformerLens has modules of torch's classes, too. Such a module counts only if it is
+    # elsewhere and `is_own` does not know it.
     inside: set[nn.Module] = set()
     for name, device in placement.device_map.items():
         own = (None, device, placement.stored_on(name))  # None without weights
@@ -84,28 +84,28 @@ def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.
 
 
 def move_in_parts(model: Model, placement: Placement) -> None:
-    """Move in parts that were assigned since the last forward."""
+    """Move parts that were assigned since the last forward to their component's device."""
     watch: Watch = model.__dict__[WATCH]
     if not watch.is_as_seen():
         watch.bring_in(model, placement)
 
 
 class Watch:
-    """Snapshot of the modules and tensors of each component; moves in what was put in since."""
+    """Snapshot of each component's modules and tensors; moves what was assigned since."""
 
     def __init__(self, is_own: IsOwn | None, warned_of: set[str] | None = None) -> None:
         self._is_own = is_own
         self._warned_of = set() if warned_of is None else warned_of
-        # Weak, because a module that is replaced has to be freed at once.
+        # Weak references: a replaced module has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: tuple[list[int], list[torch.device]] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Without the snapshot, because a copied or unpickled model has other modules.
+        # A copied or unpickled model has other modules, so the snapshot stays behind.
         return Watch, (self._is_own, self._warned_of)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
-        return copy.copy(self)  # with the same set, because each view of a model has such a copy
+        return copy.copy(self)  # each view of a model has such a copy, with the same set
 
     def of_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
         """Return the same for a view of the model, by the counterparts of its modules."""
@@ -237,7 +237,7 @@ def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
     sentences = []
     if moved:
         first = moved[0]
-        # By .data, because torch refuses a tensor in a parameter's place.
+        # torch refuses a tensor in a parameter's place, but not as its .data.
         put = ".data" if first.is_weight else ""
         sentences.append(
             "tensors were put in from another device, and are moved to their component's: "

@@ -1,7 +1,7 @@
 """Views of a model: the same weights, with hook points, hooks and hook contexts of their own.
 
-Runs that are in flight together each have a view, so that no hook of one is seen by another. Each
-module has a counterpart in the view, of the same class, with the same tensors:
+Each run in flight has a view of its own, so that no run sees another's hooks. Each module has a
+counterpart in the view, of the same class, with the same tensors:
 
     module.W_Q, module.cfg          the same objects
     module._modules, ._forward_hooks, .fwd_hooks
@@ -164,7 +164,7 @@ class _State:
         return None
 
 
-# Classes of values that lead to no module. They come first, because most values are of them.
+# Classes of values that lead to no module. Most values are of them, so they are looked up first.
 _PLAIN = frozenset(
     (
         *(str, int, float, bool, bytes, complex, type(None), type, frozenset),
@@ -204,8 +204,8 @@ def _noting(kind: type) -> type:
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
 
 _LIBRARIES = (*LIBRARIES, "sae_lens")
-# Objects of these packages' classes get counterparts, because they know modules, or keep a run's
-# state. Other objects in a model are shared, because they may be a user's lists of results.
+# Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
+# Other objects in a model are shared: they may be a user's lists of results.
 _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "torch.nn.modules.module"),
@@ -220,7 +220,7 @@ _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
 
 
 class ViewBuilder:
-    """Makes the counterparts in one view: of a model's modules, and of what leads to them."""
+    """Makes the counterparts in one view: of a model's modules, and of what refers to them."""
 
     def __init__(self) -> None:
         self.states: list[_State] = []
@@ -239,14 +239,14 @@ class ViewBuilder:
         hf_model = getattr(model, "original_model", model)  # of a Bridge
         self._of_model = {id(module) for module in (*model.modules(), *hf_model.modules())}
         counterpart = self(model)
-        # In a loop, because recursion would go as deep as modules lead from one to another.
+        # A loop: recursion would go as deep as modules refer to one another.
         while self._to_fill:
             self._fill(self._to_fill.pop())
-        # Last, because a handle refers to its dict of hooks, whose counterpart has to be there.
-        for handle, its_counterpart in self._handles:
+        # Handles come last: each refers to its dict of hooks, whose counterpart has to be there.
+        for handle, new_handle in self._handles:
             hooks, number, *others = handle.__getstate__()
             extra = tuple(map(self.counterpart_of, others[0])) if others else ()
-            its_counterpart.__setstate__((self.counterpart_of(hooks), number, extra))
+            new_handle.__setstate__((self.counterpart_of(hooks), number, extra))
         return counterpart
 
     def counterpart_of(self, value: object) -> Any:
@@ -269,13 +269,13 @@ class ViewBuilder:
 
     def _holder(self, value: object) -> object:
         kind = type(value)
-        # Known before it is filled, because what it holds may lead back to it.
+        # Known before it is filled: what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
         if issubclass(kind, nn.Module):
             attributes[IN_VIEW] = True
         attributes.pop(BOUND, None)  # the view's block binds its own modules
-        # Not by setattr, because classes of modules have their own.
+        # Classes of modules have a setattr of their own.
         object.__setattr__(counterpart, "__dict__", attributes)
         state = _State(kind, attributes, self.changed)
         self._to_fill.append(state)
@@ -294,11 +294,11 @@ class ViewBuilder:
         """Put counterparts in the places of a counterpart's attributes."""
         self._owner, kind, attributes = state, state.kind, state.attributes
         for name, value in attributes.items():
-            its_kind = type(value)
-            if its_kind in _PLAIN:
+            value_kind = type(value)
+            if value_kind in _PLAIN:
                 continue
-            if its_kind in _CONTAINERS and _is_own(kind, name):
-                attributes[name] = self._own(value) if value else self._new(its_kind)
+            if value_kind in _CONTAINERS and _is_own(kind, name):
+                attributes[name] = self._own(value) if value else self._new(value_kind)
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -315,7 +315,7 @@ class ViewBuilder:
 
     def _container(self, value: Any) -> object:
         """Return a new container if it leads to modules, and otherwise the same one."""
-        self._counterparts[id(value)] = value  # because a container may be within itself
+        self._counterparts[id(value)] = value  # a container may be within itself
         parts = contents_of(value)
         counterparts = [self(part) for part in parts]
         if all(map(is_, parts, counterparts)):
@@ -391,7 +391,7 @@ class ViewBuilder:
 @functools.lru_cache(maxsize=4096)
 def _is_own(kind: type, name: str) -> bool:
     """Return True if each object of a class has a container of its own by this name."""
-    # A module shares others, because a user may have put them there: `model.results = []`.
+    # Other containers of a module are shared: they may be the user's, as in `model.results = []`.
     return (
         not issubclass(kind, nn.Module)
         or name in _OF_MODULES
@@ -406,7 +406,7 @@ def contents_of(container: Any) -> list[Any]:
 
 
 def refill(container: Any, contents: list[Any]) -> None:
-    """Give a dict, list or set these contents, in place, because others may hold it."""
+    """Give a dict, list or set these contents, in place: other objects may hold it."""
     kind = next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), None)
     if kind is not None:  # by the class's own methods, which note nothing
         n = len(contents) // 2
@@ -443,7 +443,7 @@ def _rule(kind: type) -> Callable[[ViewBuilder, Any], object]:
         return ViewBuilder._holder
     if issubclass(kind, (dict, list, tuple, set)):
         return ViewBuilder._container
-    # Frozen objects are shared, because no run changes them.
+    # Frozen objects are shared: no run changes them.
     is_frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or is_frozen:
         return _same

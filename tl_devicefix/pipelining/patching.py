@@ -154,7 +154,7 @@ class _Swept:
         """Return the logits of the next run, whose hooks have to patch what these patch.
 
         Raises:
-            RuntimeError: if they patch another place, because results are taken in order.
+            RuntimeError: if they patch another place: results are taken in order.
         """
         result = next(self._results)
         asked, given = _patched(fwd_hooks), _patched(next(self._runs))

@@ -1,4 +1,4 @@
-"""`pipeline_map`: many runs of one model at once, each device busy with another run.
+"""`pipeline_map`: many runs of one model at the same time, each device busy with another run.
 
 Two devices, four runs; a run waits at a device until the run before it has left:
 
@@ -62,17 +62,19 @@ def pipeline_map(
     bit for bit.
 
     With ``max_in_flight=1`` (the default on one device) it is that loop: `run` gets the model
-    itself. Otherwise each run has a thread, and a view of the model: the same class, parameters,
-    config and placement, and hooks of its own. A run may read `model` itself, but neither run nor
-    hook it. Either way, hooks that a run adds to hook points are gone when it ends.
+    itself. So it is if a closure or partial on the model (a permanent hook, a ``forward``) holds
+    one of the model's modules. Otherwise each run has a thread, and a view of the model: the same
+    class, parameters, config and placement, and hooks of its own. A run may read `model` itself,
+    but neither run nor hook it. Either way, hooks that a run adds to hook points are gone when it
+    ends.
 
     What runs in flight share, they may not change. A run raises if it draws torch's random numbers
     (without a ``torch.Generator`` of its own), calls ``backward``, reads or sets a leaf's
     ``.grad``, changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and
     numpy's random numbers come in no certain order: draw them for the items. Weights, and
     attributes of modules, may not change either: that is checked now and then and at the end, and
-    raises. Between results you may run the model; hooks that you leave on it are refused, because
-    runs keep the hooks of the start.
+    raises. Between results you may run the model; hooks that you leave on it are refused: runs keep
+    the hooks of the start.
 
     Runs have the modes of your thread: ``torch.no_grad``, ``inference_mode``, autocast,
     `mix_devices`, `gather_on`, torch's modes, current devices and streams.
@@ -80,9 +82,9 @@ def pipeline_map(
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
         run: a function of the model (or a view of it) and an item. It may be called in several
-            threads at once.
+            threads at the same time.
         items: the inputs, possibly endless. This thread reads them, at most `max_in_flight` ahead.
-        max_in_flight: caps unfetched runs, running or finished, because each holds its activations.
+        max_in_flight: caps unfetched runs, running or finished: each holds its activations.
             By default one more than the model has devices, so that a run is ready as soon as the
             first device is free. On one device, 1.
         progress: show a bar.
@@ -144,7 +146,7 @@ def refuse_arguments(
     function: Callable[..., object], call: Callable[..., object], model: Model, given: Iterable[str]
 ) -> None:
     """Refuse arguments of `function` that neither it, the `call` in it, nor the forward has."""
-    # Only near misses for a Bridge, because its forward passes any others on to transformers.
+    # A Bridge's forward passes unknown names on to transformers, so only near misses are refused.
     parameters = [signature(one).parameters for one in (function, call, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
     names = itertools.chain(*parameters)
@@ -180,7 +182,7 @@ def _pipelined(
     queue = DeviceQueue()
 
     def start(number: int, item: Item) -> Future[Result]:
-        # With the state of this moment, because the caller may enter a mode between two results.
+        # The state of this moment: the caller may enter a mode between two results.
         viewed = views.pop() if views else (adapter_of(model).view_of(model), Streams())
         return pool.submit(CallersState(devices).run, work, number, item, viewed)
 
@@ -203,7 +205,7 @@ def _pipelined(
     views = [(view, Streams())]  # those of runs that have ended, and the first
     with checking_at_end(lambda: _refuse_settings(views)), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
-        # Called before the pool waits for its threads, because those may wait in the queue.
+        # Called before the pool waits for its threads, which may wait in the queue.
         within.callback(queue.end)
         weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
         runs, starts = deque[Future[Result]](), _starting(start, items)

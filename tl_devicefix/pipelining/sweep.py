@@ -129,7 +129,7 @@ def _sweep(
     progress: bool,
     arguments: dict[str, Any],
 ) -> Generator[Any, None, None]:
-    # Once: a Bridge makes this dict at each look.
+    # A Bridge makes this dict anew for each call.
     points: dict[str, HookPoint] = dict(model.hook_dict)
     first_block = _FirstBlock(model, points, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
@@ -264,7 +264,7 @@ class _FirstBlock:
         return len(self._model.blocks)
 
     def _may_differ(self, module: nn.Module) -> bool:
-        """Return True if a module may act differently in another run, or somebody watches it."""
+        """Return True if a module may act differently in another run, or a hook sees it."""
         attributes = vars(module)
         hooks = [hook for kind in hooks_of(attributes) for hook in kind.values()]
         if any(_is_of_user(module, hook) for hook in hooks):

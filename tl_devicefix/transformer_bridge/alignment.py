@@ -75,14 +75,14 @@ def to(
 ) -> _Moved:
     """See `TransformerBridge.to`. A dtype keeps the placement, with the new sizes.
 
-    As in TransformerLens, a Bridge over several devices stays there, with a warning. One that runs
+    As in TransformerLens, a Bridge on several devices stays there, with a warning. One that runs
     on one device, with offloaded blocks, is moved whole, and nothing is offloaded then. A number is
     an index of a device of home's type.
 
     Raises:
         ValueError: if there is no device of a number.
     """
-    # Resolve numbers here, because TransformerLens would silently move a spread Bridge.
+    # TransformerLens would silently move a Bridge on several devices to a numbered one.
     if args and type(args[0]) is int:
         args = (resolve_to_move(args[0], home_of(self) or CPU), *args[1:])
     if type(kwargs.get("device")) is int:
@@ -98,7 +98,7 @@ def to(
     else:
         placement = placement.reweighed(self)
         lie_on = {with_index(parameter.device) for parameter in self.parameters()}
-        if len(lie_on) == 1 and len(placement.devices) == 1:  # because it is on one device again
+        if len(lie_on) == 1 and len(placement.devices) == 1:  # it is on one device again
             placement = placement.gathered_on(lie_on.pop())
     settle_bridge(self, placement)
     return moved
@@ -114,7 +114,7 @@ def _apply(
 
 
 def place_bridge(bridge: TransformerBridge, placement: Placement) -> None:
-    """Move each component to its planned device, and the rest home; make the Bridge run over them.
+    """Move each component to its planned device, and the rest home; make the Bridge run there.
 
     Args:
         bridge: on the host, without hooks of accelerate's.
@@ -138,7 +138,7 @@ def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:
         if devices:
             nbytes = sum(tensor.nbytes for tensor in tensors)
             placed.append(PlacedComponent(name, nbytes, device=devices.pop()))
-    placed.sort(key=lambda component: component.name != "embed")  # because home is the first's
+    placed.sort(key=lambda component: component.name != "embed")  # the first one's device is home
     return Placement(tuple(placed)) if placed else None
 
 
