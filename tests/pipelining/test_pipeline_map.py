@@ -223,6 +223,14 @@ def test_a_run_that_waits_in_a_hook_holds_others_up_briefly(model, batches, monk
     list(pipeline_map(model, run, range(2)))
 
 
+def test_runs_of_an_opt_go_in_flight(load, batches):
+    """A Bridge's hooks are closures over its modules there, and its forwards set attributes."""
+    model = load("opt", 2)
+    results = list(pipeline_map(model, lambda view, batch: (view, view(batch)), batches))
+    assert model not in [view for view, _ in results]
+    assert_bit_equal([output for _, output in results], [model(batch) for batch in batches])
+
+
 def replace_forward(mlp):
     forward = mlp.forward
     vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)

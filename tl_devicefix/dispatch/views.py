@@ -99,7 +99,9 @@ class View(Generic[Module]):
 
         It visits all modules, so it is for the end of all runs.
         """
-        return next(filter(None, (state.kept_setting() for state in self._states)), None)
+        # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
+        modules = (state for state in self._states if issubclass(state.kind, nn.Module))
+        return next(filter(None, (state.kept_setting() for state in modules)), None)
 
 
 @patches("HookPoint", takes="self", why="a view's hook points keep their contexts")
