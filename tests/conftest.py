@@ -38,6 +38,7 @@ from racing import asynchronous
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
+from tl_devicefix.multihost.hosts import joined_hosts
 from tl_devicefix.placement import devices as placement_devices
 from tl_devicefix.simulation.machine import Machine, Transfer
 
@@ -305,14 +306,14 @@ def load(
     """
 
     def load(kind: str, spread: Any = None, *, hf_model: Any = None, **options: Any) -> Any:
-        is_entered = placement_devices.simulated_device() or placement_devices.joined_hosts()
+        is_entered = placement_devices.simulated_device() or joined_hosts()
         if not is_entered and options.get("device") != "cpu":
             request.getfixturevalue("machine")
         where = {"device", "device_map", "n_devices", "max_memory"}
         is_anywhere = spread is None and where.isdisjoint(options)
         if model_class == HOOKED:
             # Workers of other hosts load from files.
-            source = checkpoints if placement_devices.joined_hosts() else hf_models
+            source = checkpoints if joined_hosts() else hf_models
             source = source if hf_model is None else lambda _: hf_model
             return load_kind(kind, source, tokenizer, 4 if is_anywhere else spread, **options)
         if is_anywhere:

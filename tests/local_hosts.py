@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.multihost.hosts import Host, join, joined_hosts
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.devices import Host, join, joined_hosts
 
 
 class LocalConnection:

@@ -11,8 +11,8 @@ import torch
 
 import tl_devicefix
 from tl_devicefix.multihost import init_hosts as joining
+from tl_devicefix.multihost.hosts import joined_hosts
 from tl_devicefix.multihost.init_hosts import _packed, _unpacked, own_versions
-from tl_devicefix.placement.devices import joined_hosts
 
 pytestmark = pytest.mark.once
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tl_devicefix
+from tl_devicefix.multihost.hosts import HostLost, joined_hosts
 from tl_devicefix.multihost.init_hosts import leave_hosts
-from tl_devicefix.placement.devices import HostLost, joined_hosts
 
 pytestmark = pytest.mark.once
 
@@ -128,7 +128,7 @@ class Cluster:
 DRIVER = """
 import sys
 import tl_devicefix
-from tl_devicefix.placement.devices import joined_hosts
+from tl_devicefix.multihost.hosts import joined_hosts
 try:
     tl_devicefix.init_hosts(*sys.argv[1:])
     print(len(joined_hosts()), flush=True)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from local_hosts import LocalConnection, hosts
 
-from tl_devicefix.placement.devices import HostLost, free_memory, joined_hosts, resolve
+from tl_devicefix.multihost.hosts import HostLost, joined_hosts
+from tl_devicefix.placement.devices import free_memory, resolve
 
 Z = "blocks.2.attn.hook_z"
 PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}

@@ -15,7 +15,7 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 
 ONE, WEIGHTS = torch.zeros(1), "model.safetensors"
 

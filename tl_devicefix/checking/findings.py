@@ -17,11 +17,11 @@ from tl_devicefix.dispatch.naming import WRAPPED, expression, join_path, list_na
 from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.monkeypatch.patch import is_of_user
-from tl_devicefix.placement.devices import CPU, is_elsewhere, printed, resolve, with_index
+from tl_devicefix.placement.devices import CPU, printed, resolve, with_index
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.types import Model
 
 Kind = Literal[
@@ -87,8 +87,8 @@ def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTen
                 device = resolve(model.cfg.device)
             else:
                 device = placement.device_for(join_path(path, name), is_weight)
-                if is_elsewhere(device) and type(value) is not RemoteTensor:
-                    device = placement.home  # such as a block that replaces a remote one
+                if is_elsewhere(device):  # weights elsewhere say that they are at home
+                    device = placement.home
             yield PlacedTensor(path, name, module, value, is_weight, device)
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.placement.devices import DEVICE_TYPE, default_device, device_count, joined_hosts
+from tl_devicefix.multihost.hosts import joined_hosts
+from tl_devicefix.placement.devices import DEVICE_TYPE, default_device, device_count
 from tl_devicefix.simulation import simulate
 
 CHECKPOINT = Path(__file__).parent / "recall_checkpoint"

@@ -19,9 +19,8 @@ from tl_devicefix.around import Args, Around, AroundForward, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import mapped
 from tl_devicefix.dispatch.scheduler import current_run, moving_to
 from tl_devicefix.fusing.one_forward import cached_for_forward
-from tl_devicefix.placement.devices import is_elsewhere
+from tl_devicefix.placement.elsewhere import is_elsewhere, plain
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.remote_tensor import plain
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
@@ -30,7 +29,7 @@ BlockOutput: TypeAlias = torch.Tensor | tuple[Any, ...]
 
 
 def move(value: T, device: torch.device) -> T:
-    """Bring a tensor to a device, one of another host too; leave anything else alone."""
+    """Bring a tensor to a device, from elsewhere too; leave anything else alone."""
     moved: Any = plain(value)
     if isinstance(moved, torch.Tensor) and moved.device != device:
         run = current_run()
@@ -57,11 +56,11 @@ class CarryTo(Around):
         if skip is not None and not skip.is_over:  # it reads none of them
             return args, kwargs
         if is_elsewhere(self.device):
-            # No tensor can be there: a run in flight only waits for its turn on the other host.
+            # No tensor can be there: a run in flight only waits for its turn.
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Before `moving_to`: a run waits for another host's result in that host's turn.
+            # Before `moving_to`: a run waits for values from elsewhere in its turn there.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
             # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.

@@ -29,7 +29,8 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.prefetch import drop_prefetched
-from tl_devicefix.placement.devices import is_elsewhere, module_with_streams
+from tl_devicefix.placement.devices import module_with_streams
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.in_use import setting
 from tl_devicefix.types import Model
 
@@ -162,8 +163,8 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
-        # A run on another host's device waits for an answer, and needs no turn. If the run that has
-        # the turn waits for long, perhaps in a hook, others go on without it.
+        # Nothing is queued from here on a device elsewhere, so a run there needs no turn. If the run
+        # that has the turn waits for long, perhaps in a hook, others go on without it.
         if not is_elsewhere(device):
             self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
 

@@ -30,7 +30,6 @@ from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.in_use import devices_in_use
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.types import Model
 
 WATCH = "_tl_devicefix_watch"
@@ -182,14 +181,9 @@ class PlacedTensor:
         return join_path(self.path, self.name)
 
     @property
-    def device(self) -> torch.device:
-        """Its device; for a weight of another host, that host's."""
-        return self.planned if type(self.value) is RemoteTensor else self.value.device
-
-    @property
     def is_misplaced(self) -> bool:
         """True if it is on another device. False on meta, where tensors have no values."""
-        return not self.value.is_meta and self.device != self.planned
+        return not self.value.is_meta and self.value.device != self.planned
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -20,13 +20,14 @@ from tl_devicefix.fusing.one_forward import is_in_forward
 from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, resolve, resolve_to_move
+from tl_devicefix.placement.devices import resolve, resolve_to_move
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement, placement_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor
 
 
 def place(model: HookedTransformer, placement: Placement) -> None:

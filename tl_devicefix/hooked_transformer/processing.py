@@ -30,9 +30,9 @@ from tl_devicefix.hooked_transformer.components import IS_2, component_names, fi
 from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.multihost.remote_tensor import refuse_weights
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import Placement, names_block, placement_of
-from tl_devicefix.placement.remote_tensor import refuse_weights
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.weight_processing import Conventions, Steps, process_component
 from tl_devicefix.weight_processing import slices as slicing

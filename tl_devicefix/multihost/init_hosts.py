@@ -16,8 +16,8 @@ import transformers.utils.logging as hf_logging
 from torch.utils._pytree import tree_map_only
 
 from tl_devicefix.monkeypatch.versions import versions
+from tl_devicefix.multihost.hosts import Host, HostLost, join, joined_hosts
 from tl_devicefix.multihost.worker import Worker
-from tl_devicefix.placement.devices import Host, HostLost, join, joined_hosts
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def _unpacked(value: object) -> Any:
 
 
 class RayConnection:
-    """The driver's connection to the worker of a node; see `placement.devices.Connection`.
+    """The driver's connection to the worker of a node; see `Connection`.
 
     Args:
         name: the host's name.

@@ -10,9 +10,10 @@ import contextlib
 from collections.abc import Iterator
 
 from tl_devicefix.multihost.checkpoint_files import files_of
+from tl_devicefix.multihost.hosts import host_of
 from tl_devicefix.multihost.remote_block import RemoteModel
 from tl_devicefix.multihost.worker import worker_of
-from tl_devicefix.placement.devices import host_of, is_elsewhere
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 

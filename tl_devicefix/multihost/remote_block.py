@@ -44,6 +44,7 @@ from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsuppor
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, is_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
+from tl_devicefix.multihost.hosts import Host
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
@@ -54,6 +55,7 @@ from tl_devicefix.multihost.kv_caches import (
     settings_of,
     tensors_of,
 )
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.multihost.worker import (
     HAS_MLP_IN,
     Geometry,
@@ -66,8 +68,8 @@ from tl_devicefix.multihost.worker import (
     settings,
     worker_of,
 )
-from tl_devicefix.placement.devices import Host, version_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor, plain
+from tl_devicefix.placement.devices import version_of
+from tl_devicefix.placement.elsewhere import plain
 
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)

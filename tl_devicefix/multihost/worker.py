@@ -42,6 +42,7 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
+from tl_devicefix.multihost.hosts import Host
 from tl_devicefix.multihost.kv_caches import (
     CACHE,
     ENTRY,
@@ -53,8 +54,8 @@ from tl_devicefix.multihost.kv_caches import (
     settings_of,
     tensors_of,
 )
-from tl_devicefix.placement.devices import Host, elsewhere, free_memory
-from tl_devicefix.placement.remote_tensor import plain
+from tl_devicefix.placement.devices import free_memory
+from tl_devicefix.placement.elsewhere import elsewhere, plain
 
 _Value = TypeVar("_Value")
 

@@ -35,10 +35,10 @@ from tl_devicefix.dispatch.scheduler import (
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import applies_dropout
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model

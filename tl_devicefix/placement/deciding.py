@@ -23,11 +23,11 @@ from tl_devicefix.placement.devices import (
     default_device,
     device_count,
     is_device,
-    is_elsewhere,
+    others,
     printed,
     resolve,
-    sites_here,
 )
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
 from tl_devicefix.placement.placement import (
@@ -150,7 +150,7 @@ def _devices_to_use(
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    # Devices of home's type or on other hosts: "cpu" in `max_memory` only allows offloading.
+    # Devices of home's type or elsewhere: "cpu" in `max_memory` only allows offloading.
     of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
@@ -165,7 +165,7 @@ def _devices_to_use(
             f"max_memory must name a {home.type!r} device, but names "
             f"{', '.join(map(printed, limits)) or 'none'}{and_there_are()}"
         )
-    count = len(sites_here()) or device_count(home.type)
+    count = len(others().devices) or device_count(home.type)
     return consecutive(home, max(count - (home.index or 0), 1))
 
 

@@ -1,146 +1,19 @@
-"""The devices of this machine and of other hosts: existence, names and free memory.
-
-`Connection` is the interface by which other hosts are asked.
-"""
+"""Devices: existence, names and free memory."""
 
 from __future__ import annotations
 
 import re
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.misspelt import shown
+from tl_devicefix.placement.elsewhere import NOBODY, Elsewhere, is_elsewhere
 
 DEVICE_TYPE = "sim"
 """The type of simulated devices."""
-
-
-class HostLost(RuntimeError):
-    """Raised if a host is lost with its blocks; the message names it."""
-
-
-class Connection(Protocol):
-    """The interface to a host's worker. An implementation has to keep these promises:
-
-    - Several threads may call at the same time, and a call may take long.
-    - Arguments and values are None, numbers, strings, dtypes, dense CPU tensors without gradients,
-      and tuples, lists and dicts of these.
-    - A tensor that arrives is its receiver's own, and may be written to.
-
-    Attributes:
-        name: the host's.
-    """
-
-    name: str
-
-    def end(self) -> None:
-        """End the worker."""
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker, and wait for its result.
-
-        Raises:
-            HostLost: at once, if the host is lost.
-        """
-
-
-@dataclass(frozen=True, eq=False)
-class Host:
-    """A host that has joined.
-
-    Attributes:
-        connection: the interface to its worker.
-        devices: the names of its devices there ("cuda:0"), in order.
-        forgotten: numbers of values that the worker may free. The next run sends them.
-    """
-
-    connection: Connection
-    devices: tuple[str, ...]
-    forgotten: list[int] = field(default_factory=list)
-
-    def take_forgotten(self) -> list[int]:
-        """Empty `forgotten` one by one: other threads may append at the same time."""
-        return [self.forgotten.pop() for _ in range(len(self.forgotten))]
-
-
-_joined: tuple[Host, ...] = ()
-
-
-def join(hosts: Sequence[Host]) -> None:
-    """Make the devices of these hosts, and of no others, known in this process."""
-    global _joined
-    _joined = tuple(hosts)
-
-
-def joined_hosts() -> tuple[Host, ...]:
-    """Return the hosts that have joined, in order, without this process's own."""
-    return _joined
-
-
-@dataclass(frozen=True)
-class Site:
-    """A device and its host.
-
-    Attributes:
-        torch_device: the device in this process; a stand-in (see `elsewhere`) for another host's.
-        host: the host's number, from 0 on; this process's own is 0.
-        hostname: the host's name: "node-b"; "host1" if two hosts have the same name.
-        number: the device's number among the host's devices, from 0 on.
-        device: its name on the host: "cuda:1".
-    """
-
-    torch_device: torch.device
-    host: int
-    hostname: str
-    number: int
-    device: str
-
-    @property
-    def name(self) -> str:
-        """Host and device: "node-b/cuda:1"."""
-        return f"{self.hostname}/{self.device}"
-
-
-def names_host(named: object) -> bool:
-    """Return True if a device is named with its host: "host1/cuda:3"."""
-    return isinstance(named, str) and "/" in named
-
-
-def site_named(name: str, sites: Sequence[Site]) -> Site:
-    """Return the site of "node-b/cuda:1" or "host1/1"."""
-    host, _, device = name.rpartition("/")
-    on_host = [site for site in sites if site.hostname == host]
-    on_host = on_host or [site for site in sites if f"host{site.host}" == host]
-    for site in on_host:
-        if device in (site.device, str(site.number)):
-            return site
-    if not sites:
-        raise ValueError(
-            f"device {name!r} names a host, but no other host has joined: call "
-            "tl_devicefix.init_hosts() first, or leave the host out"
-        )
-    raise ValueError(f"device {name!r} does not exist: name one of {list_sites(sites)}")
-
-
-def list_sites(sites: Sequence[Site]) -> str:
-    """List hosts and their devices: "node-a/cuda:0 to cuda:7, node-b/cuda:0 to cuda:7"."""
-    by_host: dict[int, list[Site]] = {}
-    names = {site.hostname for site in sites}
-    for site in sites:
-        by_host.setdefault(site.host, []).append(site)
-    ranges = []
-    for first, *others in by_host.values():
-        number = f"host{first.host}"
-        # A host's name precedes another one's number, so leave out a number that is also a name.
-        also = "" if number in names else f" ({number})"
-        ranges.append(first.name + (f" to {others[-1].device}" if others else "") + also)
-    return ", ".join(ranges)
 
 
 DeviceLike = str | int | torch.device
@@ -197,65 +70,44 @@ def has_index(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") or is_elsewhere(device)
 
 
-def elsewhere(number: int) -> torch.device:
-    """Return the stand-in for a device of another host, on which no tensor here can be."""
-    # torch takes any index of "meta", and no tensor without values has one.
-    return torch.device("meta", number)
-
-
 def module_with_streams(device: torch.device) -> Any:
     """Return torch's module of a device type, such as `torch.cuda`; None if it has no streams."""
     module = torch.get_device_module(device.type)
     return module if hasattr(module, "Stream") and device.type != "cpu" else None
 
 
-def is_elsewhere(device: torch.device) -> bool:
-    """Return True if a device is one of another host."""
-    return device.type == "meta" and device.index is not None
+_others = NOBODY
 
 
-def host_of(device: torch.device) -> tuple[Host, int]:
-    """Return the host of a device elsewhere, and the device's number there."""
-    devices = [(host, number) for host in joined_hosts() for number in range(len(host.devices))]
-    return devices[device.index]
+def set_others(others: Elsewhere) -> None:
+    """Have `others` tell of devices elsewhere, from now on."""
+    global _others
+    _others = others
 
 
-def sites_here() -> tuple[Site, ...]:
-    """Return the sites of all devices after `init_hosts`; nothing with one host or a simulation."""
-    if not joined_hosts() or simulated_device() is not None:
-        return ()
-    here = default_device()
-    own = [torch.device(here.type, number) for number in range(device_count(here.type))]
-    own = own if has_index(here) else [here]
-    sites = [Site(d, 0, socket.gethostname(), n, str(d)) for n, d in enumerate(own)]
-    for number, host in enumerate(joined_hosts(), 1):
-        for index, name in enumerate(host.devices):
-            device = elsewhere(len(sites) - len(own))
-            sites.append(Site(device, number, host.connection.name, index, name))
-    return tuple(sites)
-
-
-def site_of(device: torch.device, sites: Sequence[Site] | None = None) -> Site | None:
-    """Return a device's site, by default among all; None with one host."""
-    all_sites = sites_here() if sites is None else sites
-    return next((site for site in all_sites if site.torch_device == device), None)
+def others() -> Elsewhere:
+    """Return who knows of devices elsewhere; within a simulation, nobody."""
+    return _others if simulated_device() is None else NOBODY
 
 
 def printed(device: torch.device) -> str:
-    """Return a device's name as a user may give it: with its host, if there are several."""
-    site = site_of(device)
-    return str(device) if site is None else site.name
+    """Return a device's name as a user may give it."""
+    return others().name_of(device)
 
 
 def and_there_are() -> str:
-    """Return the hosts' devices as the end of a sentence; "" with one host."""
-    sites = sites_here()
-    return f"; the hosts have {list_sites(sites)}" if sites else ""
+    """Return a list of all devices as the end of a sentence; "" if none is elsewhere."""
+    return f"; the hosts have {others().listed}" if others().devices else ""
+
+
+def has_slash(named: object) -> bool:
+    """Return True if a device is named as those elsewhere are: "host1/cuda:3"."""
+    return isinstance(named, str) and "/" in named
 
 
 def is_device(named: object) -> bool:
     """Return True if this is an index or the name of a device, on this machine or another."""
-    if isinstance(named, int) or names_host(named):
+    if isinstance(named, int) or has_slash(named):
         return True
     try:
         return isinstance(named, str | torch.device) and bool(torch.device(named).type)
@@ -267,8 +119,8 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
     """Turn a user's way of naming a device into a `torch.device` that exists here.
 
     Args:
-        device: a name, or an index of a device of home's type. With several hosts, also a name
-            with its host: "node-b/cuda:1", or "host1/cuda:1" by the host's number.
+        device: a name, or an index of a device of home's type; for devices elsewhere, a name with a
+            slash, or a further index.
         home: the model's home. Without, or if its type has no index (the CPU), an index is of the
             type that TransformerLens would choose.
     """
@@ -278,12 +130,11 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
         )
     if isinstance(device, int):
         numbered = home if home is not None and has_index(home) else default_device()
-        sites = sites_here()
-        if device < len(sites):
-            return sites[device].torch_device
+        if device < len(others().devices):
+            return others().devices[device]
         return with_index(_existing(torch.device(numbered.type, device), repr(device)))
-    if names_host(device):
-        return site_named(str(device), sites_here()).torch_device
+    if has_slash(device):
+        return others().find(str(device))
     if not isinstance(device, str | torch.device):
         raise ValueError(
             f"a device must be an index or a name such as 'cuda:0', but is {shown(device)}"
@@ -325,9 +176,9 @@ def _existing(device: torch.device, named: str) -> torch.device:
 
 
 def _there_are(device_type: str) -> str:
-    sites = sites_here()
-    if any(site.torch_device.type == device_type for site in sites):
-        return f"the hosts have {len(sites)} ({list_sites(sites)})"
+    known = others()
+    if any(device.type == device_type for device in known.devices):
+        return f"the hosts have {len(known.devices)} ({known.listed})"
     return f"this machine has {device_count(device_type)} device(s) of type {device_type!r}"
 
 
@@ -344,9 +195,8 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if count == 1:
         return [first]
     start = first.index or 0
-    sites = sites_here()
-    if start + count <= len(sites):
-        return [site.torch_device for site in sites[start : start + count]]
+    if start + count <= len(others().devices):
+        return [*others().devices[start : start + count]]
     if first.type == "cpu" or start + count > device_count(first.type):
         simulated = (
             f"load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
@@ -367,9 +217,8 @@ def free_memory(device: torch.device) -> int | None:
     Memory of other processes counts as used. Unused memory in this process's caching allocator
     counts as free: torch reuses it, unless `set_per_process_memory_fraction` forbids that.
     """
-    if is_elsewhere(device) and joined_hosts():
-        host, number = host_of(device)
-        return int(host.connection.call("free_memory", number, host.take_forgotten()))
+    if is_elsewhere(device):
+        return others().free_memory(device)
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device.type)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import CPU, free_memory, is_elsewhere, printed
+from tl_devicefix.placement.devices import CPU, free_memory, printed
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
@@ -65,7 +66,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
     mover = Mover()
 
     def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
-        if is_elsewhere(device):  # its host holds them: here, they count as placed
+        if is_elsewhere(device):  # its weights have no values here and count as placed
             placed.update(map(id, (*module.modules(), *module.parameters())))
         for submodule in module.modules():
             for name, parameter in submodule.named_parameters(recurse=False):

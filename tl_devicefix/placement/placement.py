@@ -14,17 +14,8 @@ import torch
 from torch import nn
 
 from tl_devicefix.misspelt import UnknownName, did_you_mean
-from tl_devicefix.placement.devices import (
-    CPU,
-    DeviceLike,
-    Site,
-    is_elsewhere,
-    names_host,
-    resolve,
-    site_named,
-    site_of,
-    sites_here,
-)
+from tl_devicefix.placement.devices import CPU, DeviceLike, has_slash, others, resolve
+from tl_devicefix.placement.elsewhere import Elsewhere, is_elsewhere
 from tl_devicefix.placement.memory import format_table, gib
 
 VISITING = 2
@@ -65,8 +56,8 @@ class Placement:
     """Where each component of a model lives. You cannot change it; printing it shows a table."""
 
     components: tuple[PlacedComponent, ...]
-    sites: tuple[Site, ...] = field(default_factory=sites_here)
-    """The host of each device, if there are several hosts."""
+    others: Elsewhere = field(default_factory=others, compare=False)
+    """Names devices that are elsewhere."""
 
     def __deepcopy__(self, memo: object) -> Placement:
         return self  # immutable, so a copied model can share it
@@ -87,7 +78,7 @@ class Placement:
 
     @property
     def here(self) -> Placement:
-        """The same placement without components on other hosts."""
+        """The same placement without components that are elsewhere."""
         return self if self._here is None else self._here
 
     # None for itself, because a placement that refers to itself would outlive its model, and
@@ -95,7 +86,7 @@ class Placement:
     @cached_property
     def _here(self) -> Placement | None:
         own = tuple(c for c in self.components if not is_elsewhere(c.device))
-        return None if own == self.components else Placement(own, self.sites)
+        return None if own == self.components else Placement(own, self.others)
 
     @property
     def of_this_process(self) -> Placement:
@@ -130,7 +121,7 @@ class Placement:
         return self._component(name).device
 
     def read_at(self, name: str) -> torch.device:
-        """Return the device on which to read a component: home, if it is on another host."""
+        """Return the device on which to read a component: home, if it is elsewhere."""
         device = self.device_of(name)
         return self.home if is_elsewhere(device) else device
 
@@ -190,8 +181,8 @@ class Placement:
 
     def _device(self, named: DeviceLike) -> torch.device:
         """Resolve a device; one in use is found by name, because simulated ones cease to exist."""
-        if names_host(named):
-            return site_named(str(named), self.sites).torch_device
+        if has_slash(named):
+            return self.others.find(str(named))
         for memory in self.memories:
             # A text, because an index may come as "1"; the CPU has none.
             if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
@@ -209,7 +200,7 @@ class Placement:
         gathered = (
             replace(component, device=device, offloaded=False) for component in self.components
         )
-        return Placement(tuple(gathered), self.sites)
+        return Placement(tuple(gathered), self.others)
 
     def reweighed(self, model: nn.Module) -> Placement:
         """Return the same devices, with the present sizes of a model's components."""
@@ -218,7 +209,7 @@ class Placement:
             weights = sum(tensor.nbytes for tensor in module.parameters())
             buffers = sum(tensor.nbytes for tensor in module.buffers())
             weighed[component.name] = replace(component, weights=weights, buffers=buffers)
-        return Placement(tuple(weighed.values()), self.sites)
+        return Placement(tuple(weighed.values()), self.others)
 
     def modules_of(self, model: nn.Module) -> Iterator[tuple[PlacedComponent, nn.Module]]:
         """Yield the components that a model has, each with its module."""
@@ -239,8 +230,7 @@ class Placement:
 
     def label(self, memory: torch.device) -> str:
         """Return a device's name and role: "cuda:0 (home)", "node-b/cuda:0", "cpu (offloaded)"."""
-        site = site_of(memory, self.sites)
-        name = str(memory) if site is None else site.name
+        name = self.others.name_of(memory)
         if memory == self.home:
             return f"{name} (home)"
         is_offload = memory == CPU and any(c.offloaded for c in self.components)

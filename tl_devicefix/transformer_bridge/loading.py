@@ -34,10 +34,12 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.multihost.hosts import joined_hosts
 from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import is_elsewhere, joined_hosts, resolve, simulated_device
+from tl_devicefix.placement.devices import resolve, simulated_device
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import raised_in

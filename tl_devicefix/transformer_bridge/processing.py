@@ -34,11 +34,11 @@ from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import call_everywhere
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.placement.remote_tensor import RemoteTensor
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.transformer_bridge.fused import forget

@@ -12,7 +12,7 @@ activations need not know of other hosts. There are three kinds:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import storage_of
+from tl_devicefix.placement.elsewhere import TensorElsewhere
 
-_Value = TypeVar("_Value")
 _Function = Callable[..., Any]
 """A function of torch, or a method of `torch.Tensor`."""
 
@@ -43,7 +43,7 @@ _WITHOUT_GRAPH = frozenset(
 _VIEWS = (_T.view, _T.reshape, _T.transpose)
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(TensorElsewhere):
     """A tensor of another host; see the module.
 
     Attributes:
@@ -167,11 +167,6 @@ class RemoteTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return self.read().__reduce_ex__(protocol)
-
-
-def plain(value: _Value) -> _Value | torch.Tensor:
-    """Return a tensor of another host as a plain one, and anything else as it is."""
-    return value.read() if isinstance(value, RemoteTensor) else value
 
 
 def _changes_nothing(

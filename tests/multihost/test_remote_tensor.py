@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tl_devicefix.placement.remote_tensor import RemoteTensor
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 
 pytestmark = pytest.mark.hooked
 

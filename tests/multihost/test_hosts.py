@@ -9,18 +9,11 @@ import torch
 from local_hosts import LocalConnection
 
 from tl_devicefix import estimate, plan, simulate
-from tl_devicefix.placement import devices
-from tl_devicefix.placement.devices import Host, Site, elsewhere, join, site_named
+from tl_devicefix.multihost import hosts
+from tl_devicefix.multihost.hosts import Host, Hosts, join
+from tl_devicefix.placement.elsewhere import elsewhere
 
 pytestmark = pytest.mark.hooked
-
-JOINED = (
-    Site(torch.device("xpu", 0), 0, "head", 0, "xpu:0"),
-    Site(torch.device("xpu", 1), 0, "head", 1, "xpu:1"),
-    Site(elsewhere(0), 1, "node-b", 0, "xpu:0"),
-    Site(elsewhere(1), 1, "node-b", 1, "xpu:1"),
-)
-"""As after `init_hosts`, of hosts with names of their own."""
 
 
 class _Connection(LocalConnection):
@@ -37,21 +30,26 @@ class _Connection(LocalConnection):
 @pytest.fixture
 def joined_hosts(monkeypatch):
     """node-b and node-c, which have joined this process with two GPUs each; it has its CPU."""
-    monkeypatch.setattr(devices.socket, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "node-a")
     join([Host(_Connection(name), ("cuda:0", "cuda:1")) for name in ("node-b", "node-c")])
     yield
     join([])
 
 
-def test_a_device_is_named_by_its_host_and_what_that_calls_it():
+def test_a_device_is_named_by_its_host_and_what_that_calls_it(monkeypatch):
+    monkeypatch.setattr(hosts, "default_device", lambda: torch.device("xpu", 0))
+    monkeypatch.setattr(hosts, "device_count", lambda kind: 2)
+    monkeypatch.setattr(hosts.socket, "gethostname", lambda: "head")
+    joined = Hosts([Host(_Connection("node-b"), ("xpu:0", "xpu:1"))])
     names = {"head/xpu:1": 1, "node-b/xpu:0": 2, "host1/xpu:1": 3, "host0/0": 0, "node-b/1": 3}
     for name, index in names.items():
-        assert site_named(name, JOINED) is JOINED[index]
+        assert joined.find(name) == joined.devices[index]
+    assert joined.devices[2:] == (elsewhere(0), elsewhere(1))
     there = r"head/xpu:0 to xpu:1 \(host0\), node-b/xpu:0 to xpu:1 \(host1\)$"
     for name in ("node-c/xpu:0", "node-b/xpu:2", "head/cpu:0", "/", "head/"):
         refused = f"^device {name!r} does not exist: name one of.* {there}"
         with pytest.raises(ValueError, match=refused):
-            site_named(name, JOINED)
+            joined.find(name)
 
 
 def test_device_of_a_host_that_has_not_joined_is_refused(config, joined_hosts):
@@ -98,4 +96,4 @@ def test_simulated_devices_are_of_no_host(config, joined_hosts):
     with simulate(2):
         placement = plan(config(), device_map="balanced")
         assert [*map(str, placement.devices)] == ["sim:0", "sim:1"]
-        assert placement.sites == ()
+        assert placement.others.devices == ()

@@ -1,0 +1,130 @@
+"""The hosts that have joined: their workers, and the names and numbers of their devices."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tl_devicefix.placement.devices import default_device, device_count, has_index, set_others
+from tl_devicefix.placement.elsewhere import NOBODY, Elsewhere, elsewhere
+
+
+class HostLost(RuntimeError):
+    """Raised if a host is lost with its blocks; the message names it."""
+
+
+class Connection(Protocol):
+    """The interface to a host's worker. An implementation has to keep these promises:
+
+    - Several threads may call at once, and a call may take long.
+    - Arguments and values are None, numbers, strings, dtypes, dense CPU tensors without gradients,
+      and tuples, lists and dicts of these.
+    - A tensor that arrives is its receiver's own, and may be written to.
+
+    Attributes:
+        name: the host's: "node-b"; "host1" if two hosts have the same name.
+    """
+
+    name: str
+
+    def end(self) -> None:
+        """End the worker."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker, and wait for its result.
+
+        Raises:
+            HostLost: at once, if the host is lost.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """A host that has joined.
+
+    Attributes:
+        connection: the interface to its worker.
+        devices: the names of its devices there ("cuda:0"), in order.
+        forgotten: numbers of values that the worker may free. The next run sends them.
+    """
+
+    connection: Connection
+    devices: tuple[str, ...]
+    forgotten: list[int] = field(default_factory=list)
+
+    def take_forgotten(self) -> list[int]:
+        """Empty `forgotten` one by one: other threads may append meanwhile."""
+        return [self.forgotten.pop() for _ in range(len(self.forgotten))]
+
+
+class Hosts(Elsewhere):
+    """The devices of this process, and then of each host that has joined."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        here = default_device()
+        own = [here]
+        if has_index(here):
+            own = [torch.device(here.type, number) for number in range(device_count(here.type))]
+        named = [(socket.gethostname(), tuple(map(str, own)))]
+        named += [(host.connection.name, host.devices) for host in hosts]
+        n_elsewhere = sum(len(host.devices) for host in hosts)
+        self.devices = (*own, *map(elsewhere, range(n_elsewhere)))
+        self._names: dict[torch.device, str] = {}
+        # Host -> a device's name or number there -> the device.
+        by_number: dict[str, dict[str, torch.device]] = {}
+        by_name: dict[str, dict[str, torch.device]] = {}
+        left = iter(self.devices)
+        for number, (host, names) in enumerate(named):
+            there = list(zip(names, left))
+            self._names |= {device: f"{host}/{name}" for name, device in there}
+            numbered = {str(index): device for index, (_, device) in enumerate(there)}
+            by_number[f"host{number}"] = by_name[host] = numbered | dict(reversed(there))
+        self._by_host = by_number | by_name  # a host's name comes before another one's number
+        self.listed = ", ".join(
+            f"{host}/{first}"
+            + (f" to {others[-1]}" if others else "")
+            + ("" if f"host{number}" in by_name else f" (host{number})")
+            for number, (host, (first, *others)) in enumerate(named)
+        )
+
+    def find(self, name: str) -> torch.device:
+        """Return the device of "node-b/cuda:1", "node-b/1" or "host1/cuda:1"."""
+        host, _, device = name.rpartition("/")
+        found = self._by_host.get(host, {}).get(device)
+        if found is None:
+            raise ValueError(f"device {name!r} does not exist: name one of {self.listed}")
+        return found
+
+    def name_of(self, device: torch.device) -> str:
+        """Return a device's name with its host: "node-b/cuda:1"."""
+        return self._names.get(device, str(device))
+
+    def free_memory(self, device: torch.device) -> int:
+        """Ask a device's worker, which first frees what nobody needs."""
+        host, number = host_of(device)
+        return int(host.connection.call("free_memory", number, host.take_forgotten()))
+
+
+_joined: tuple[Host, ...] = ()
+
+
+def join(hosts: Sequence[Host]) -> None:
+    """Make the devices of these hosts, and of no others, known in this process."""
+    global _joined
+    _joined = tuple(hosts)
+    set_others(Hosts(hosts) if hosts else NOBODY)
+
+
+def joined_hosts() -> tuple[Host, ...]:
+    """Return the hosts that have joined, in order, without this process's own."""
+    return _joined
+
+
+def host_of(device: torch.device) -> tuple[Host, int]:
+    """Return the host of a device elsewhere, and the device's number there."""
+    devices = [(host, number) for host in _joined for number in range(len(host.devices))]
+    return devices[device.index]
