@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tl_devicefix.multihost import messages
 from tl_devicefix.multihost.hosts import Host, join, joined_hosts
 from tl_devicefix.multihost.worker import Worker
 
@@ -48,8 +50,10 @@ def _check(value: Any) -> None:
             _check(item)
     elif isinstance(value, dict):
         _check([*value, *value.values()])
+    elif dataclasses.is_dataclass(value) and type(value).__module__ == messages.__name__:
+        _check(vars(value))
     else:
-        kinds = (bool, int, float, str, torch.dtype, torch.Tensor)
+        kinds = (bool, int, float, str, torch.dtype, torch.device, torch.Tensor)
         assert value is None or type(value) in kinds, type(value)
         if isinstance(value, torch.Tensor):
             assert value.device.type == "cpu"

@@ -167,4 +167,4 @@ def test_consecutive_remote_blocks_and_their_cache_take_one_call(spread, host, t
     _, cache = model.run_with_cache(tokens, names_filter=names)
     assert host.calls == ["begin"]
     cache["resid_pre", 3]
-    assert host.calls == ["begin", "kept"]
+    assert host.calls == ["begin", "fetch"]

@@ -21,8 +21,8 @@ class Connection(Protocol):
     """The interface to a host's worker. An implementation has to keep these promises:
 
     - Several threads may call at once, and a call may take long.
-    - Arguments and values are None, numbers, strings, dtypes, dense CPU tensors without gradients,
-      and tuples, lists and dicts of these.
+    - Arguments and values are None, numbers, strings, dtypes, devices, classes, dense CPU tensors
+      without gradients, and tuples, lists, dicts and messages (see `messages.py`) of these.
     - A tensor that arrives is its receiver's own, and may be written to.
 
     Attributes:

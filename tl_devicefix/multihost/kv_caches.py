@@ -1,18 +1,15 @@
-"""A block's part of a KV cache, an entry: it stays with the worker until home reads it.
+"""A block's part of a KV cache, an *entry*: its tensors stay with the worker until home reads them.
 
-1. Home sends an entry's class, settings and tensors. If nobody has read the tensors of an earlier
-   reply, it sends the number under which the worker keeps them.
-2. The worker makes the entry, or copies the one that it keeps, and the block appends to it.
-3. The worker keeps it under a new number, because somebody may still hold the tensors of before.
-4. At home, the entry's tensors become `RemoteTensor`s of the new number.
+Home sends an `EntryState`: keys and values, or the names of those that the worker keeps and that
+nobody has read. The worker makes an entry of it, and the block appends to that. The tensors are
+then kept under a new number, and home's entry gets `RemoteTensor`s of that.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-import transformer_lens
 from transformers import cache_utils
 
 if TYPE_CHECKING:
@@ -22,31 +19,15 @@ if TYPE_CHECKING:
 _Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer"
 Entry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 
-ENTRY, CACHE = "\0entry", "\0cache"
-"""Marks in a block's arguments for an entry of TransformerLens's, and for transformers' cache."""
 _LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
-# By name, because older versions of transformers lack these classes.
+# By name: older versions of transformers lack these classes.
 _GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache_utils, name))
-_SETTINGS = (bool, int, float, str)
-"""Types of an entry's settings, such as `frozen` and `is_initialized`."""
-
-
-class EntryState(TypedDict):
-    """An entry, as home sends it.
-
-    `kind` is its class's name, `settings` its plain attributes; `tensors` is a number if the worker
-    keeps them. `new` is the number for the entry once it has grown.
-    """
-
-    kind: str
-    settings: dict[str, object]
-    tensors: dict[str, torch.Tensor] | int
-    new: int
+_SENT = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def layer_of_cache(cache: cache_utils.Cache, index: int) -> Entry | None:
     """Return a layer's entry of transformers' cache; None if it does not grow by appending."""
-    # The exact class, because subclasses store keys and values elsewhere, or quantised.
+    # The exact class: subclasses store keys and values elsewhere, or quantised.
     if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
         return None
     if index == len(cache.layers):  # transformers makes a layer when it is first used
@@ -57,43 +38,20 @@ def layer_of_cache(cache: cache_utils.Cache, index: int) -> Entry | None:
     return layer if type(layer) in _GROWING else None
 
 
-def settings_of(entry: Entry) -> dict[str, object]:
-    """Return the plain attributes of an entry."""
-    return {k: value for k, value in vars(entry).items() if isinstance(value, _SETTINGS)}
+def attributes_of(entry: Entry) -> dict[str, object]:
+    """Return an entry's keys and values, and its plain attributes, such as `frozen`."""
+    return {name: value for name, value in vars(entry).items() if isinstance(value, _SENT)}
 
 
-def tensors_of(entry: Entry) -> dict[str, torch.Tensor]:
-    """Return the keys and values of an entry, by their names there."""
-    return {k: value for k, value in vars(entry).items() if isinstance(value, torch.Tensor)}
+def set_attributes(entry: Entry, attributes: dict[str, object], device: torch.device) -> None:
+    """Set an entry's attributes, with `device` in the place of the other side's."""
+    is_device = {name: isinstance(value, torch.device) for name, value in attributes.items()}
+    vars(entry).update({k: device if is_device[k] else v for k, v in attributes.items()})
 
 
-def set_tensors(entry: Entry, tensors: dict[str, torch.Tensor]) -> None:
-    """Put keys and values into an entry; one of transformers also notes dtype and device."""
-    vars(entry).update(tensors)
-    if type(entry) in _GROWING:
-        for tensor in tensors.values():
-            vars(entry).update(dtype=tensor.dtype, device=tensor.device)
-
-
-def made_of(
-    kind: str, settings: dict[str, object], tensors: dict[str, torch.Tensor], device: torch.device
-) -> Entry:
-    """Return the entry that home has, on a device of the worker."""
-    # Without `__init__`, whose arguments differ between classes and versions.
-    cls = getattr(transformer_lens, kind, None) or getattr(cache_utils, kind)
-    entry: Entry = object.__new__(cls)
-    if cls in _GROWING:
-        vars(entry).update(keys=None, values=None)
-    vars(entry).update(settings)
-    set_tensors(entry, {name: tensor.to(device) for name, tensor in tensors.items()})
-    return entry
-
-
-def as_argument(mark: str, entry: Entry, index: int) -> Entry | cache_utils.Cache:
-    """Return what stands for a mark: the entry, or a cache that has this layer's entry alone."""
-    if mark == ENTRY:
-        return entry
+def as_argument(entry: Entry, index: int) -> cache_utils.Cache:
+    """Return a cache of transformers' that has one layer's entry alone."""
     cache = cache_utils.DynamicCache()
-    # None for the layers before, because a layer reads its own entry only, by its index.
+    # None for the layers before: a layer reads its own entry only, by its index.
     cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # it has no type for None
     return cache

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.hosts import host_of
+from tl_devicefix.multihost.messages import LoadRequest
 from tl_devicefix.multihost.remote_block import RemoteModel
 from tl_devicefix.multihost.worker import worker_of
 from tl_devicefix.placement.elsewhere import is_elsewhere
@@ -68,8 +69,8 @@ def loading_elsewhere(
             device_map: dict[str, int | None] = {c.name: None for c in placement.components}
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
             forget = host.take_forgotten()
-            request = models[host].number, load, name, passed_on, device_map, forget
-            loads.append(pool.submit(worker_of(host).load, *request))
+            request = LoadRequest(models[host].number, load, name, passed_on, device_map, forget)
+            loads.append(pool.submit(worker_of(host).load, request))
         yield {block: models[host] for block, (host, _) in places.items()}
         for loaded in loads:
             loaded.result()

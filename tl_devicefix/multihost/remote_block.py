@@ -1,22 +1,13 @@
 """A block whose weights are on another host, and whose forward calls the worker there.
 
-`attach` turns blocks whose parameters have no values into such. Its hook points, and all code of
-users, stay in this process. At a hook point with a hook, the worker pauses, and the hook gets the
-activation as a plain tensor.
+`attach` turns blocks whose parameters have no values into such; `messages.py` shows how they run.
+Their hook points, and all code of users, stay in this process. At a hook point with a hook, the
+worker pauses, and the hook gets the activation as a plain tensor. A hook that only looks, such as
+those of `run_with_cache`, pauses nothing: the activation stays on its host until it is read.
 
-    called                     this process                          worker
-    block 5, no hooks          waits: its output is a `RemoteTensor`
-    block 6, no hooks          waits
-    block 7, a hook on hook_z  begin([5, 6, 7])                --->
-                               hook(z)                         <---  z
-                               proceed(...)                    --->
-                                                               <---  output of block 7
-    block 8, no hooks          waits
-    ln_final, at home          begin([8])                      --->
-                                                               <---  output of block 8
-
-A hook that only looks, such as those of `run_with_cache`, pauses nothing: the activation stays on
-its host until it is read. Code that you replace, such as a method, stays as it is on the worker.
+Consecutive blocks of one host wait, and return a `RemoteTensor`, until one of them has a hook or
+somebody reads the output of the last: then one call runs them all. Code that you replace, such as a
+method, stays as it is on the worker.
 """
 
 from __future__ import annotations
@@ -45,36 +36,24 @@ from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, is_in_for
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.hosts import Host
-from tl_devicefix.multihost.kv_caches import (
-    CACHE,
-    ENTRY,
-    Entry,
+from tl_devicefix.multihost.kv_caches import attributes_of, layer_of_cache, set_attributes
+from tl_devicefix.multihost.messages import (
     EntryState,
-    layer_of_cache,
-    set_tensors,
-    settings_of,
-    tensors_of,
-)
-from tl_devicefix.multihost.remote_tensor import RemoteTensor
-from tl_devicefix.multihost.worker import (
-    HAS_MLP_IN,
-    Geometry,
+    KeptTensor,
     Output,
     Reply,
-    Request,
+    RunRequest,
     StepRequest,
-    config_at,
     sent,
-    settings,
-    worker_of,
 )
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
+from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, settings, worker_of
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.placement.elsewhere import plain
 
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)
 
-_Key = TypeVar("_Key")
 _Module = TypeVar("_Module", bound="RemoteModule")
 _Value = TypeVar("_Value")
 
@@ -107,19 +86,19 @@ class RemoteModel(RemoteHandle):
         # value, because the worker would otherwise keep the changed one.
         self.changed: set[str] = set()
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RemoteTensor:
+    def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
         """Return a weight or buffer, which is fetched when it is used."""
-        worker, where = worker_of(self.host), f"{name} is on {self.host.connection.name}"
-        return RemoteTensor(
-            lambda: worker.weight(self.number, name).to(self.home), shape, dtype, self.home, where
-        )
+        kept = KeptTensor(self.number, name, tuple(like.shape), like.dtype)
+        return self.kept(self, kept, f"{name} is on {self.host.connection.name}")
 
-    def kept(
-        self, handle: RemoteHandle, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> RemoteTensor:
-        """Return an activation that the host keeps, or a named tensor of a KV cache."""
-        fetch = partial(worker_of(self.host).kept, handle.number, name)
-        return RemoteTensor(lambda: fetch().to(self.home), shape, dtype, self.home, handle=handle)
+    def kept(self, handle: RemoteHandle, kept: KeptTensor, weight_is: str = "") -> RemoteTensor:
+        """Return a tensor that the worker keeps as long as the handle lives."""
+
+        def fetch() -> torch.Tensor:
+            return worker_of(handle.host).fetch(kept.number, kept.name).to(self.home)
+
+        like = kept.shape, kept.dtype, self.home
+        return RemoteTensor(fetch, *like, weight_is, source=(handle, kept))
 
 
 class _Record:
@@ -302,7 +281,7 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
                 for key, tensor in tensors.items():
                     if isinstance(tensor, torch.Tensor):
                         full = ".".join(filter(None, (name, path, key)))
-                        tensors[key] = remote.weight(full, tensor.shape, tensor.dtype)
+                        tensors[key] = remote.weight(full, tensor)
             if not isinstance(module, HookPoint):
                 vars(module)[_REMOTE] = record
                 mixin = RemotePart if path else RemoteBlock
@@ -324,11 +303,11 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
     blocks = [module for module in model.modules() if isinstance(module, RemoteBlock)]
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
         weights = worker_of(remote.host).apply(remote.number, method, arguments)
-        for name, (shape, dtype) in weights.items():
-            path, _, key = name.rpartition(".")
-            # Not by setattr, because a remote block refuses that. Shapes may have changed, too.
+        for weight in weights:  # their shapes may have changed
+            path, _, key = weight.name.rpartition(".")
+            # Not by setattr, which a remote block refuses.
             parameters: dict[str, Any] = model.get_submodule(path)._parameters
-            parameters[key] = remote.weight(name, shape, dtype)
+            parameters[key] = remote.weight(weight.name, weight)
     for block in blocks:
         vars(block)[_REMOTE].look_at(block)
 
@@ -384,8 +363,11 @@ class _Step:
             why = "the model is in training mode"
         if why is not None:
             raise record.refusal(why)
-        self.entry: Entry | None = None
-        self.arguments = self._marked(dict(enumerate(args))), self._marked(kwargs)
+        # With the state of an entry in the place of each KV cache.
+        self.arguments = (
+            [self._sent(argument) for argument in args],
+            {name: self._sent(argument) for name, argument in kwargs.items()},
+        )
         listened = record.listened(block)
         self.taps = [name for name, looks in listened.items() if not looks]
         self.cached = {
@@ -405,69 +387,56 @@ class _Step:
                 "return a new tensor there instead",
             )
 
-    def _marked(self, arguments: dict[_Key, Any]) -> dict[_Key, object]:
-        """Return arguments with a mark in the place of a KV cache."""
-        marked: dict[_Key, object] = {**arguments}
-        for name, value in arguments.items():
-            if hasattr(value, "past_keys"):
-                self.entry, marked[name] = value, ENTRY
-            elif isinstance(value, Cache):
-                self.entry, marked[name] = layer_of_cache(value, self.record.index), CACHE
-                if self.entry is None:
-                    raise self.record.refusal(
-                        f"a {type(value).__name__} is used: only a DynamicCache goes there"
-                    )
-        return marked
+    def _sent(self, argument: Any) -> object:
+        """Return an argument as it is sent: the state of an entry in the place of a KV cache."""
+        is_in_cache = isinstance(argument, Cache)
+        if not (is_in_cache or hasattr(argument, "past_keys")):
+            return argument
+        entry = layer_of_cache(argument, self.record.index) if is_in_cache else argument
+        if entry is None:
+            raise self.record.refusal(
+                f"a {type(argument).__name__} is used: only a DynamicCache goes there"
+            )
+        self._entry, self._grown = entry, RemoteHandle(self.record.remote.host)
+        attributes = {name: self._part(value) for name, value in attributes_of(entry).items()}
+        return EntryState(type(entry), attributes, is_in_cache, self._grown.number)
 
-    def message(self) -> StepRequest:
-        """Return the step as it is sent to the worker."""
-        args, kwargs = self.arguments
-        return {
-            "layer": self.record.index,
-            "arguments": (list(args.values()), kwargs),
-            # A module in a hook point's place counts as a forward hook.
-            "taps": {
-                name: [k for k in ("fwd", "bwd") if getattr(point, f"{k}_hooks", k == "fwd")]
-                for name, point in ((name, self.block.get_submodule(name)) for name in self.taps)
-            },
-            "cached": {name: handle.number for name, handle in self.cached.items()},
-            "fused": is_fused(self.block) and is_enabled(),
-            "has_mlp_in": vars(self.block).get(HAS_MLP_IN),
-            "config": self.record.changed_settings(self.block),
-            "entry": None if self.entry is None else self._entry(self.entry),
-        }
-
-    def _entry(self, entry: Entry) -> EntryState:
-        self.grown = RemoteHandle(self.record.remote.host)
-        here = tensors_of(entry)
-        tensors: dict[str, torch.Tensor] | int = here
-        unread = [t for t in here.values() if isinstance(t, RemoteTensor) and not t.is_fetched]
-        handles = {tensor.handle for tensor in unread}
-        if len(unread) == len(here) and len(handles) == 1:
-            (handle,) = handles
-            # Not tensors, but the number of the worker's own entry, if all came from one reply and
-            # none was fetched.
-            if isinstance(handle, RemoteHandle) and handle.host is self.grown.host:
+    def _part(self, value: object) -> object:
+        """Return an attribute of an entry; if nobody has read what the worker keeps, its name."""
+        if isinstance(value, RemoteTensor) and value.source and not value.is_fetched:
+            handle, kept = value.source
+            if handle.host is self.record.remote.host:
                 if torch.is_grad_enabled() and handle.has_graph:
                     raise RuntimeError(
                         "gradients do not pass through a KV cache of blocks on another host: run "
                         "what fills the cache, or what uses it, within torch.no_grad()"
                     )
-                tensors = handle.number
-        return {
-            "kind": type(entry).__name__,
-            "settings": settings_of(entry),
-            "tensors": tensors,
-            "new": self.grown.number,
-        }
+                return kept
+        return sent(value)
 
-    def grow(self, settings: dict[str, object], geometry: dict[str, Geometry]) -> None:
-        """Replace the entry's keys and values by those that the worker keeps."""
-        assert self.entry is not None
-        self.grown.has_graph = torch.is_grad_enabled()
-        vars(self.entry).update(settings)
-        kept = partial(self.record.remote.kept, self.grown)
-        set_tensors(self.entry, {name: kept(name, *like) for name, like in geometry.items()})
+    def message(self) -> StepRequest:
+        """Return the step as it is sent to the worker."""
+        points = {name: self.block.get_submodule(name) for name in self.taps}
+        return StepRequest(
+            layer=self.record.index,
+            arguments=self.arguments,
+            # A module in a hook point's place counts as a forward hook.
+            taps={
+                name: [k for k in ("fwd", "bwd") if getattr(point, f"{k}_hooks", k == "fwd")]
+                for name, point in points.items()
+            },
+            cached={name: handle.number for name, handle in self.cached.items()},
+            is_fused=is_fused(self.block) and is_enabled(),
+            has_mlp_in=vars(self.block).get(HAS_MLP_IN),
+            config=self.record.changed_settings(self.block),
+        )
+
+    def grow(self, attributes: dict[str, object]) -> None:
+        """Set the attributes of the entry, with keys and values that the worker keeps."""
+        self._grown.has_graph = torch.is_grad_enabled()
+        remote, grown = self.record.remote, self._grown
+        tensors = tree_map_only(KeptTensor, lambda one: remote.kept(grown, one), attributes)
+        set_attributes(self._entry, tensors, remote.home)
 
 
 class _WaitingBlocks:
@@ -519,22 +488,25 @@ class _RemoteRun(RemoteHandle):
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
         # Arguments too, because any tensor may have a graph.
-        given = tree_leaves([x, [step["arguments"] for step in steps]])
+        given = tree_leaves([x, [step.arguments for step in steps]])
         leaves = [
             index
             for index, item in enumerate(given)
             if torch.is_grad_enabled() and isinstance(item, torch.Tensor) and item.requires_grad
         ]
-        request: Request = {
-            "x": x,
-            "steps": steps,
-            "leaves": leaves,
-            "graph": torch.is_grad_enabled(),
-            "settings": settings(),
-            "facts": forward_cache().get(SENT_FACTS),
-        }
-        forget = self.host.take_forgotten()
-        ask = partial(self._replied, "begin", self._remote.number, sent(request), forget)
+        request = RunRequest(
+            run=self.number,
+            model=self._remote.number,
+            x=x,
+            steps=steps,
+            leaves=leaves,
+            has_graph=torch.is_grad_enabled(),
+            settings=settings(),
+            facts=forward_cache().get(SENT_FACTS),
+            forget=self.host.take_forgotten(),
+        )
+        worker = worker_of(self.host)
+        ask = partial(self._replied, worker.begin, sent(request))
         # Tensors that both sides hold, in the worker's order. The worker names one by its index
         # (`same_as`), if the activation at a tap is one of them.
         shared, inputs = [x], [given[index] for index in leaves]
@@ -545,15 +517,14 @@ class _RemoteRun(RemoteHandle):
             else:
                 value = ask()
             reply = self._reply
-            for number, point, shape, dtype in reply["cached"]:
+            for number, point, kept in reply.cached:
                 step = self._steps[number]
-                cached = self._remote.kept(step.cached[point], "", shape, dtype)
-                step.block.get_submodule(point)(cached)
-            for number, settings_there, geometry in reply["grown"]:
-                self._steps[number].grow(settings_there, geometry)
-            if not reply["tap"]:
+                step.block.get_submodule(point)(self._remote.kept(step.cached[point], kept))
+            for number, attributes in reply.grown:
+                self._steps[number].grow(attributes)
+            if not reply.tap:
                 return self._returned(value)
-            same_as = reply["same_as"]
+            same_as = reply.same_as
             activation = value if same_as is None else shared[same_as]
             hooked, in_place = self._hooked(activation, shared)
             # Sent back only if a hook changed it, because most hooks look.
@@ -563,13 +534,14 @@ class _RemoteRun(RemoteHandle):
             is_leaf = hooked.requires_grad and (is_changed or same_as is None)
             inputs = [hooked] if is_leaf else []
             new = sent(hooked) if is_changed else None
-            ask = partial(self._replied, "proceed", new, hooked.requires_grad, in_place)
+            arguments = self.number, new, hooked.requires_grad, in_place
+            ask = partial(self._replied, worker.proceed, *arguments)
 
     def _hooked(
         self, activation: torch.Tensor, shared: list[torch.Tensor]
     ) -> tuple[torch.Tensor, bool]:
         """Run a tap's hooks; return the activation after them, and True if they wrote to it."""
-        step, name = self._steps[self._reply["step"]], self._reply["tap"]
+        step, name = self._steps[self._reply.step], self._reply.tap
         others = [(tensor, version_of(tensor)) for tensor in shared if tensor is not activation]
         version = version_of(activation)
         before = activation.detach().clone()  # because writes by `.data` and numpy are not counted
@@ -580,7 +552,7 @@ class _RemoteRun(RemoteHandle):
 
     def _returned(self, output: torch.Tensor) -> Output:
         """Return the output in the last block's form: a tensor, or a tuple that begins with it."""
-        last, value = self._steps[-1], self._reply["value"]
+        last, value = self._steps[-1], self._reply.value
         if not isinstance(value, tuple):
             last.record.forms[last.form] = torch.Tensor
             return output
@@ -589,13 +561,13 @@ class _RemoteRun(RemoteHandle):
         home = self._remote.home
         return (output, *tree_map_only(torch.Tensor, lambda part: part.to(home), value[1:]))
 
-    def _replied(self, method: str, *arguments: object) -> torch.Tensor:
+    def _replied(self, call: Callable[..., Reply], *arguments: object) -> torch.Tensor:
         """Ask the worker; return the activation, at home."""
         with torch.inference_mode(False):  # so that writes to the activation are counted
-            self._reply = getattr(worker_of(self.host), method)(self.number, *arguments)
-            self.has_graph = self._reply["has_graph"]
+            self._reply = call(*arguments)
+            self.has_graph = self._reply.has_graph
             self.n_parts += 1
-            value = self._reply["value"]
+            value = self._reply.value
             first = value[0] if isinstance(value, tuple) else value
             return torch.empty(0) if first is None else first.to(self._remote.home)
 

@@ -47,10 +47,10 @@ class RemoteTensor(TensorElsewhere):
     """A tensor of another host; see the module.
 
     Attributes:
-        handle: keeps a cached activation on its host; None for other kinds.
+        source: what the worker keeps, and the handle that has it kept; None if that is not known.
     """
 
-    handle: object
+    source: Any
     _is_param: bool  # because torch recognises parameters by it, also of other classes
     _weight_is: str
     _waits: bool
@@ -66,7 +66,7 @@ class RemoteTensor(TensorElsewhere):
         device: torch.device,
         weight_is: str = "",
         waits: bool = False,
-        handle: object = None,
+        source: object = None,
         strides: tuple[int, ...] | None = None,
     ) -> RemoteTensor:
         """Make one whose values `fetch` returns.
@@ -78,12 +78,12 @@ class RemoteTensor(TensorElsewhere):
             device: home.
             weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
             waits: True for the output of blocks that have not run, because that may have a graph.
-            handle: see the class.
+            source: see the class.
             strides: the strides of the values; None if they are contiguous.
         """
         made = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)
         made._is_param, made._weight_is, made._waits = bool(weight_is), weight_is, waits
-        made._fetch, made._value, made.handle = fetch, None, handle
+        made._fetch, made._value, made.source = fetch, None, source
         return made
 
     @property

@@ -1,26 +1,12 @@
 """The worker of a host: it holds some blocks of a model, and runs them when home asks.
 
-It is a plain class. `init_hosts` turns it into an actor, and tests call it in a thread. The user's
-code stays at home: at each hook point with a hook, a *tap*, the run pauses.
-
-    home                                   worker
-    ----                                   ------
-    1. begin(run, x, taps=["hook_z"])  --->  part 0: block 7 runs up to hook_z
-       hook(z)                         <---  reply: tap "hook_z", value z
-    2. proceed(run, hook(z))           --->  part 1: block 7 runs on with that; block 8
-       the next block                  <---  reply: tap "", value the output
-    3. backward(run, part 1, gradient) --->  the graph of part 1
-       backward hooks of hook_z        <---  the gradient of hook(z)
-    4. backward(run, part 0, gradient) --->  the graph of part 0
-       the block before                <---  the gradient of x
-
-The worker keeps models, paused runs with their graphs, and cached activations, each under a number
-that home chose; `forget` frees them.
+`messages.py` shows who sends what. A worker is a plain class: `init_hosts` turns it into an actor,
+and tests call it in a thread. The user's code stays at home: at each hook point with a hook, a
+*tap*, the run pauses.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import pkgutil
 import queue
@@ -28,7 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypedDict, TypeVar, cast
+from operator import attrgetter
+from typing import Any, cast
 
 import psutil
 import torch
@@ -43,81 +30,22 @@ from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.hosts import Host
-from tl_devicefix.multihost.kv_caches import (
-    CACHE,
-    ENTRY,
-    Entry,
+from tl_devicefix.multihost.kv_caches import Entry, as_argument, attributes_of, set_attributes
+from tl_devicefix.multihost.messages import (
     EntryState,
-    as_argument,
-    made_of,
-    set_tensors,
-    settings_of,
-    tensors_of,
+    KeptTensor,
+    LoadRequest,
+    Output,
+    Reply,
+    RunRequest,
+    StepRequest,
+    sent,
 )
 from tl_devicefix.placement.devices import free_memory
-from tl_devicefix.placement.elsewhere import elsewhere, plain
-
-_Value = TypeVar("_Value")
-
-Output: TypeAlias = torch.Tensor | tuple[Any, ...]
-"""What a block returns: the residual stream, or a tuple that begins with it."""
-Geometry: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""A tensor's shape and dtype."""
+from tl_devicefix.placement.elsewhere import elsewhere
 
 HAS_MLP_IN = "_use_hook_mlp_in"
 """A setting that a Bridge keeps in its block, and not in a config."""
-
-
-class StepRequest(TypedDict):
-    """One block of a run.
-
-    `taps` has the kinds of the hooks ("fwd", "bwd") at each tap, and `cached` the number under
-    which an activation is kept for hooks that only look. `config` has changed settings, by the path
-    of the module with the config.
-    """
-
-    layer: int
-    arguments: tuple[list[object], dict[str, object]]
-    taps: dict[str, list[str]]
-    cached: dict[str, int]
-    fused: bool
-    has_mlp_in: bool | None
-    config: dict[str, dict[str, object]]
-    entry: EntryState | None
-
-
-class Request(TypedDict):
-    """A run of blocks, one after the other.
-
-    `leaves` are the positions of tensors that get gradients, among x and the arguments. `settings`
-    are torch's at home, and `facts` those of the model's forward.
-    """
-
-    x: Float[torch.Tensor, "batch pos d_model"]
-    steps: list[StepRequest]
-    leaves: list[int]
-    graph: bool
-    settings: list[object]
-    facts: object
-
-
-class Reply(TypedDict):
-    """A run that is paused at a tap of a step, or has ended; then the tap is "".
-
-    `value` is the activation, or the output of the last block. If home has the tensor already,
-    `value` is None, and `same_as` is the tensor's position among those that both have. `cached` has
-    step, hook point, shape and dtype of each activation that was kept since the last reply; `grown`
-    has step, settings, shapes and dtypes of each entry of a KV cache.
-    """
-
-    step: int
-    tap: str
-    value: Output | None
-    same_as: int | None
-    has_graph: bool
-    cached: list[tuple[int, str, tuple[int, ...], torch.dtype]]
-    grown: list[tuple[int, dict[str, object], dict[str, Geometry]]]
-
 
 _SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -137,7 +65,7 @@ def settings() -> list[object]:
 
 def config_at(block: nn.Module, path: str) -> Any:
     """Return the config of a module in a block; None if it has none."""
-    # From `vars`, because a Bridge's components pass unknown names on to the layer.
+    # From `vars`: a Bridge's components pass unknown names on to the layer.
     attributes = vars(block.get_submodule(path))
     return attributes.get("cfg") or attributes.get("config")
 
@@ -151,7 +79,7 @@ class Worker:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
-        self._kept: dict[int, Any] = {}
+        self._kept = _Kept()
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Free the values with these numbers; a paused run ends."""
@@ -161,11 +89,11 @@ class Worker:
                 item.end()
             elif isinstance(item, _Model):
                 del item
-                gc.collect()  # because modules of a model refer to each other
+                gc.collect()  # the modules of a model refer to each other
 
     def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
         """Return the bytes that are free on a device, by its index here, after `forget`."""
-        self.forget(forget)  # because models that home has dropped still fill the device
+        self.forget(forget)
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
 
@@ -173,59 +101,37 @@ class Worker:
         """Return how this host's files of a checkpoint differ from home's."""
         return differences(files, name, hub)
 
-    def load(
-        self,
-        number: int,
-        load: str,
-        name: str,
-        arguments: dict[str, object],
-        device_map: dict[str, int | None],
-        forget: Sequence[int],
-    ) -> None:
-        """Load this host's blocks of a model from this host's files.
-
-        Args:
-            number: the model's number from now on.
-            load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
-            name: the checkpoint.
-            arguments: the method's.
-            device_map: each component's device, by its index here; None if it is elsewhere.
-            forget: numbers of values to free first.
-        """
-        self.forget(forget)
+    def load(self, request: LoadRequest) -> None:
+        """Load this host's blocks of a model from this host's files."""
+        self.forget(request.forget)
         places = {
             component: elsewhere(0) if index is None else torch.device(self.devices[index])
-            for component, index in device_map.items()
+            for component, index in request.device_map.items()
         }
-        loader = pkgutil.resolve_name(load)
-        self._kept[number] = _Model(loader(name, device_map=places, **arguments))
+        loader = pkgutil.resolve_name(request.load)
+        loaded = loader(request.name, device_map=places, **request.arguments)
+        self._kept[request.model] = _Model(loaded)
 
-    def apply(self, model: int, method: str, arguments: dict[str, object]) -> dict[str, Geometry]:
-        """Call a method that changes a model's weights; return the geometry of all weights here."""
+    def apply(self, model: int, method: str, arguments: dict[str, object]) -> list[KeptTensor]:
+        """Call a method that changes a model's weights; return all weights here."""
         module = self._kept[model].module
         getattr(module, method)(**arguments)
-        self._kept[model] = _Model(module)  # because the views have the weights of before
+        self._kept[model] = _Model(module)  # the views have the weights of before
         named = module.blocks.named_parameters(prefix="blocks", remove_duplicate=False)
-        return {name: (tuple(w.shape), w.dtype) for name, w in named if not w.is_meta}
+        return [KeptTensor.of(w, model, name) for name, w in named if not w.is_meta]
 
-    def weight(self, model: int, name: str) -> torch.Tensor:
-        """Return a weight or buffer, by its name in the model."""
-        path, _, name = name.rpartition(".")
-        return sent(getattr(self._kept[model].module.get_submodule(path), name))
+    def fetch(self, number: int, name: str) -> torch.Tensor:
+        """Return a tensor that is kept; see `KeptTensor`."""
+        return sent(self._kept.tensor(number, name))
 
-    def kept(self, number: int, name: str) -> torch.Tensor:
-        """Return an activation that is kept, or a tensor of an entry by its name."""
-        item = self._kept[number]
-        return sent(getattr(item, name) if name else item)
-
-    def begin(self, run: int, model: int, request: Request, forget: Sequence[int]) -> Reply:
-        """Run blocks up to the first tap or the end, after `forget`."""
-        self.forget(forget)
-        for (get, put), value in zip(_SETTINGS, request["settings"]):
+    def begin(self, request: RunRequest) -> Reply:
+        """Run blocks up to the first tap or the end."""
+        self.forget(request.forget)
+        for (get, put), value in zip(_SETTINGS, request.settings):
             if get() != value:
                 put(value)
-        begun = self._kept[run] = _PausableRun(self._kept[model], self._kept, request)
-        return begun.begin()
+        run = self._kept[request.run] = _PausableRun(self._kept, request)
+        return run.begin()
 
     def proceed(
         self, run: int, activation: torch.Tensor | None, needs_gradient: bool, in_place: bool
@@ -249,12 +155,23 @@ class Worker:
             run: its number.
             part: the part's number, from 0 on.
             gradient: the gradient of the part's value.
-            task: the number of home's backward, because several may go through one graph.
+            task: the number of home's backward: several may go through one graph.
         """
-        return self._kept[run].backward(part, gradient, task)
+        return sent(self._kept[run].backward(part, gradient, task))
 
 
-class _RemoteWorker:
+class _Kept(dict[int, Any]):
+    """Models, runs, activations and the tensors of KV caches, by their numbers."""
+
+    def tensor(self, number: int, name: str) -> torch.Tensor:
+        """Return the tensor of a `KeptTensor`."""
+        item = self[number]
+        if isinstance(item, _Model):
+            return attrgetter(name)(item.module)
+        return item[name] if name else item
+
+
+class _Calls:
     def __init__(self, host: Host) -> None:
         self._host = host
 
@@ -265,7 +182,7 @@ class _RemoteWorker:
 def worker_of(host: Host) -> Worker:
     """Return an object with a worker's methods, each of which calls the worker of a host."""
     # Typed as a Worker, so that type checkers see the arguments of each call.
-    return cast(Worker, _RemoteWorker(host))
+    return cast(Worker, _Calls(host))
 
 
 class _Model:
@@ -276,10 +193,9 @@ class _Model:
         self._views: dict[int, list[View[nn.Module]]] = {}
 
     def borrow(self, layer: int) -> View[nn.Module]:
-        """Return a view of a block, with hook points of its own."""
-        # A view, because runs in flight must not see each other's hooks.
+        """Return a view of a block: runs in flight must not see each other's hooks."""
         views = self._views.setdefault(layer, [])
-        try:  # and not a test, because another thread may take the last one in between
+        try:  # and not a test: another thread may take the last one in between
             return views.pop()
         except IndexError:
             return View(self.blocks[layer])
@@ -290,7 +206,7 @@ class _Model:
         self._views[layer].append(view)
 
 
-class _Ended(BaseException):  # no Exception, because code in a block may catch these
+class _Ended(BaseException):  # no Exception: code in a block may catch these
     """Ends a run that home has dropped."""
 
 
@@ -312,13 +228,14 @@ class _Part:
 class _PausableRun:
     """A run of blocks. If there are taps, a thread runs them, and waits at each for `proceed`."""
 
-    def __init__(self, model: _Model, kept: dict[int, Any], request: Request) -> None:
-        self._model, self._kept, self._request = model, kept, request
+    def __init__(self, kept: _Kept, request: RunRequest) -> None:
+        self._kept, self._request = kept, request
+        self._model: _Model = kept[request.model]
         self._replies = queue.SimpleQueue[Reply | BaseException]()
         # None ends the run. Otherwise the arguments of `proceed`.
         self._arrivals = queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]()
-        self._cached: list[tuple[int, str, tuple[int, ...], torch.dtype]] = []
-        self._grown: list[tuple[int, dict[str, object], dict[str, Geometry]]] = []
+        self._cached: list[tuple[int, str, KeptTensor]] = []
+        self._grown: list[tuple[int, dict[str, object]]] = []
         self._parts: list[_Part] = []
         # The tensors that home has too, in its order: x, then the activation of each tap.
         self._shared: list[torch.Tensor] = []
@@ -327,14 +244,14 @@ class _PausableRun:
 
     def begin(self) -> Reply:
         """Run up to the first tap, or the end."""
-        steps = self._request["steps"]
-        given = tree_leaves([self._request["x"], [step["arguments"] for step in steps]])
-        leaves = [given[index].requires_grad_() for index in self._request["leaves"]]
+        steps = self._request.steps
+        given = tree_leaves([self._request.x, [step.arguments for step in steps]])
+        leaves = [given[index].requires_grad_() for index in self._request.leaves]
         self._parts.append(_Part(leaves))
-        if not any(step["taps"] for step in steps):
+        if not any(step.taps for step in steps):
             return self._run()
-        # In a thread of its own, because the call that begins a run returns at the first tap, with
-        # the block's frames still on the stack.
+        # In a thread of its own: the call that begins a run returns at the first tap, with the
+        # block's frames still on the stack.
         threading.Thread(target=self._run_in_thread, daemon=True).start()
         return self._reply()
 
@@ -368,10 +285,10 @@ class _PausableRun:
 
     def _run(self) -> Reply:
         request = self._request
-        x = request["x"]  # [batch, pos, d_model]
-        with torch.set_grad_enabled(request["graph"]), one_forward():
-            forward_cache()[SENT_FACTS] = request["facts"]
-            for number, step in enumerate(request["steps"]):
+        x = request.x  # [batch, pos, d_model]
+        with torch.set_grad_enabled(request.has_graph), one_forward():
+            forward_cache()[SENT_FACTS] = request.facts
+            for number, step in enumerate(request.steps):
                 output = self._run_block(number, step, x)
                 x = output[0] if isinstance(output, tuple) else output
         return self._stopped(number, "", x, output)
@@ -379,77 +296,76 @@ class _PausableRun:
     def _run_block(
         self, number: int, step: StepRequest, x: Float[torch.Tensor, "batch pos d_model"]
     ) -> Output:
-        layer, block = step["layer"], self._model.blocks[step["layer"]]
+        layer, block = step.layer, self._model.blocks[step.layer]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
-        x, (args, kwargs) = tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(device), (x, step["arguments"])
-        )
+        entries: list[tuple[EntryState, Entry, dict[str, object]]] = []
+
+        def appended_to(state: EntryState) -> object:
+            entry = self._entry(state, device)
+            entries.append((state, entry, attributes_of(entry)))
+            return as_argument(entry, layer) if state.is_in_cache else entry
+
+        x, arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), (x, step.arguments))
+        args, kwargs = tree_map_only(EntryState, appended_to, arguments)
         self._shared = self._shared or [x]
-        entry = None if step["entry"] is None else self._entry(step["entry"], device)
-        if entry is not None:
-            before = tensors_of(entry)
-            args, kwargs = tree_map_only(
-                str,
-                lambda text: as_argument(text, entry, layer) if text in (CACHE, ENTRY) else text,
-                (args, kwargs),
-            )
-        # A view only for hooks, because without them runs in flight may share the block.
-        has_hooks = bool(step["taps"] or step["cached"])
+        # A view only for hooks: without them, runs in flight may share the block.
+        has_hooks = bool(step.taps or step.cached)
         if has_hooks:
             view = self._model.borrow(layer)
             block = view.model
         try:
-            for path, changes in step["config"].items():
+            for path, changes in step.config.items():
                 vars(config_at(block, path)).update(changes)
-            if is_fused(block) is not step["fused"]:
-                set_fused(block, step["fused"])
-            if step["has_mlp_in"] is not None:
-                setattr(block, HAS_MLP_IN, step["has_mlp_in"])
-            for name in (*step["taps"], *step["cached"]):
+            if is_fused(block) is not step.is_fused:
+                set_fused(block, step.is_fused)
+            if step.has_mlp_in is not None:
+                setattr(block, HAS_MLP_IN, step.has_mlp_in)
+            for name in (*step.taps, *step.cached):
                 self._put_hook(number, step, name, block.get_submodule(name))
             output: Output = block(x, *args, **kwargs)
         finally:
             if has_hooks:
                 self._model.give_back(layer, view)
-        if entry is not None and step["entry"] is not None:
-            self._keep(number, step["entry"]["new"], entry, before)
+        for state, entry, before in entries:
+            self._keep(number, state.new, entry, before)
         return output
 
     def _entry(self, state: EntryState, device: torch.device) -> Entry:
-        """Return an entry that the block may append to."""
-        if not isinstance(state["tensors"], int):
-            return made_of(state["kind"], state["settings"], state["tensors"], device)
-        # A copy, because home may still hold the shorter one; appending makes new tensors.
-        entry: Entry = copy.copy(self._kept[state["tensors"]])
-        vars(entry).update(state["settings"])
+        """Make the entry that home has; what is appended to it makes new tensors."""
+        # Without `__init__`, whose arguments differ between classes and versions.
+        entry: Entry = object.__new__(state.kind)
+        given = tree_map_only(
+            KeptTensor, lambda one: self._kept.tensor(one.number, one.name), state.attributes
+        )
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
+        set_attributes(entry, moved, device)
         return entry
 
-    def _keep(self, number: int, key: int, entry: Entry, before: dict[str, torch.Tensor]) -> None:
-        """Keep an entry if it has grown; a frozen one has not."""
-        tensors = tensors_of(entry)
-        if all(before.get(name) is tensor for name, tensor in tensors.items()):
-            return
-        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
-        set_tensors(entry, tensors)
-        self._kept[key] = entry
-        geometry = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        self._grown.append((number, settings_of(entry), geometry))
+    def _keep(self, number: int, new: int, entry: Entry, before: dict[str, object]) -> None:
+        """Keep the tensors of an entry if it has grown; a frozen one has not."""
+        attributes = attributes_of(entry)
+        tensors = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
+        if any(before.get(name) is not tensor for name, tensor in tensors.items()):
+            self._kept[new] = {name: tensor.detach() for name, tensor in tensors.items()}
+            named = {name: KeptTensor.of(tensor, new, name) for name, tensor in tensors.items()}
+            self._grown.append((number, attributes | named))
 
     def _put_hook(self, number: int, step: StepRequest, name: str, point: Any) -> None:
         """Put a hook of torch's on a hook point."""
 
-        # torch's, because home runs TransformerLens's conversions around the user's hook.
+        # torch's: home runs TransformerLens's conversions around the user's hook.
         def cache(module: object, args: object, activation: torch.Tensor) -> None:
-            self._kept[step["cached"][name]] = activation.detach()
-            self._cached.append((number, name, tuple(activation.shape), activation.dtype))
+            kept = step.cached[name]
+            self._kept[kept] = activation.detach()
+            self._cached.append((number, name, KeptTensor.of(activation, kept)))
 
         def pause(module: object, args: object, activation: torch.Tensor) -> torch.Tensor:
             return self._pause(number, name, activation)
 
-        is_tap = name in step["taps"]
+        is_tap = name in step.taps
         handle = LensHandle(point.register_forward_hook(pause if is_tap else cache))
-        # Because TransformerLens computes some activations only if these lists have hooks.
-        kinds = step["taps"][name] if is_tap else ["fwd"]
+        # TransformerLens computes some activations only if these lists have hooks.
+        kinds = step.taps[name] if is_tap else ["fwd"]
         point.fwd_hooks += [handle] * ("fwd" in kinds)
         point.bwd_hooks += [handle] * ("bwd" in kinds)
 
@@ -464,17 +380,17 @@ class _PausableRun:
             raise _Ended
         given, in_place = arrival
         if given is not None and in_place and not (activation.is_leaf and activation.requires_grad):
-            activation.copy_(given)  # because tensors that share its memory have to change too
+            activation.copy_(given)  # tensors that share its memory have to change too
         elif given is not None:
-            # A copy, because `given` is a leaf of the graph, and the block may write to it.
-            activation = given.to(activation.device, copy=self._request["graph"])
+            # A copy: `given` is a leaf of the graph, and the block may write to it.
+            activation = given.to(activation.device, copy=self._request.has_graph)
             if in_place and same_as is not None:
                 self._shared[same_as] = activation  # home has its own tensor in that place still
             else:
                 same_as = None
         elif same_as is None and activation.requires_grad:
-            # In place, because a Bridge's norms ask whether a hook returned the same tensor; torch
-            # refuses that of a view.
+            # In place, if torch allows it: a Bridge's norms ask whether a hook returned the same
+            # tensor.
             is_view = activation._is_view()
             activation = activation.detach() if is_view else activation.detach_()
             activation.requires_grad_()  # a leaf of the graph that follows
@@ -493,18 +409,10 @@ class _PausableRun:
     ) -> Reply:
         has_graph = activation.requires_grad and same_as is None
         part = self._parts[-1]
-        # The edge, and not the tensor, because hooks may write to the tensor.
+        # The edge, and not the tensor: hooks may write to the tensor.
         part.edge = get_gradient_edge(activation) if has_graph else None
         part.device = activation.device
-        reply: Reply = {
-            "step": number,
-            "tap": name,
-            "value": sent(value),
-            "same_as": same_as,
-            "has_graph": has_graph,
-            "cached": self._cached,
-            "grown": self._grown,
-        }
+        reply = Reply(number, name, sent(value), same_as, has_graph, self._cached, self._grown)
         self._cached, self._grown = [], []
         return reply
 
@@ -526,8 +434,3 @@ class _PausableRun:
                     before = self._gradients.get(id(leaf))
                     self._gradients[id(leaf)] = new if before is None else before + new
         return [self._gradients.pop(id(leaf), None) for leaf in part.leaves]
-
-
-def sent(value: _Value) -> _Value:
-    """Return a value as it is sent: its tensors on the CPU, without gradients."""
-    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)

@@ -1,0 +1,178 @@
+"""The messages between the driver, *home*, and the worker of another host, and their order.
+
+    home                                        worker
+    differences(files, name)              --->  compares its files of the checkpoint
+    load(LoadRequest)                     --->  loads its blocks from its own files
+
+    block 6, no hooks: it waits
+    block 7, a hook on hook_z, a *tap*
+    begin(RunRequest(blocks 6 and 7))     --->  part 0: block 6, and block 7 up to hook_z
+      hook(z)                             <---  Reply(tap="hook_z", value=z)
+    proceed(run, hook(z))                 --->  part 1: block 7 runs on with that
+      block 8                             <---  Reply(tap="", value=the output)
+
+    backward(run, part 1, gradient)       --->  the graph of part 1
+      backward hooks of hook_z            <---  the gradient of hook(z)
+    backward(run, part 0, gradient)       --->  the graph of part 0
+      the block before                    <---  the gradient of x
+
+    fetch(number, name)                   --->  a weight, a cached activation, or keys or values
+    apply(model, "process_weights", ...)  --->  changes all weights of its blocks
+    forget(numbers)                       --->  frees what home has dropped
+
+The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
+number that home chose. A tensor that it keeps is named by a `KeptTensor`, in both directions.
+
+All of a message is on the CPU and without gradients; what may be in one, `Connection` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch.utils._pytree import register_dataclass, tree_map_only
+
+from tl_devicefix.placement.elsewhere import plain
+
+_Value = TypeVar("_Value")
+
+Output: TypeAlias = torch.Tensor | tuple[Any, ...]
+"""What a block returns: the residual stream, or a tuple that begins with it."""
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor that the worker keeps: that of a number, or an attribute in what has the number."""
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor, number: int, name: str = "") -> KeptTensor:
+        """Name a tensor that is kept."""
+        return KeptTensor(number, name, tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass
+class EntryState:
+    """A block's part of a KV cache, in the place of the argument with it.
+
+    Attributes:
+        kind: its class.
+        attributes: those that are plain values, and its tensors.
+        is_in_cache: True if the block is given transformers' cache, with this as its layer.
+        new: the number for its tensors once it has grown.
+    """
+
+    kind: type
+    attributes: dict[str, object]
+    is_in_cache: bool
+    new: int
+
+
+@dataclass
+class LoadRequest:
+    """A model to load.
+
+    Attributes:
+        model: the number of the model from now on.
+        load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
+        name: the checkpoint.
+        arguments: the arguments of that method.
+        device_map: each component's device, by its index there; None if it is elsewhere.
+        forget: numbers of values to free first.
+    """
+
+    model: int
+    load: str
+    name: str
+    arguments: dict[str, object]
+    device_map: dict[str, int | None]
+    forget: list[int]
+
+
+@dataclass
+class StepRequest:
+    """One block of a run.
+
+    Attributes:
+        layer: the block's index.
+        arguments: its arguments after the residual stream, by position and by name.
+        taps: hook point -> the kinds of its hooks ("fwd", "bwd").
+        cached: hook point -> the number to keep its activation under, for hooks that only look.
+        is_fused: True if it runs fused.
+        has_mlp_in: a Bridge's setting that is in no config; None if it is not set.
+        config: path of a module with a config -> the settings in it that have been changed.
+    """
+
+    layer: int
+    arguments: tuple[list[object], dict[str, object]]
+    taps: dict[str, list[str]]
+    cached: dict[str, int]
+    is_fused: bool
+    has_mlp_in: bool | None
+    config: dict[str, dict[str, object]]
+
+
+@dataclass
+class RunRequest:
+    """A run of blocks, one after the other.
+
+    Attributes:
+        run, model: their numbers.
+        x: the residual stream.
+        steps: the blocks.
+        leaves: the positions, among x and all arguments, of the tensors that get gradients.
+        has_graph: True if gradients are enabled.
+        settings: home's values of the settings of torch that change numbers.
+        facts: those of the model's forward.
+        forget: numbers of values to free first.
+    """
+
+    run: int
+    model: int
+    x: Float[torch.Tensor, "batch pos d_model"]
+    steps: list[StepRequest]
+    leaves: list[int]
+    has_graph: bool
+    settings: list[object]
+    facts: object
+    forget: list[int]
+
+
+@dataclass
+class Reply:
+    """A run that is paused at a tap of a step, or has ended.
+
+    Attributes:
+        step: the index of the block in the run.
+        tap: the hook point; "" at the end.
+        value: the activation, or what the last block returned; None if home has the tensor.
+        same_as: the position of the tensor, if home has it, among those that both sides have: x,
+            and then the activation of each tap.
+        has_graph: True if the value has a graph there.
+        cached: step, hook point and activation of each that was kept since the last reply.
+        grown: step and attributes of each entry of a KV cache that has grown since then.
+    """
+
+    step: int
+    tap: str
+    value: Output | None
+    same_as: int | None
+    has_graph: bool
+    cached: list[tuple[int, str, KeptTensor]] = field(default_factory=list)
+    grown: list[tuple[int, dict[str, object]]] = field(default_factory=list)
+
+
+for _kind in (LoadRequest, StepRequest, RunRequest, Reply):
+    register_dataclass(_kind)  # for `tree_map` to find the tensors within
+
+
+def sent(value: _Value) -> _Value:
+    """Return a value as it is sent: its tensors on the CPU, without gradients."""
+    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)
