@@ -56,6 +56,10 @@ class Host:
     devices: tuple[str, ...]
     forgotten: list[int] = field(default_factory=list)
 
+    def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the host's `Worker`, and wait for its result."""
+        return self.connection.call(method, *arguments)
+
     def take_forgotten(self) -> list[int]:
         """Empty `forgotten` one by one: other threads may append meanwhile."""
         return [self.forgotten.pop() for _ in range(len(self.forgotten))]
@@ -106,7 +110,7 @@ class Hosts(Elsewhere):
     def free_memory(self, device: torch.device) -> int:
         """Ask a device's worker, which first frees what nobody needs."""
         host, number = host_of(device)
-        return int(host.connection.call("free_memory", number, host.take_forgotten()))
+        return int(host.call("free_memory", number, host.take_forgotten()))
 
 
 _joined: tuple[Host, ...] = ()

@@ -79,7 +79,7 @@ def leave_hosts() -> None:
 
 def _answers(host: Host) -> bool:
     try:
-        host.connection.call("forget", [])  # any call would do
+        host.call("forget", [])  # any call would do
     except HostLost:
         return False
     return True

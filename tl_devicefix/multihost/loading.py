@@ -13,7 +13,6 @@ from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.hosts import host_of
 from tl_devicefix.multihost.messages import LoadRequest
 from tl_devicefix.multihost.remote_block import RemoteModel
-from tl_devicefix.multihost.worker import worker_of
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
@@ -56,7 +55,7 @@ def loading_elsewhere(
     hosts = list(dict.fromkeys(host for host, _ in places.values()))
     files = files_of(name, hub)
     for host in hosts:
-        wrong = worker_of(host).differences(files, name, hub) if files else []
+        wrong = host.call("differences", files, name, hub) if files else []
         if wrong:
             raise ValueError(
                 f"{host.connection.name} {wrong[0]} for {name!r}: give all hosts the same files"
@@ -70,7 +69,7 @@ def loading_elsewhere(
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
             forget = host.take_forgotten()
             request = LoadRequest(models[host].number, load, name, passed_on, device_map, forget)
-            loads.append(pool.submit(worker_of(host).load, request))
+            loads.append(pool.submit(host.call, "load", request))
         yield {block: models[host] for block, (host, _) in places.items()}
         for loaded in loads:
             loaded.result()

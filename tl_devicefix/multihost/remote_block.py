@@ -47,7 +47,7 @@ from tl_devicefix.multihost.messages import (
     sent,
 )
 from tl_devicefix.multihost.remote_tensor import RemoteTensor
-from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, settings, worker_of
+from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, settings
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.placement.elsewhere import plain
 
@@ -95,7 +95,8 @@ class RemoteModel(RemoteHandle):
         """Return a tensor that the worker keeps as long as the handle lives."""
 
         def fetch() -> torch.Tensor:
-            return worker_of(handle.host).fetch(kept.number, kept.name).to(self.home)
+            value: torch.Tensor = handle.host.call("fetch", kept.number, kept.name)
+            return value.to(self.home)
 
         like = kept.shape, kept.dtype, self.home
         return RemoteTensor(fetch, *like, weight_is, source=(handle, kept))
@@ -302,8 +303,9 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
     """Call a method that changes weights on all hosts that have blocks of a model."""
     blocks = [module for module in model.modules() if isinstance(module, RemoteBlock)]
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
-        weights = worker_of(remote.host).apply(remote.number, method, arguments)
-        for weight in weights:  # their shapes may have changed
+        # Their shapes may have changed.
+        weights: list[KeptTensor] = remote.host.call("apply", remote.number, method, arguments)
+        for weight in weights:
             path, _, key = weight.name.rpartition(".")
             # Not by setattr, which a remote block refuses.
             parameters: dict[str, Any] = model.get_submodule(path)._parameters
@@ -505,8 +507,7 @@ class _RemoteRun(RemoteHandle):
             facts=forward_cache().get(SENT_FACTS),
             forget=self.host.take_forgotten(),
         )
-        worker = worker_of(self.host)
-        ask = partial(self._replied, worker.begin, sent(request))
+        ask = partial(self._replied, "begin", sent(request))
         # Tensors that both sides hold, in the worker's order. The worker names one by its index
         # (`same_as`), if the activation at a tap is one of them.
         shared, inputs = [x], [given[index] for index in leaves]
@@ -535,7 +536,7 @@ class _RemoteRun(RemoteHandle):
             inputs = [hooked] if is_leaf else []
             new = sent(hooked) if is_changed else None
             arguments = self.number, new, hooked.requires_grad, in_place
-            ask = partial(self._replied, worker.proceed, *arguments)
+            ask = partial(self._replied, "proceed", *arguments)
 
     def _hooked(
         self, activation: torch.Tensor, shared: list[torch.Tensor]
@@ -561,10 +562,10 @@ class _RemoteRun(RemoteHandle):
         home = self._remote.home
         return (output, *tree_map_only(torch.Tensor, lambda part: part.to(home), value[1:]))
 
-    def _replied(self, call: Callable[..., Reply], *arguments: object) -> torch.Tensor:
+    def _replied(self, method: str, *arguments: object) -> torch.Tensor:
         """Ask the worker; return the activation, at home."""
         with torch.inference_mode(False):  # so that writes to the activation are counted
-            self._reply = call(*arguments)
+            self._reply = self.host.call(method, *arguments)
             self.has_graph = self._reply.has_graph
             self.n_parts += 1
             value = self._reply.value
@@ -606,7 +607,7 @@ class _Part(torch.autograd.Function):
                 "create_graph=True, or load the model on this host's devices alone"
             )
         task = torch._C._current_graph_task_id()
-        worker, run = worker_of(ctx.run.host), ctx.run.number
-        gradients = worker.backward(run, ctx.number, sent(gradient), task)
+        run: _RemoteRun = ctx.run
+        gradients = run.host.call("backward", run.number, ctx.number, sent(gradient), task)
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home

@@ -13,9 +13,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import torch
@@ -29,7 +28,6 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
-from tl_devicefix.multihost.hosts import Host
 from tl_devicefix.multihost.kv_caches import Entry, as_argument, attributes_of, set_attributes
 from tl_devicefix.multihost.messages import (
     EntryState,
@@ -171,20 +169,6 @@ class _Kept(dict[int, Any]):
         return item[name] if name else item
 
 
-class _Calls:
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._host.connection.call, method)
-
-
-def worker_of(host: Host) -> Worker:
-    """Return an object with a worker's methods, each of which calls the worker of a host."""
-    # Typed as a Worker, so that type checkers see the arguments of each call.
-    return cast(Worker, _Calls(host))
-
-
 class _Model:
     """A model with some blocks here, and views of blocks for runs with hooks."""
 
@@ -240,7 +224,6 @@ class _PausableRun:
         # The tensors that home has too, in its order: x, then the activation of each tap.
         self._shared: list[torch.Tensor] = []
         self._task = -1
-        self._gradients: dict[int, torch.Tensor] = {}
 
     def begin(self) -> Reply:
         """Run up to the first tap, or the end."""
@@ -421,16 +404,19 @@ class _PausableRun:
     ) -> list[torch.Tensor | None]:
         """Return the gradients of a part's leaves."""
         if task != self._task:  # the first part of another backward
-            self._task, self._gradients = task, {}
+            self._task = task
+            for leaf in self._leaves(len(self._parts)):
+                leaf.grad = None
         part = self._parts[number]
         if gradient is not None and part.edge is not None:
             # A part may use leaves of earlier ones, whose gradients are kept until their turn.
-            leaves = [leaf for earlier in self._parts[: number + 1] for leaf in earlier.leaves]
-            made = torch.autograd.grad(
-                part.edge, leaves, gradient.to(part.device), retain_graph=True, allow_unused=True
+            torch.autograd.backward(
+                part.edge, gradient.to(part.device), retain_graph=True, inputs=self._leaves(number)
             )
-            for leaf, new in zip(leaves, made):
-                if new is not None:
-                    before = self._gradients.get(id(leaf))
-                    self._gradients[id(leaf)] = new if before is None else before + new
-        return [self._gradients.pop(id(leaf), None) for leaf in part.leaves]
+        gradients = [leaf.grad for leaf in part.leaves]
+        for leaf in part.leaves:
+            leaf.grad = None
+        return gradients
+
+    def _leaves(self, number: int) -> list[torch.Tensor]:
+        return [leaf for part in self._parts[: number + 1] for leaf in part.leaves]
