@@ -16,8 +16,8 @@ Files = dict[str, tuple[int, str]]
 """File -> its size in bytes, and a checksum of its tensors."""
 
 _KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
-# Samples are enough, because weights of two trainings differ everywhere, and an edited part is seen
-# if it is as long as the distance between samples.
+# Weights of two trainings differ everywhere, so samples show it. An edited part is seen if it is as
+# long as the distance between samples.
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 """Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
@@ -26,7 +26,7 @@ def files_of(name: str, hub: dict[str, object]) -> Files:
     """Return a checkpoint's files on this host: a directory's, or those in the hub's cache."""
     try:
         folder = Path(name) if is_checkpoint_directory(name) else snapshot(name, (), **hub)
-    except ValueError:  # because transformers itself reports a hub that cannot be reached
+    except ValueError:  # transformers itself reports a hub that cannot be reached
         return {}
     paths = [path for kind in _KINDS for path in sorted(folder.glob(kind))]
     return {path.name: _file(path) for path in paths}
@@ -57,11 +57,11 @@ def _file(path: Path) -> tuple[int, str]:
             data = 8 + len(header)  # the offsets count from here
             ranges = [(data + first, data + end) for first, end in spans]
         else:
-            # Its end too, because a `.bin` is a zip file, which has checksums there.
+            # A `.bin` is a zip file, which has checksums at its end.
             ranges = [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
         for start, end in ranges:
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
-            # The last sample of a range too, because the steps may miss its end.
+            # The last sample is that of the range's end, which the steps may miss.
             for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()

@@ -61,7 +61,7 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
         try:
             started = hf_logging.tqdm(connections, desc="Starting workers")
             hosts = [_described(connection, wait) for connection in started]
-        except BaseException:  # also an interrupt, because workers would hold the GPUs
+        except BaseException:  # also an interrupt: workers would hold the GPUs
             for connection in connections:
                 connection.end()
             raise
@@ -115,7 +115,7 @@ def _check_that_it_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         return
-    try:  # because Ray would wait for minutes
+    try:  # Ray itself waits for minutes
         socket.create_connection((host, int(port)), timeout=10).close()
     except OSError as error:
         raise ConnectionError(
@@ -166,7 +166,7 @@ class WorkerActor(Worker):
     """The actor: a worker with all devices of its node.
 
     Args:
-        n_threads: the driver's number of threads, because Ray gives an actor one by default.
+        n_threads: the driver's number of threads; by default, Ray gives an actor one.
     """
 
     def __init__(self, n_threads: int) -> None:
@@ -190,15 +190,14 @@ class WorkerActor(Worker):
 class _Packed:
     """A tensor as an array of its bytes."""
 
-    # An array, because Ray sends arrays without pickling, and bytes, because numpy lacks bfloat16.
+    # Ray sends arrays without pickling. An array of bytes, since numpy lacks bfloat16.
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, in memory of its own."""
-        # Its own, because Ray's memory is read-only, and on the CPU by name, because the driver may
-        # be within `torch.device("cuda")`.
+        # Ray's memory is read-only. The CPU is named for drivers within `torch.device("cuda")`.
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
         return tensor
@@ -229,9 +228,9 @@ class RayConnection:
         self._ray = ray
         self._n_gpus = n_gpus
         options: dict[str, Any] = {
-            "num_cpus": 0,  # because Ray's other jobs may hold all CPUs
+            "num_cpus": 0,  # Ray's other jobs may hold all CPUs
             "num_gpus": n_gpus,
-            "max_restarts": 0,  # because a new process would not have the weights
+            "max_restarts": 0,  # a new process would not have the weights
             "max_concurrency": _CALLS_AT_ONCE,
             "concurrency_groups": {_PINGS: 1},  # so that a ping waits for no call
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -261,7 +260,7 @@ class RayConnection:
     def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the worker, and wait for its result."""
         ray = self._ray
-        if not ray.is_initialized():  # because the call would start a cluster of its own
+        if not ray.is_initialized():  # the call would start a cluster of its own
             raise self._lost("ray.shutdown() was called")
         reference = self._actor.call.remote(method, _packed(arguments))
         try:
@@ -280,7 +279,7 @@ class RayConnection:
         try:
             self._ray.get(ping, timeout=_TO_ANSWER)
         except self._ray.exceptions.GetTimeoutError:
-            self.end()  # because other threads wait for it too
+            self.end()  # wakes up other threads that wait for it
             raise self._lost(f"it gave no sign of life for {_PATIENCE + _TO_ANSWER:g} s") from None
 
     def _lost(self, why: str) -> HostLost:

@@ -63,8 +63,8 @@ class RemoteHandle:
 
     def __init__(self, host: Host) -> None:
         self.host, self.number, self.has_graph = host, next(_numbers), False
-        # Only noted for the next call, because a finalizer may run in the middle of another one.
-        # Not at exit, because workers end with this process.
+        # A finalizer may run in the middle of a call, so it only notes the number for the next one.
+        # At exit, workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
     def __deepcopy__(self, memo: object) -> RemoteHandle:
@@ -82,8 +82,8 @@ class RemoteModel(RemoteHandle):
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
-        # Settings of these names are sent with each run, also those that are back at their first
-        # value, because the worker would otherwise keep the changed one.
+        # Settings of these names are sent with each run. Where one is back at its first value, the
+        # worker still has the changed one.
         self.changed: set[str] = set()
 
     def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
@@ -119,7 +119,7 @@ class _Record:
         """Take note of the block as its host has it: its hook points, and its settings."""
         named = list(block.named_modules())
         self.points = [path for path, module in named if isinstance(module, HookPoint)]
-        # The first path of each config, because most modules of a block share one.
+        # The first path of each config: most modules of a block share one.
         configs = {path: config_at(block, path) for path, _ in named}
         known = ("transformer_lens", "transformers")
         first = {
@@ -164,11 +164,11 @@ class _Record:
 
 
 _SENT = (type(None), bool, int, float, str, torch.dtype)
-"""Only settings of these types are sent, because a config may hold anything."""
+"""The types of settings that are sent. A config may hold anything."""
 
 
 class RemoteModule(nn.Module):
-    """A module of a remote block. It refuses edits, because the worker's own module computes."""
+    """A module of a remote block. It refuses edits: the worker's own module computes."""
 
     is_remote = True
 
@@ -178,7 +178,7 @@ class RemoteModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
-        is_note &= name != "_attention_dir_override"  # because attention reads it
+        is_note &= name != "_attention_dir_override"  # attention reads it
         # TransformerLens takes a Bridge's config off a module while it copies the module.
         is_note |= name == "config" and (value is None or vars(self).get(name, value) is None)
         if not (is_note or name in _SET_BY_LIBRARIES):
@@ -238,7 +238,7 @@ class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on the block itself run here."""
 
     def _check_name(self, name: str) -> None:
-        if name != "forward":  # because that acts here, around the call
+        if name != "forward":  # that acts here, around the call
             super()._check_name(name)
 
 
@@ -262,8 +262,8 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
         waiting = _WaitingBlocks(record.remote, plain(x))
     output = waiting.add(step)
     form = record.forms.get(step.form)
-    # A block with taps runs at once, because its hooks must run before those of later blocks. So
-    # does one of unknown form, because we do not know whether to return a tensor or a tuple.
+    # A block with taps runs at once: its hooks run before those of later blocks. So does one of
+    # which we do not know yet whether it returns a tensor or a tuple.
     is_watched = step.taps or self._forward_hooks or self._backward_hooks
     if is_watched or form is None or not is_in_forward():
         output.read()
@@ -291,9 +291,8 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
 
 @cache
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
-    # The mixin comes last, because Python lets a module change its class only to one whose first
-    # base is the class that it had.
-    # torch's `__call__`, because that of a Bridge's block expects the layer's weights here.
+    # Python lets a module change its class only to one whose first base is the class that it had,
+    # so the mixin comes last. The `__call__` of a Bridge's block expects the layer's weights here.
     of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
     has = {"__module__": __name__, **(of_block if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
@@ -453,7 +452,7 @@ class _WaitingBlocks:
     def continue_with(self, x: object, remote: RemoteModel) -> bool:
         """Return True if a block of `remote` that is given `x` follows."""
         is_next = isinstance(x, RemoteTensor) and x is self.output and not x.is_fetched
-        # One mode of gradients, because the blocks run in one graph, or in none.
+        # The blocks run in one graph, or in none.
         return is_next and remote is self._remote and self._has_graph == torch.is_grad_enabled()
 
     def add(self, step: _Step) -> RemoteTensor:
@@ -489,7 +488,7 @@ class _RemoteRun(RemoteHandle):
     def run(self, x: Float[torch.Tensor, "batch pos d_model"]) -> Output:
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
-        # Arguments too, because any tensor may have a graph.
+        # Any tensor may have a graph, of the arguments too.
         given = tree_leaves([x, [step.arguments for step in steps]])
         leaves = [
             index
@@ -528,7 +527,7 @@ class _RemoteRun(RemoteHandle):
             same_as = reply.same_as
             activation = value if same_as is None else shared[same_as]
             hooked, in_place = self._hooked(activation, shared)
-            # Sent back only if a hook changed it, because most hooks look.
+            # Most hooks look, and what they leave unchanged is not sent back.
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 shared.append(hooked)
@@ -545,7 +544,7 @@ class _RemoteRun(RemoteHandle):
         step, name = self._steps[self._reply.step], self._reply.tap
         others = [(tensor, version_of(tensor)) for tensor in shared if tensor is not activation]
         version = version_of(activation)
-        before = activation.detach().clone()  # because writes by `.data` and numpy are not counted
+        before = activation.detach().clone()  # writes by `.data` and numpy are not counted
         hooked = step.block.get_submodule(name)(activation)
         step.check_after_hook(name, any(version_of(tensor) != was for tensor, was in others))
         is_written = version_of(activation) != version or not torch.equal(activation, before)

@@ -51,7 +51,7 @@ class RemoteTensor(TensorElsewhere):
     """
 
     source: Any
-    _is_param: bool  # because torch recognises parameters by it, also of other classes
+    _is_param: bool  # torch recognises parameters by it, also of other classes
     _weight_is: str
     _waits: bool
     _fetch: Callable[[], torch.Tensor]
@@ -77,7 +77,7 @@ class RemoteTensor(TensorElsewhere):
             dtype: the dtype that it shows.
             device: home.
             weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
-            waits: True for the output of blocks that have not run, because that may have a graph.
+            waits: True for the output of blocks that have not run, which may have a graph.
             source: see the class.
             strides: the strides of the values; None if they are contiguous.
         """
@@ -93,11 +93,11 @@ class RemoteTensor(TensorElsewhere):
 
     def read(self) -> torch.Tensor:
         """Return the values, as a plain tensor at home."""
-        if self._weight_is:  # not kept, because it may be large
+        if self._weight_is:  # it may be too large to keep
             return self._fetch()
         if self._value is None:
             self._value = self._fetch()
-            del self._fetch  # because it may hold inputs of the blocks that have run
+            del self._fetch  # it may hold inputs of the blocks that have run
         return self._value
 
     @classmethod
@@ -110,19 +110,19 @@ class RemoteTensor(TensorElsewhere):
             if func in _FACTS or (func in _WITHOUT_GRAPH and not this._waits):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            # Itself, because it has no graph to detach from, and reads need no copy.
+            # There is no graph to detach from, and reads need no copy.
             is_same = func in (_T.detach, _T.data.__get__) and not this._waits
             if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
-            # Because `cache.remove_batch_dim()` indexes all entries, and a Bridge's hook points
-            # take heads apart, but few of the activations are read.
+            # `cache.remove_batch_dim()` indexes all entries, and a Bridge's hook points take heads
+            # apart, but few of the activations are read.
             is_view = func in _VIEWS or (func is _T.__getitem__ and _is_basic(args[1]))
             if is_view and not this._waits:
                 with DisableTorchFunctionSubclass():
                     like = torch.empty_strided(
                         this.shape, this.stride(), dtype=this.dtype, device="meta"
                     )
-                # Not where `reshape` may copy, because later changes must not reach the copy.
+                # Where `reshape` may copy, later changes must not reach the copy.
                 if func is not _T.reshape or like.is_contiguous():
                     like = func(like, *args[1:], **kwargs)
                     return RemoteTensor(
@@ -145,7 +145,7 @@ class RemoteTensor(TensorElsewhere):
             return result
 
         def frozen(part: torch.Tensor) -> torch.Tensor:
-            # A view of a weight, such as `W_O.T`, is frozen too, because a change would be lost.
+            # A view of a weight, such as `W_O.T`, is frozen too: a change would be lost.
             where = weights.get(storage_of(part))
             if where is None:
                 return part
@@ -158,11 +158,11 @@ class RemoteTensor(TensorElsewhere):
     def __torch_dispatch__(  # type: ignore[override]  # torch's has no default arguments
         cls, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Because calls from C++ pass `__torch_function__` by.
+        # Calls from C++ pass `__torch_function__` by.
         return cls.__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
-        # A weight is shared with the copy, because it cannot be changed.
+        # A weight cannot be changed, so the copy may share it.
         return self if self._weight_is else self.read().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -186,7 +186,7 @@ def _is_basic(index: object) -> bool:
 
 
 def _refuse_changes(func: _Function, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Refuse to change a weight, because the change would not reach its host."""
+    """Refuse to change a weight: the change would not reach its host."""
     # By torch's names for functions in place: `mul_`, `__imul__`, and `data.__set__`.
     name = func.__name__.partition(".")[0]
     in_place = (
