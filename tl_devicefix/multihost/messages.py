@@ -169,7 +169,7 @@ class Reply:
     grown: list[tuple[int, dict[str, object]]] = field(default_factory=list)
 
 
-for _kind in (LoadRequest, StepRequest, RunRequest, Reply):
+for _kind in (EntryState, LoadRequest, StepRequest, RunRequest, Reply):
     register_dataclass(_kind)  # for `tree_map` to find the tensors within
 
 

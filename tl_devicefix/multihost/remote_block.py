@@ -364,6 +364,7 @@ class _Step:
             why = "the model is in training mode"
         if why is not None:
             raise record.refusal(why)
+        self._used: list[RemoteHandle] = []  # kept until the block has run
         # With the state of an entry in the place of each KV cache.
         self.arguments = (
             [self._sent(argument) for argument in args],
@@ -404,16 +405,17 @@ class _Step:
 
     def _part(self, value: object) -> object:
         """Return an attribute of an entry; if nobody has read what the worker keeps, its name."""
-        if isinstance(value, RemoteTensor) and value.source and not value.is_fetched:
-            handle, kept = value.source
-            if handle.host is self.record.remote.host:
-                if torch.is_grad_enabled() and handle.has_graph:
-                    raise RuntimeError(
-                        "gradients do not pass through a KV cache of blocks on another host: run "
-                        "what fills the cache, or what uses it, within torch.no_grad()"
-                    )
-                return kept
-        return sent(value)
+        if not (isinstance(value, RemoteTensor) and value.source):
+            return value
+        handle, kept = value.source
+        if torch.is_grad_enabled() and handle.has_graph:
+            raise RuntimeError(
+                "gradients do not pass through a KV cache of blocks on another host: run what "
+                "fills the cache, or what uses it, within torch.no_grad()"
+            )
+        self._used.append(handle)
+        is_there = handle.host is self.record.remote.host and not value.is_fetched
+        return kept if is_there else value.read()
 
     def message(self) -> StepRequest:
         """Return the step as it is sent to the worker."""

@@ -288,8 +288,11 @@ class _PausableRun:
             entries.append((state, entry, attributes_of(entry)))
             return as_argument(entry, layer) if state.is_in_cache else entry
 
+        def is_entry(value: object) -> bool:
+            return isinstance(value, EntryState)
+
         x, arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), (x, step.arguments))
-        args, kwargs = tree_map_only(EntryState, appended_to, arguments)
+        args, kwargs = tree_map_only(EntryState, appended_to, arguments, is_leaf=is_entry)
         self._shared = self._shared or [x]
         # A view only for hooks: without them, runs in flight may share the block.
         has_hooks = bool(step.taps or step.cached)
@@ -320,8 +323,7 @@ class _PausableRun:
         given = tree_map_only(
             KeptTensor, lambda one: self._kept.tensor(one.number, one.name), state.attributes
         )
-        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
-        set_attributes(entry, moved, device)
+        set_attributes(entry, given, device)
         return entry
 
     def _keep(self, number: int, new: int, entry: Entry, before: dict[str, object]) -> None:
