@@ -163,8 +163,8 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
-        # Nothing is queued from here on a device elsewhere, so a run there needs no turn. If the run
-        # that has the turn waits for long, perhaps in a hook, others go on without it.
+        # Nothing is queued from here on a device elsewhere, so a run there needs no turn. If the
+        # run that has the turn waits for long, perhaps in a hook, others go on without it.
         if not is_elsewhere(device):
             self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
 
