@@ -184,24 +184,6 @@ def test_resuming_with_another_model_or_data_is_refused(begun, start, batches, o
         start([*batches, batches[0]], resume=True)
 
 
-def test_forked_process_does_not_hold_the_directorys_lock(start, batches):
-    """As a DataLoader's workers are, which may live on."""
-    context = multiprocessing.get_context("fork")
-    over = context.Event()
-    process = context.Process(target=over.wait)
-
-    def some():
-        process.start()
-        yield from batches[:2]
-
-    start(some())
-    try:
-        assert start(batches[:2], resume=True).is_complete
-    finally:
-        over.set()
-        process.join()
-
-
 def test_an_interrupt_waits_for_the_writer(start, batches, tmp_path, monkeypatch):
     write_shard = writer.write_shard
 
