@@ -23,6 +23,14 @@ NAMES = {
 }.values()
 """One name of each config."""
 
+
+def but_numbers(fields):
+    return str({name: None if type(v) in (int, float) else v for name, v in fields.items()})
+
+
+OF_BRIDGES = {but_numbers(known_fields()[name]): name for name in NAMES}.values()
+"""One name of all configs that differ in numbers alone, which a Bridge leaves to transformers."""
+
 MENDED_IN = {"mixtral": "3.0", "phi3": "3.8"}
 """Models that a plain load of a HookedTransformer warns of, until a version of TransformerLens."""
 
@@ -76,5 +84,5 @@ def test_twins_of_known_models_as_TransformerBridge(compatibility):
     from tl_devicefix.transformer_bridge.twin import difference
 
     with undisturbed():
-        found = {name: difference(known_config(name), name, compatibility) for name in NAMES}
+        found = {name: difference(known_config(name), name, compatibility) for name in OF_BRIDGES}
     assert {name: far for name, far in found.items() if not far <= LIMIT} == {}

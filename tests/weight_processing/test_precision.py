@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, EVERY_ARCHITECTURE, NO_PROCESSING, PROCESSING
+from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, PROCESSING
 from hf_models import GROUPED, make_hf_model, save_checkpoint
 from model_classes import HookedTransformer
 from parameters import in_turn
@@ -19,10 +19,13 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def load(hf_models, load):
-    """`load("gpt2", torch.bfloat16, n_devices=3)`, stored in bfloat16 too, or in `stored`."""
+    """`load("gpt2", torch.float64, torch.bfloat16)`: in float64, from weights in bfloat16.
 
-    def load_stored(name, dtype, stored=None, **options):
-        dtypes = (stored or dtype, *([dtype] if stored else []))
+    In float64, the live model is it too, with the weights rounded first.
+    """
+
+    def load_stored(name, dtype, stored, **options):
+        dtypes = (stored, torch.float64) if dtype == torch.float64 else (stored,)
         return load(name, hf_model=hf_models(name, *dtypes), dtype=dtype, **options)
 
     return load_stored
@@ -78,13 +81,31 @@ def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> N
     assert n_different <= 0.001 * n_entries, f"{n_different} of {n_entries}"
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(EVERY_ARCHITECTURE, DTYPES))
-def test_every_folded_weight_is_the_exact_one_rounded_once(name, dtype, load, machine):
-    exact = load(name, torch.float64, dtype, device="cpu")
+FORMS = ("hf_model", "checkpoint")
+STORED_AND_LOADED = [
+    *((dtype, dtype) for dtype in DTYPES),
+    *product([torch.float32], DTYPES),
+    (torch.bfloat16, torch.float32),
+]
 
-    model = load(name, dtype, n_devices=3)
 
-    assert model.W_E.dtype == model.W_U.dtype == dtype
+@pytest.mark.parametrize(
+    ("name", "form", "stored", "dtype"), in_turn(EVERY_ARCHITECTURE, FORMS, STORED_AND_LOADED)
+)
+def test_every_folded_weight_is_the_exact_one_rounded_once(
+    name, form, stored, dtype, load, checkpoints, machine
+):
+    """TransformerLens lets transformers round it first, and rounds the folded weights again."""
+    exact = load(name, torch.float64, stored, device="cpu")
+
+    if form == "checkpoint":
+        named = str(dtype).removeprefix("torch.")
+        path = checkpoints(name, stored)
+        model = HookedTransformer.from_pretrained(path, dtype=named, n_devices=3)
+    else:
+        model = load(name, dtype, stored, n_devices=3)
+
+    assert model.cfg.dtype == model.W_E.dtype == model.W_U.dtype == dtype
     assert_rounded_once(model, exact)
 
 
@@ -92,33 +113,12 @@ def test_every_folded_weight_is_the_exact_one_rounded_once(name, dtype, load, ma
 def test_unprocessed_weights_of_the_stored_dtype_are_not_rounded(name, dtype, load, machine):
     exact = load(name, torch.float64, dtype, device="cpu", **NO_PROCESSING)
 
-    model = load(name, dtype, n_devices=3, **NO_PROCESSING)
+    model = load(name, dtype, dtype, n_devices=3, **NO_PROCESSING)
 
     expected = dict(exact.named_parameters())
     for key, parameter in model.named_parameters():
         # A Gemma's embedding is scaled and its norms have 1 added: these are rounded.
         assert (units_off(parameter.detach().cpu(), expected[key].detach()) == 0).all(), key
-
-
-@pytest.mark.fails_unpatched
-@pytest.mark.parametrize(("name", "dtype"), in_turn(["gpt2", "qwen2"], DTYPES))
-def test_float32_weights_are_not_rounded_before_folding(
-    name,
-    dtype,
-    load,
-    hub,
-    hf_models,
-    tokenizer,
-    machine,
-):
-    """TransformerLens lets transformers round it first, and rounds the folded weights again."""
-    exact = load(name, torch.float64, torch.float32, device="cpu")
-    official_name = ALL_ARCHITECTURES[name].official_name
-    hub.add(official_name, hf_models(name), tokenizer)
-
-    model = HookedTransformer.from_pretrained(official_name, dtype=dtype, n_devices=3)
-
-    assert_rounded_once(model, exact)
 
 
 def test_a_gemma_s_embedding_is_scaled_in_the_dtype_asked_for(tokenizer, tmp_path):
@@ -159,7 +159,7 @@ def test_loaded_weights_keep_their_stored_memory_layout(
     """TransformerLens shows most matrices transposed, and transposes them back to use them."""
     options = PROCESSING[processing]
     if form == "hf_model":
-        model = load(name, torch.float32, n_devices=3, **options)
+        model = load(name, torch.float32, torch.float32, n_devices=3, **options)
     else:
         model = HookedTransformer.from_pretrained(checkpoints(name), n_devices=3, **options)
 
