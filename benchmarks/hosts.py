@@ -125,7 +125,7 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
 def attach(address: str, node: list[psutil.Process]) -> Any:
     """Join, pin the worker to its cores, and return the connection to it."""
     import tl_devicefix
-    from tl_devicefix.placement.devices import joined_hosts
+    from tl_devicefix.multihost.hosts import joined_hosts
 
     start = time.perf_counter()
     tl_devicefix.init_hosts(address)

@@ -2,15 +2,13 @@
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from architectures import EVERY_ARCHITECTURE, NO_PROCESSING, TOYS, attention_only_config, build_toy
+from architectures import NO_PROCESSING, attention_only_config, build_toy
 from comparison import assert_agrees
 from devices import device
-from hf_models import D_MODEL, randomize
-from model_classes import HookedTransformer
+from hf_models import D_MODEL
 from torch import nn
 
 import tl_devicefix
@@ -23,7 +21,9 @@ def findings(model):
     return [(finding.kind, finding.name) for finding in check(model).findings]
 
 
-@pytest.mark.parametrize("name", [*EVERY_ARCHITECTURE, *TOYS])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "gemma-2", "mixtral", "bloom", "gpt-neo", "solu"]
+)
 def test_check_finds_no_fault_in_a_loaded_model(name, load, tokens):
     model = load(name)
     model(tokens)  # leaves ALiBi biases
@@ -75,16 +75,6 @@ def test_misplaced_module_is_found_until_setup_then_stays(model, tokens):
     assert_agrees(model(tokens), expected)
 
 
-def test_torch_lists_in_a_moved_block_are_not_taken_for_attached(load):
-    model = load("mixtral")  # whose experts are in torch's lists
-    model.blocks[2].to(device(0))
-    assert findings(model) == [("device", "blocks.2")]
-    with pytest.warns(UserWarning, match="moved to their component"):
-        model.setup()
-    assert check(model)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 def test_a_model_without_a_placement_is_compared_with_its_config():
     with tl_devicefix.disabled():
         model = build_toy(attention_only_config())
@@ -99,33 +89,6 @@ def test_a_model_without_a_placement_is_compared_with_its_config():
     assert "cfg.device puts it on cpu" in finding.message
     assert report
     assert {parameter.device for parameter in model.parameters()} == {torch.device("cpu")}
-
-
-@pytest.mark.parametrize("home", [device(1), 1])
-def test_model_not_yet_on_its_device_is_found_and_repaired(home, machine):
-    cfg = attention_only_config()
-    cfg.device = home
-    model = HookedTransformer(cfg, move_to_device=False)
-    randomize(model)
-    (finding,) = check(model).findings
-    assert f'model.to("{device(1)}")' in str(finding)
-    assert check(model, repair=True)
-    assert {str(parameter.device) for parameter in model.parameters()} == {device(1)}
-
-
-def test_the_documented_example_prints_what_is_documented(capsys):
-    document = Path(__file__).parents[2] / "docs" / "check.md"
-    code, printed = (block.partition("\n")[2] for block in document.read_text().split("```")[1:4:2])
-    exec(code, {})
-    shown = capsys.readouterr().out
-    assert without_sizes(shown).endswith(without_sizes(printed))
-
-
-def without_sizes(text):
-    """Masks are larger in TransformerLens 2, so sizes differ by version."""
-    text = re.sub(r"\S*/recall_checkpoint", ".../recall_checkpoint", text)
-    words = (word for word in text.split() if word not in ("KiB", "MiB", "(home)"))
-    return " ".join(word for word in words if not word.strip("(),.").replace(".", "").isdigit())
 
 
 def test_offloaded_block_moved_to_a_device_is_found_and_repaired(load, tokens):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from by_name import NAME, a_bridge_by_name, peaks_of
-from model_classes import fuses
+from by_name import a_bridge_by_name, peaks_of
 
-from tl_devicefix import dry_run, estimate, plan, simulate, sweep
+from tl_devicefix import dry_run, simulate, sweep
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 Job = Callable[[Any], Any]
@@ -62,18 +60,15 @@ def fold(bridge: Any) -> Any:
     return forward(bridge)
 
 
-JOBS = (forward, keep_all, generate, backward, steer)
 CASES: list[tuple[str, int, Job]] = [
-    *(("llama", 1, job) for job in (generate, sweep_in_batches)),
-    *(("llama", 3, job) for job in JOBS),
+    ("llama", 1, sweep_in_batches),
+    *(("llama", 3, job) for job in (generate, backward, steer)),
 ]
 """An architecture, over how many devices, and what is done with it."""
 if has_hooked_transformer():
-    CASES += [("llama", 3, analyse), ("gpt2", 3, analyse), ("pythia", 3, backward)]
-    CASES += [("gpt2", 1, keep_all), ("gemma-2", 3, keep_all)]
+    CASES += [("llama", 3, analyse), ("gpt2", 1, keep_all), ("gemma-2", 3, keep_all)]
 else:
-    CASES += [("llama", 3, fold)]
-    CASES += [(n, 3, job) for n in ("gpt2", "gemma-2", "pythia") for job in (keep_all, fold)]
+    CASES += [("llama", 3, fold), ("gpt2", 3, keep_all), ("gemma-2", 3, fold), ("pythia", 3, fold)]
 
 
 def n_transfers(transfers: Iterable[Any]) -> int:
@@ -102,21 +97,6 @@ def test_dry_run_reports_the_memory_and_copies_of_the_real_job(
     assert [item.weights for item in dry.devices] == pytest.approx(weights, rel=0.05)
     assert [item.peak for item in dry.devices] == pytest.approx(peaks, rel=0.05)
     assert n_transfers(dry.transfers) == transfers
-
-
-def test_dry_run_of_a_70b_model_runs_and_caches():
-    @torch.no_grad()
-    def job(model):
-        tokens, resid = torch.zeros(1, 128, dtype=torch.long), "hook_resid_post"
-        logits, cache = model.run_with_cache(tokens, names_filter=lambda n: n.endswith(resid))
-        return logits.shape, cache.stack_activation("resid_post").shape
-
-    dry = dry_run(LLAMA_70B, job, 4, dtype=torch.bfloat16)
-
-    assert dry.runs, dry
-    assert dry.result == ((1, 128, 32000), (80, 1, 128, 8192))
-    assert sum(item.weights for item in dry.devices) == pytest.approx(2 * 68.98e9, rel=0.01)
-    assert "it runs" in repr(dry)
 
 
 def test_operation_on_two_devices_is_reported_with_its_line():
@@ -193,26 +173,6 @@ def test_dry_run_swaps_offloaded_blocks_in():
     assert copied == offloaded + TOKENS.nbytes
 
 
-def test_devices_named_by_max_memory_alone_are_unused_and_logged(monkeypatch, caplog):
-    # As in a user's process: the root logger is the user's; pytest has handlers of its own.
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("tl_devicefix"), "handlers", [caplog.handler])
-    limits = {**dict.fromkeys(range(3), "1GiB"), "cpu": "64GiB"}
-    with simulate(3):
-        planned = plan(NAME, 2, max_memory=limits).device_map
-
-    dry = dry_run(NAME, type, 2, max_memory=limits)
-    estimated = estimate(NAME, 2, max_memory=limits, seq_len=8)
-
-    assert dry.placement.device_map == estimated.placement.device_map == planned
-    assert logging.getLogger().handlers == []
-    assert {item.name for item in caplog.records} == {"tl_devicefix.placement.deciding"}
-    message, *others = (item.getMessage() for item in caplog.records)
-    assert others == [message] * 2
-    assert "max_memory names sim:2, where nothing is placed" in message
-    assert "only sim:0, sim:1, cpu: to use" in message
-
-
 def order(tensor: torch.Tensor) -> list[int]:
     """The dimensions longer than 1, slowest first."""
     dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
@@ -220,7 +180,7 @@ def order(tensor: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.hooked
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bloom", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral"])
 def test_parameters_are_laid_out_as_loading_lays_them_out(name, load):
     """For what a forward allocates depends on it."""
     loaded = load(name, device="cpu")
@@ -228,25 +188,6 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name, load):
         loaded.cfg, lambda model: {name: order(p) for name, p in model.named_parameters()}
     )
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
-
-
-@fuses
-def test_with_sdpa_a_pattern_is_built_where_somebody_listens(long_llama):
-    tokens, peaks = torch.zeros(1, 512, dtype=torch.long), []
-    listen = ("blocks.1.attn.hook_pattern", lambda value, hook: None)
-    for hooks in ([], [listen]):
-
-        @torch.no_grad()
-        def read(model, hooks=hooks):
-            at_home = tokens.to(model.cfg.device)
-            options = {"attention_mask": torch.ones_like(at_home)}
-            return model.run_with_hooks(at_home, fwd_hooks=hooks, **options)
-
-        dry = dry_run(long_llama, read, fuse_blocks=True)
-        assert dry.runs, dry
-        peaks.append(dry.devices[0].peak - dry.devices[0].weights)
-
-    assert peaks[0] < 4 * 512**2 * 4 < peaks[1]
 
 
 @pytest.mark.hooked
@@ -275,13 +216,6 @@ def test_dry_run_obeys_n_ctx_and_hf_config_overrides():
     options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
     assert dry.result == (64, 2)
-
-
-@a_bridge_by_name
-def test_overrides_add_no_field_that_n_ctx_would_set():
-    options: Any = {"n_ctx": 64, "hf_config_overrides": {"n_positions": 32}}  # Pythia has none
-    dry = dry_run("EleutherAI/pythia-70m", lambda it: it.cfg.n_ctx, **options)
-    assert dry.result == 32
 
 
 @a_bridge_by_name

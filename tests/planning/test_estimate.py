@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.__main__ import main
 from tl_devicefix.checkpoints.hub import known_config
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.planning import estimation
 from tl_devicefix.planning.estimation import Job
 
 if has_hooked_transformer():
@@ -30,16 +28,13 @@ else:
 BILLIONS = {
     "gpt2": 0.124, "EleutherAI/gpt-neo-2.7B": 2.651, "EleutherAI/gpt-j-6B": 6.051,
     "EleutherAI/pythia-12b": 11.85, "facebook/opt-66b": 65.72, "microsoft/phi-2": 2.780,
-    "microsoft/Phi-3-mini-4k-instruct": 3.821, "mistralai/Mistral-7B-v0.1": 7.242,
-    "mistralai/Mixtral-8x7B-v0.1": 46.70, "meta-llama/Llama-3.1-405B": 405.9,
-    "meta-llama/Llama-3.2-1B": 1.236, "google/gemma-7b": 8.538, "google/gemma-2-9b": 9.242,
-    "Qwen/Qwen-14B": 14.17, "Qwen/Qwen2.5-72B": 72.71, "Qwen/Qwen3-14B": 14.77,
+    "microsoft/Phi-3-mini-4k-instruct": 3.821, "mistralai/Mixtral-8x7B-v0.1": 46.70,
+    "meta-llama/Llama-3.1-405B": 405.9, "google/gemma-2-9b": 9.242, "Qwen/Qwen2.5-72B": 72.71,
 }  # fmt: skip
 """The published numbers of parameters, a tied embedding counted once."""
-NOT_A_BRIDGE = None if has_hooked_transformer() else "Qwen/Qwen-14B"
 
 
-@pytest.mark.parametrize("name", [name for name in BILLIONS if name != NOT_A_BRIDGE])
+@pytest.mark.parametrize("name", BILLIONS)
 def test_a_plan_weighs_the_published_number_of_parameters(name):
     """K and V of grouped-query attention stay grouped.
 
@@ -76,7 +71,7 @@ def run(model: Any, job: Job) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "cache", "n_devices"),
-    [("llama", "all", 1), ("pythia", "resid_post,z", 3), (TIED, None, 3), (TIED, "all", 3)],
+    [("llama", "all", 1), ("pythia", "resid_post,z", 3), (TIED, "all", 3)],
 )
 def test_estimate_equals_the_memory_of_a_loaded_model(name, cache, n_devices, loaded):
     sizes = {"batch_size": 16, "seq_len": N_CTX // 2, "cache": cache}
@@ -100,24 +95,9 @@ def test_the_row_of_loading_is_an_upper_bound(checkpoints):
     assert all(peak < item.peak for peak, item in zip(peaks, result))
 
 
-@pytest.mark.once
-def test_the_fewest_devices_that_fit_are_advised(monkeypatch):
-    fits = estimate("gpt2", 1)
-    tight = replace(fits, devices=(replace(fits.devices[0], capacity=0),))
-    for enough in range(2, 14):  # of the 12 blocks, each may have a device
-
-        def of_count(*request: Any, enough: int = enough) -> Any:
-            return fits if request[-1] >= enough else tight
-
-        monkeypatch.setattr(estimation, "_estimate", of_count)
-        says = f"It would fit on {enough} devices." if enough <= 12 else "Try a smaller dtype"
-        assert estimate("gpt2", 1).advice.startswith(says)
-
-
 @fuses
-@pytest.mark.parametrize("gradients", [False, True])
-def test_estimate_of_fused_blocks_has_no_attention_patterns(gradients, long_llama):
-    sizes: dict[str, Any] = {"seq_len": 2048, "gradients": gradients}
+def test_estimate_of_fused_blocks_has_no_attention_patterns(long_llama):
+    sizes: dict[str, Any] = {"seq_len": 2048, "gradients": True}
     with simulate(2) as machine:
         model = load(long_llama, n_devices=2, fuse_blocks=True)
         peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
@@ -130,43 +110,41 @@ def test_estimate_of_fused_blocks_has_no_attention_patterns(gradients, long_llam
         assert less.peak - less.weights < 4 * 2048**2 * 4 < more.peak - more.weights
 
 
-def grows(name: str, few: int, many: int, **options: Any) -> int:
-    """What more tokens to generate take."""
-    sizes = [
-        estimate(name, batch_size=16, seq_len=8, max_new_tokens=new, **options).devices[0].peak
-        for new in (few, many)
-    ]
-    return sizes[1] - sizes[0]
+def layers(count: int, called: str = "num_hidden_layers") -> dict[str, Any]:
+    """Options of so few layers, which a config has by a name."""
+    if has_hooked_transformer():
+        return {"first_n_layers": count}
+    return {"hf_config_overrides": {called: count}}
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "width"), [("gpt2", 12, 768), ("Qwen/Qwen2-0.5B", 24, 2 * 64)]
-)
-def test_estimate_counts_a_kv_cache_of_all_tokens(name, layers, width):
-    in_blocks = 16 * 2 * 400 * width * 4 * layers
-    assert in_blocks < grows(name, 500, 900) < 2 * in_blocks  # with room, and keys also rotated
+def kv_cache(name: str, few: int, many: int, **options: Any) -> int:
+    """What more tokens to generate take in four layers."""
+
+    def peak(n_layers: int, new: int) -> int:
+        options.update(batch_size=16, seq_len=8, max_new_tokens=new, **layers(n_layers))
+        return estimate(name, **options).devices[0].peak
+
+    return peak(8, many) - peak(8, few) - (peak(4, many) - peak(4, few))
+
+
+def test_estimate_counts_a_kv_cache_of_all_tokens():
+    expected = 16 * 2 * 400 * (2 * 64) * 4 * 4  # keys and values of grouped heads
+    # A HookedTransformer has keys rotated, too, while a block runs.
+    assert expected <= kv_cache("Qwen/Qwen2-0.5B", 500, 900) < 2.5 * expected
 
 
 @a_bridge_by_name
 def test_attention_in_a_window_caches_the_window():
-    in_blocks = 16 * 2 * 2000 * 4 * 256 * 2 * 13  # every other block sees all tokens
-    grown = grows("google/gemma-2-2b", 5000, 7000, dtype="bfloat16")
-    assert in_blocks < grown < 1.6 * in_blocks
+    expected = 16 * 2 * 2000 * (4 * 256) * 2 * 2  # every other block sees all tokens
+    assert kv_cache("google/gemma-2-2b", 5000, 7000, dtype="bfloat16") == expected
 
 
 def test_estimate_counts_gradients_of_weights_and_activations():
     plain, with_gradients = (
-        estimate("gpt2", seq_len=8, gradients=g).devices[0] for g in (False, True)
+        estimate("gpt2", seq_len=8, gradients=g, **layers(4, "n_layer")).devices[0]
+        for g in (False, True)
     )
     assert plain.peak < 2 * plain.weights < with_gradients.peak
-    generating = estimate("gpt2", gradients=True, max_new_tokens=2, seq_len=1000).devices[0]
-    assert generating.peak > 2 * plain.weights
-
-
-def test_the_command_prints_the_table_and_whether_it_fits(capsys):
-    status = main(["estimate", "gpt2", "--n-devices", "2", "--cache", "resid_post"])
-    assert status == 0
-    assert capsys.readouterr().out.rstrip().endswith("It fits into 80.00 GiB a device.")
 
 
 def test_the_command_takes_a_longer_context_and_fused_blocks(capsys, checkpoints):

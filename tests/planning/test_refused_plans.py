@@ -49,15 +49,11 @@ if has_hooked_transformer():
     TOO_MANY = "n_devices must be from 1 to 64, but is"
     REFUSED += [
         (lambda: estimated(CFG, n_ctx=4), "no argument 'n_ctx' for a config, which has"),
-        (lambda: dry(CFG, n_ctx=4), "no argument 'n_ctx' for a config, which has"),
         (lambda: estimated(batch_size=0), "batch_size must be an int of 1 or more, but is 0"),
         (lambda: estimated(n_devices=0), f"{TOO_MANY} 0"),
-        (lambda: estimated(n_devices=10**9), f"{TOO_MANY} 1000000000"),
-        (lambda: estimated(device_map={"": 10**9}), TOO_MANY),
         (lambda: estimated(cache=""), "but is ''"),
         (lambda: estimated(cache=["z"]), "cache must be 'all' or names"),
         (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
-        (lambda: estimated(max_memory={0: "9" * 400 + "GiB"}), r"y\[0\] must be .* '999\S*GiB'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
         (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is a model, .*: pass model.cfg"),
         (lambda: plan(CFG, max_memory={0: 20}), r"y\[0\] is 20 bytes: did you mean '20GiB'\?"),

@@ -29,8 +29,7 @@ def interrupt(model: Any) -> Any:
 
 
 DRY_RUNS: dict[str, tuple[Any, Callable[[], Any]]] = {
-    "an estimate with advice": (None, lambda: estimate(NAME, 2, seq_len=4, max_memory="1MiB")),
-    "what is refused": (ValueError, lambda: estimate(NAME, 2, batch_size=0)),
+    "an estimate": (None, lambda: estimate(NAME, 2, seq_len=4)),
     "a job that fails": (None, lambda: dry_run(NAME, fail, 3)),
     "a job that is interrupted": (
         KeyboardInterrupt,
