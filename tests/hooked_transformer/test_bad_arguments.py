@@ -35,9 +35,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"max_memory": {"0": "1GiB"}},
         ("max_memory names '0'", "write the index without quotes, 0"),
     ),
-    "a device that is a tensor": ({"device": torch.ones(99)}, ("a device must be", "is a Tensor")),
-    "a dtype that is a model": ({"dtype": torch.nn.Linear(2, 2)}, ("is Linear(in_features=2",)),
-    "a long map": ({"device_map": ["x" * 99] * 3}, ("device_map=a list is neither",)),
     "a device that holds no values": ({"device_map": {"": 0, "blocks.3": "meta"}}, ("'meta'",)),
     "an empty device_map": ({"device_map": {}}, ("embed, blocks.0-4, ln_final, unembed",)),
     "both device_map and n_devices": (
@@ -57,10 +54,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "more layers than there are": ({"first_n_layers": 9}, ("9 layers", "5", "first_n_layers")),
     "two checkpoints": ({"checkpoint_value": 2000, "checkpoint_label": 1000}, ("not both",)),
     "quantising": ({"load_in_4bit": True}, ("load_in_4bit",)),
-    **{
-        f"a misspelt {meant}": ({misspelt: 4}, (repr(misspelt), repr(meant)))
-        for misspelt, meant in (("ndevices", "n_devices"), ("center_unembeds", "center_unembed"))
-    },
+    "a misspelt n_devices": ({"ndevices": 4}, ("'ndevices'", "'n_devices'")),
 }
 
 
@@ -98,9 +92,8 @@ def test_transformers_arguments_resembling_ours_are_accepted(load):
 def test_two_devices_are_refused_on_a_cpu_only_machine():
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         pytest.skip("this machine has several devices")
-    with pytest.raises(ValueError, match=r"tl_devicefix\.simulate") as caught:
+    with pytest.raises(ValueError, match=r"tl_devicefix\.simulate"):
         plan("Llama-2-7b", n_devices=2)
-    assert "\n" not in str(caught.value)
 
 
 def on_meta(name: str) -> Callable[[Any], Any]:
@@ -109,8 +102,6 @@ def on_meta(name: str) -> Callable[[Any], Any]:
 
 WITHOUT_VALUES = ("meta device", "load the model with its weights")
 UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "no values": (on_meta(""), ("embed", *WITHOUT_VALUES)),
-    "a matrix without values": (on_meta("model.layers.4.mlp.up_proj"), ("blocks.4", "meta device")),
     "a norm without values": (on_meta("model.norm"), ("ln_final", *WITHOUT_VALUES)),
     "another shape": (
         lambda hf_model: setattr(hf_model.model.layers[4].mlp, "up_proj", torch.nn.Linear(16, 20)),
@@ -119,10 +110,6 @@ UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "fewer layers": (
         lambda hf_model: setattr(hf_model.model, "layers", hf_model.model.layers[:3]),
         ("Qwen2ForCausalLM", "5 blocks"),
-    ),
-    "a missing module": (
-        lambda hf_model: delattr(hf_model.model.layers[4].mlp, "up_proj"),
-        ("up_proj", "Qwen2"),
     ),
 }
 """What is done to a model, which then is not that of its config, and what the refusal says."""
@@ -152,13 +139,6 @@ def test_a_checkpoint_that_cannot_be_converted_is_refused(tokenizer, tmp_path):
         HookedTransformer.from_pretrained(str(directory), device="cpu")
 
 
-def test_hf_model_with_a_head_of_several_layers_is_refused(hf_models, load):
-    model = copy.deepcopy(hf_models("llama"))
-    model.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 16), model.lm_head)
-    with pytest.raises(ValueError, match="head of this LlamaForCausalLM is of class Sequential"):
-        load("llama", hf_model=model, device="cpu")
-
-
 def test_out_of_memory_is_not_reported_as_wrong_architecture(hf_models, load, on_one, monkeypatch):
     def no_room(*_, **__):
         raise torch.OutOfMemoryError("there is no room")
@@ -186,11 +166,3 @@ def test_what_transformer_lens_refuses_is_refused(case, model, reference):
         REFUSED_ALONE[case](reference)
     with pytest.raises(type(expected.value)):
         REFUSED_ALONE[case](model)
-
-
-def test_to_takes_whatever_transformer_lens_takes(load):
-    model = load("llama", 2)
-    placement = model.placement
-    assert model.to(None).placement == placement
-    assert model.to(torch.zeros(1, dtype=torch.float64, device="cpu")).cfg.device == "cpu"
-    assert model.W_E.dtype == torch.float64

@@ -18,7 +18,7 @@ OTHERS += ["mamba", "falcon-mamba", "mamba-2", "bamba", "nemotron-h", "olmo-hybr
 """Those whose norms, attention, MLPs or layouts differ; `--full` has all (test_catalogue)."""
 SPREADS = [1, 3, 4]
 if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge
-    OTHERS, SPREADS = ["phi-3", "bamba"], [3]
+    NAMES, OTHERS, SPREADS = ["llama", "gpt2", "mixtral"], ["phi-3", "bamba"], [3]
 
 pytestmark = [
     pytest.mark.bridge(in_3=True),

@@ -145,7 +145,6 @@ def boot_grouped(machine, tokenizer, tmp_path):
     ("kind", "own", "options"),
     [
         ("PhiConfig", {}, {}),
-        ("PhiConfig", {}, UNFOLDED),
         ("FalconH1Config", FALCON, UNFOLDED),
     ],
 )
@@ -168,7 +167,6 @@ def test_value_biases_that_heads_share_are_folded(kind, own, options, boot_group
             {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2},
             "sinks",
         ),
-        ("LagunaConfig", {"head_dim": 8, "attention_bias": True}, "gate"),
         ("Qwen3NextConfig", GATED, "a gate beside its queries"),
     ],
 )
