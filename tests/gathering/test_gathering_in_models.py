@@ -10,15 +10,14 @@ from devices import device
 from transformer_lens import ActivationCache
 
 from tl_devicefix import gather_on
-from tl_devicefix.gathering.gathering import ReadAt
 
 CPU = torch.device("cpu")
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_E", "W_U", "b_U")
 LAST = "blocks.4.hook_resid_post"
 
 
-def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, load):
-    model = load("gpt2", 4, folded=True)
+def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, shared):
+    model = shared("gpt2", 4, folded=True)
 
     def made_at_home(device, read):
         before = machine.memory_allocated(0)
@@ -39,16 +38,8 @@ def test_reading_elsewhere_takes_no_memory_on_the_home_device(machine, load):
     assert sum(transfer.bytes for transfer in machine.transfers) == directions.nbytes
 
 
-def test_stacking_unlike_tensors_is_left_to_torch(machine):
-    one, two = torch.zeros(2), torch.ones(2, dtype=torch.float64)
-    with ReadAt(machine.devices[0], None, "it", in_place=False):
-        assert torch.stack([one, two]).dtype == torch.float64
-        with pytest.raises(RuntimeError, match="equal size"):
-            torch.stack([one, torch.ones(1)])
-
-
 @pytest.mark.parametrize("n_devices", [1, 4])
-def test_analyses_within_gather_on_compute_on_its_device(n_devices, machine, load, on_one, tokens):
+def test_analyses_within_gather_on_compute_on_its_device(n_devices, shared, on_one, tokens):
     def computed(model):
         _, cache = model.run_with_cache(tokens.to(model.cfg.device))
         with gather_on("cpu"):
@@ -64,7 +55,7 @@ def test_analyses_within_gather_on_compute_on_its_device(n_devices, machine, loa
             ]
 
     expected = computed(on_one("gpt2", folded=True))
-    assert_agrees(computed(load("gpt2", n_devices, folded=True)), expected, CPU)
+    assert_agrees(computed(shared("gpt2", n_devices, folded=True)), expected, CPU)
 
 
 def keep(model, tokens, *layers):
@@ -77,11 +68,6 @@ def keep(model, tokens, *layers):
     names = [f"blocks.{i}.hook_resid_post" for i in layers or range(model.cfg.n_layers)]
     model.run_with_hooks(tokens.to(model.cfg.device), fwd_hooks=list(map(keeping, names)))
     return kept
-
-
-@pytest.fixture
-def model(machine, load):
-    return load("llama")
 
 
 @pytest.mark.fails_unpatched
@@ -137,12 +123,6 @@ def test_methods_that_change_a_plain_dict_leave_it_where_it_is(model, machine, t
         assert {name: value.device for name, value in changed.cache_dict.items()} == devices
         assert changed["resid_post", 4].device == machine.devices[0]
         assert changed["resid_post", 4].shape == (tokens.shape[1], model.cfg.d_model)
-
-
-def test_a_cache_of_a_run_loses_its_batch_dimension(model, tokens):
-    _, cache = model.run_with_cache(tokens[:1])
-    expected = {name: value[0] for name, value in cache.items()}
-    assert_agrees(dict(cache.remove_batch_dim().items()), expected)
 
 
 def test_cache_accepts_any_object_with_weights_as_its_model():
