@@ -104,16 +104,6 @@ def merged_by_its_user(model: PreTrainedModel) -> Any:
     return adapted
 
 
-def mixed(model: PreTrainedModel) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(model, config("q_proj", task_type=None), "0", mixed=True)
-        adapted.add_adapter("1", peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"]))
-        train(p for name, p in adapted.named_parameters() if "lora_" in name or "hada_" in name)
-    adapted.set_adapter(["0", "1"])
-    return adapted.eval()
-
-
 def disabled(adapt: Adapt) -> Adapt:
     def switched_off(model: PreTrainedModel) -> Any:
         adapted: Any = adapt(model)
@@ -134,7 +124,6 @@ IA3 = adapter(
 EXPERTS_ARE_PARAMETERS = Version(transformers.__version__) >= Version("5")
 NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
     "LoRA on an embedding that is tied": ("gpt2", lora("wte")),
-    "LoRA and LoHa": ("llama", mixed),
     "LoRA on experts": (
         "mixtral",
         lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

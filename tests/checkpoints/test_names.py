@@ -17,7 +17,7 @@ import transformers.dynamic_module_utils
 import transformers.utils.hub
 from architectures import ALL_ARCHITECTURES
 from comparison import assert_same_model
-from hf_models import make_tokenizer, randomize
+from hf_models import make_tokenizer
 from hub_cache import HubCache, commit_of
 from model_classes import HookedTransformer
 from transformer_lens import loading_from_pretrained as tl_loading
@@ -98,29 +98,6 @@ def test_any_hub_name_and_any_path_can_be_loaded(put, directory, hf_models):
         assert model.cfg.original_architecture == "Qwen2ForCausalLM"
         assert_embeds_as(model, hf_models("qwen2"))
         assert Path(model.tokenizer.name_or_path).resolve() == path
-
-
-def test_text_model_of_a_multimodal_fine_tune_is_loaded(hub, tokenizer, tokens):
-    name = "google/gemma-3-4b-it"
-    if name not in tl_loading.OFFICIAL_MODEL_NAMES:
-        pytest.skip(f"the installed TransformerLens has no {name}")
-    text = ALL_ARCHITECTURES["gemma-3"].hf_config()
-    vision = {
-        "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "image_size": 16,
-        "patch_size": 8, "num_hidden_layers": text.num_hidden_layers,
-    }  # fmt: skip
-    config = transformers.Gemma3Config(
-        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
-    )
-    hf_model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    randomize(hf_model)
-    hf_model.config.architectures = ["Gemma3ForConditionalGeneration"]
-    hub.add("someone/sees", hf_model, tokenizer)
-
-    model = HookedTransformer.from_pretrained("someone/sees", n_devices=2)
-
-    actual, expected = model(tokens).cpu().log_softmax(-1), hf_model(tokens).logits.log_softmax(-1)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.fails_unpatched

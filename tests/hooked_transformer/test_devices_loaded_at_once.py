@@ -47,22 +47,3 @@ def test_components_of_all_devices_are_read_at_once(load, while_reading):
     load()
 
     assert len(waited_for) == 4
-
-
-def test_error_of_the_first_failing_component_is_raised(load, while_reading, machine):
-    later_one_has_failed = threading.Event()
-
-    def fail(unit, device):
-        if unit == "unembed":
-            later_one_has_failed.set()
-            raise ValueError("unembed cannot be read")
-        if unit == "blocks.1":
-            assert later_one_has_failed.wait(SOON)
-            raise ValueError("blocks.1 cannot be read")
-
-    while_reading(fail)
-    with pytest.raises(ValueError, match=r"blocks\.1 cannot be read") as caught:
-        load(n_devices=None, device_map={"": 0, "blocks.1": 1, "unembed": 3})
-
-    assert [machine.memory_allocated(index) for index in range(4)] == [0] * 4
-    assert caught.value is not None

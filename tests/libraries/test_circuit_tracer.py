@@ -48,11 +48,6 @@ def context(model):
     return actual.logits, actual.activation_matrix, *vectors
 
 
-def after_offloading(model):
-    graph(model, offload="cpu", max_n_logits=2)
-    return model(PROMPT.to(model.cfg.device))
-
-
 def generate(model):
     features = [(1, slice(2, None), 5, 2.0)]
     options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
@@ -60,12 +55,8 @@ def generate(model):
 
 
 CALLS = {
-    "get_activations, sparse": lambda model: model.get_activations(
-        PROMPT.to(model.cfg.device), sparse=True
-    ),
     "setup_attribution": context,
     "attribute, 20 features": lambda model: graph(model, max_feature_nodes=20, batch_size=4),
-    "forward after offload": after_offloading,
     "feature_intervention, constrained": lambda model: model.feature_intervention(
         PROMPT.to(model.cfg.device), FEATURES, constrained_layers=range(N_LAYERS)
     ),

@@ -11,7 +11,6 @@ from sae_lens.load_model import load_model
 from sae_lens.saes.sae import SAEMetadata
 
 import tl_devicefix
-from tl_devicefix.dispatch.views import View
 
 pytestmark = pytest.mark.hooked
 
@@ -81,24 +80,13 @@ def test_an_sae_runs_wherever_it_is_and_is_left_as_it_was(at, models, tokens):
     assert tl_devicefix.patches.is_enabled()
 
 
-def test_view_runs_the_models_sae_with_its_own_hook_points(models, tokens):
+def test_runs_in_flight_have_the_models_sae(models, tokens):
     model, reference = models
     model.add_sae(make_sae(device(0)))
-    expected, without = model(tokens), reference(tokens)
-
-    of_run, other = View(model), View(model).model
-    view = of_run.model
-
-    acts = f"{HOOK}.hook_sae_acts_post"
-    assert all(one is two for one, two in zip(view.parameters(), model.parameters()))
-    assert torch.equal(view(tokens).cpu(), expected.cpu())
-    assert view.hook_dict[acts] is not model.hook_dict[acts]
-    view.add_hook(acts, lambda activation, hook: activation * 0)
-    assert not torch.equal(view(tokens).cpu(), expected.cpu())
-    view.reset_saes()
-    assert_agrees(view(tokens), without, model.placement.home)
-    assert list(model.acts_to_saes) == list(other.acts_to_saes) == [HOOK]
-    assert torch.equal(other(tokens).cpu(), expected.cpu())
-    of_run.restore()
-    for entry in (view, model):
-        assert torch.equal(entry(tokens).cpu(), expected.cpu())
+    expected = model(tokens)
+    assert not torch.allclose(expected.cpu(), reference(tokens))
+    zero = (f"{HOOK}.hook_sae_acts_post", lambda activation, hook: activation * 0)
+    without, zeroed, again = tl_devicefix.sweep(model, tokens, [[], [zero], []])
+    assert_agrees([without, again], [expected, expected])
+    assert_agrees(zeroed, model.run_with_hooks(tokens, fwd_hooks=[zero]))
+    assert not torch.allclose(zeroed, expected)

@@ -4,11 +4,10 @@ import hf_models
 import pytest
 import torch
 from comparison import assert_agrees
-from datasets import Array2D, Dataset, Features, Sequence, Value
+from datasets import Dataset
 from devices import device
 from model_classes import HOOKED, HookedTransformer
 from sae_lens import (
-    ActivationsStore,
     LanguageModelSAERunnerConfig,
     LanguageModelSAETrainingRunner,
     StandardTrainingSAE,
@@ -43,35 +42,6 @@ def test_a_trainer_takes_batches_of_tokens_as_its_data(written):
     actual, expected = trained_on(batches()), trained_on(iter(list(batches())))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-def test_an_activation_store_reads_the_data_set(written, tmp_path):
-    saved = tmp_path / "saved"
-    saved_as_data_set(written, saved)
-    options = {"streaming": False, "hook_name": RESID, "hook_head_index": None}
-    options |= {"context_size": WIDTH, "d_in": D_MODEL, "n_batches_in_buffer": 2}
-    options |= {"total_training_tokens": N_TOKENS, "store_batch_size_prompts": 2}
-    options |= {"train_batch_size_tokens": WIDTH, "prepend_bos": False, "dtype": "float32"}
-    options |= {"normalize_activations": "none", "device": torch.device("cpu")}
-    data = Dataset.from_dict({"input_ids": written.tokens[:].tolist()})
-    store = ActivationsStore(None, data, cached_activations_path=str(saved), **options)
-    rows = store.next_batch()
-    written_rows = {tuple(row.tolist()) for row in written[RESID][:].flatten(0, 1)}
-    assert rows.shape == (WIDTH, D_MODEL)
-    assert {tuple(row.tolist()) for row in rows} <= written_rows
-
-
-def saved_as_data_set(h, path):
-    """As docs/save_activations.md has it; Arrow has no bfloat16."""
-
-    def rows():
-        for number in range(len(h)):
-            activation, tokens = h[RESID][number].float(), h.tokens[number].int()
-            yield {RESID: activation.numpy(), "token_ids": tokens.numpy()}
-
-    of_activations = Array2D((WIDTH, D_MODEL), "float32")
-    features = Features({RESID: of_activations, "token_ids": Sequence(Value("int32"), WIDTH)})
-    Dataset.from_generator(rows, features, cache_dir=str(path.parent)).save_to_disk(path)
 
 
 HOOK, N_CTX = "blocks.3.hook_resid_post", 8

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import transformers
@@ -12,13 +10,10 @@ from hf_models import D_VOCAB, GROUPED, balanced_map, make_hf_model, save_checkp
 from model_classes import TransformerBridge
 from racing import asynchronous
 
-import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.transformer_bridge import processing
 
 pytestmark = pytest.mark.bridge
-
-SOON = 30.0  # seconds, within which threads that run at once have met
 
 
 @pytest.mark.fails_unpatched
@@ -33,21 +28,6 @@ def test_tied_weights_fold_with_a_final_norm_on_another_device(name, machine, lo
     assert_agrees(bridge(tokens).log_softmax(-1), before, home)
 
 
-@pytest.fixture
-def while_processing(monkeypatch):
-    """`while_processing(meanwhile)`: have this called with the name of each unit."""
-    process_unit = processing._process_unit
-
-    def have(meanwhile):
-        def processing_unit(bridge, unit, *rest):
-            meanwhile(unit.name)
-            process_unit(bridge, unit, *rest)
-
-        monkeypatch.setattr(processing, "_process_unit", processing_unit)
-
-    return have
-
-
 @pytest.mark.skipif(
     has_hooked_transformer(), reason="TransformerLens 3 cannot fold an offloaded block of a Bridge"
 )
@@ -57,37 +37,18 @@ def test_processed_weights_of_offloaded_blocks_are_pinned_too(load):
         assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
 
 
-def test_all_devices_fold_at_once_but_for_the_unembedding(machine, load, on_one, while_processing):
-    bridge = load("gpt2", n_devices=4)
-    # One unit of each device.
-    on = {c.device: c.name for c in bridge.placement.components if c.name.startswith("blocks.")}
-    together, names = threading.Barrier(4), []
-
-    def wait_for_the_others(name):
-        names.append(name)
-        if name in on.values():
-            together.wait(SOON)
-
-    while_processing(wait_for_the_others)
-    bridge.enable_compatibility_mode()
-
-    assert len(on) == 4
-    assert names[-1] == "unembed"
-    expected = on_one("gpt2", folded=True).state_dict()
-    assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(expected))
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_bridge_folded_half_way_is_refused_after_the_error(
-    error, machine, load, while_processing, tokens
+    error, machine, load, tokens, monkeypatch
 ):
-    bridge = load("gpt2", n_devices=4)
+    bridge, process_unit = load("gpt2", n_devices=4), processing._process_unit
 
-    def fail(name):
-        if name == "blocks.4":
+    def fail(bridge, unit, *rest):
+        if unit.name == "blocks.4":
             raise error("stop here")
+        process_unit(bridge, unit, *rest)
 
-    while_processing(fail)
+    monkeypatch.setattr(processing, "_process_unit", fail)
     with pytest.raises(error, match="stop here"):
         bridge.enable_compatibility_mode()
 
@@ -181,21 +142,6 @@ def test_value_biases_stay_where_they_add_no_constant(
     assert_agrees(bridge(tokens).log_softmax(-1), before, tolerance=1e-5)
     assert any(block.attn.v.bias.any() for block in bridge.blocks)
     assert f"does not apply to attention with {beside}, where value biases" in caplog.text
-
-
-def test_device_out_of_memory_while_folding_is_named(load):
-    with tl_devicefix.simulate(2, memory="1MiB") as machine:
-        bridge = load("llama", n_devices=2)
-        room = machine.mem_get_info(1)[0]
-        filler = torch.empty(room - 2**12, dtype=torch.uint8, device=machine.devices[1])
-
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"^sim:1.* ran out of memory while blocks\.\d was"
-        ) as caught:
-            bridge.enable_compatibility_mode()
-
-        assert "\n" not in str(caught.value)
-        del filler
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -159,15 +159,6 @@ def test_text_beyond_the_table_is_refused(save, kind, longest):
         model(torch.zeros(1, longest + 1, dtype=torch.long))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scaling_that_transformer_lens_has_keeps_its_tables(save, dtype):
-    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
-    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 8192}
-    path, _ = save("llama", rope_parameters=scaling | llama3, rope_scaling=scaling | llama3)
-    attn = load(path, dtype=dtype).blocks[0].attn
-    assert "calculate_sin_cos_rotary" not in vars(attn)
-
-
 # --------------------------------------------------------------------------------------------
 # A live model
 

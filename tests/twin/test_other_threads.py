@@ -14,9 +14,7 @@ import transformers
 from comparison import assert_agrees
 from packaging.version import Version
 
-from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
-from tl_devicefix.placement.devices import EmptyOnMeta
 
 if has_hooked_transformer():
     from architectures import attention_only_config
@@ -78,46 +76,3 @@ def test_loads_of_live_models_in_three_threads_agree(load, hf_models, on_one, to
         for model in pool.map(lambda it: load("llama", hf_model=it, device="cpu"), live):
             assert_agrees(model(tokens), expected)
     assert warnings.filters == filters
-
-
-class Greeter:
-    greeting = "hello"
-
-    def greet(self, name):
-        return f"{self.greeting} {name}"
-
-    @classmethod
-    def greet_all(cls, names):
-        return f"{cls.greeting} {names}"
-
-    @staticmethod
-    def shout(name):
-        return name.upper()
-
-
-@pytest.mark.once
-def test_other_threads_call_the_installed_function_meanwhile():
-    calls = {
-        "greet": lambda: Greeter().greet("you"),
-        "greet_all": lambda: Greeter.greet_all("you"),
-        "shout": lambda: Greeter.shout("you"),
-    }
-    before = dict(vars(Greeter))
-    with ThreadPoolExecutor(1) as pool:
-        for name, call in calls.items():
-            expected = call()
-            with replaced_in_thread(Greeter, name, lambda own, *args: f"<{own(*args)}>"):
-                assert call() == f"<{expected}>"
-                assert pool.submit(call).result() == expected
-            assert call() == expected
-    assert dict(vars(Greeter)) == before
-
-
-@pytest.mark.once
-def test_only_empty_tensors_of_this_thread_have_no_values():
-    with ThreadPoolExecutor(1) as pool, EmptyOnMeta():
-        layer = torch.nn.Linear(2, 2)
-        assert {p.is_meta for p in layer.parameters()} == {True}
-        assert not torch.ones(2).is_meta
-        assert not torch.empty(2, device="cpu").is_meta
-        assert not pool.submit(torch.empty, 2).result().is_meta
