@@ -66,11 +66,9 @@ def state(machine):
 _WING = "tl_devicefix.hooked_transformer"
 STAGES: dict[str, tuple[str, int]] = {
     "the plan": (f"{_WING}.loading.decide_fitting", 1),
-    "constructing the third block": ("transformer_lens.components.TransformerBlock.__init__", 3),
     "reading a component": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.read", 4),
     "folding the last slice": (f"{_WING}.processing.process_component", 13),
     "writing the thirtieth weight": ("tl_devicefix.weight_processing.slices.write", 30),
-    "placing the buffers": ("tl_devicefix.placement.fitting.naming_full_devices", 2),
     "aligning the model": (f"{_WING}.moving.settle", 1),
 }
 """What to interrupt: a function, and which of its calls."""

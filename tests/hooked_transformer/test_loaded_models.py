@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import textwrap
+import threading
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from torch import nn
 from transformer_lens import HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
 from transformers import AutoModelForCausalLM
+
+from tl_devicefix.checkpoints.sources import HuggingFaceSource
 
 pytestmark = pytest.mark.hooked
 
@@ -38,6 +41,20 @@ def test_every_parameter_and_buffer_is_where_the_placement_says(name, options, l
         assert not tensor.is_meta, name
     assert model.cfg.device == str(model.placement.home)
     assert model.cfg.n_devices == len(model.placement.devices)
+
+
+def test_components_of_all_devices_are_read_at_once(load, machine, monkeypatch):
+    read, together, waited_for = HuggingFaceSource.read, threading.Barrier(4), set()
+
+    def reading(self, unit, device):
+        if device not in waited_for:
+            waited_for.add(device)
+            together.wait(30)  # seconds, within which threads that run at once have met
+        return read(self, unit, device)
+
+    monkeypatch.setattr(HuggingFaceSource, "read", reading)
+    load("gpt2", n_devices=4)
+    assert len(waited_for) == 4
 
 
 @pytest.mark.parametrize(
