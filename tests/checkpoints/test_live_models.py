@@ -104,18 +104,6 @@ def merged_by_its_user(model: PreTrainedModel) -> Any:
     return adapted
 
 
-def disabled(adapt: Adapt) -> Adapt:
-    def switched_off(model: PreTrainedModel) -> Any:
-        adapted: Any = adapt(model)
-        if isinstance(adapted, PreTrainedModel):
-            adapted.disable_adapters()
-        else:
-            adapted.base_model.disable_adapter_layers()
-        return adapted
-
-    return switched_off
-
-
 IA3 = adapter(
     peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
@@ -227,7 +215,13 @@ def adapted(architecture: str, adapt: Adapt, merge: Adapt | None = None) -> Case
 
 def once_disabled(adapt: Adapt) -> Case:
     """Adapted, and then as without its adapters."""
-    return Case("llama", lambda parts: disabled(adapt)(parts.model))
+
+    def live(parts: Parts) -> Any:
+        adapted = adapt(parts.model)
+        adapted.base_model.disable_adapter_layers()
+        return adapted
+
+    return Case("llama", live)
 
 
 def quantised(name: str, kind: str, adapt: Adapt | None = None, was_run: bool = False) -> Case:
