@@ -62,7 +62,7 @@ def test_safetensors_alone_reads_the_shards(written, all_of_it):
     assert torch.equal(torch.cat([shard["tokens"] for shard in shards]), written.tokens[:])
 
 
-def test_an_index_of_another_version_or_of_other_files_is_refused(written):
+def test_index_of_another_version_or_of_other_files_is_refused(written):
     path = written.directory / INDEX
     text = path.read_text()
     of_others = r"damaged \(it is not the one in the index\)"

@@ -1,4 +1,4 @@
-"""SAELens trains, unmodified: on saved activations, on a data set, and over a spread model."""
+"""SAELens trains, unmodified: on saved activations, and over a spread model."""
 
 import hf_models
 import pytest

@@ -1,4 +1,4 @@
-"""Compatibility mode: devices at once, within the memory there is, and after errors."""
+"""Compatibility mode: what it folds, within the memory there is, and after errors."""
 
 from __future__ import annotations
 
