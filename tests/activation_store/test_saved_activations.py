@@ -16,7 +16,7 @@ from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens import ActivationCache
 from written_by_hand import RESID as WRITTEN
-from written_by_hand import files, write_by_hand
+from written_by_hand import write_by_hand
 
 from tl_devicefix import load_activations, save_activations
 from tl_devicefix.activation_store.format import INDEX
@@ -190,21 +190,6 @@ def test_token_mask_leaves_tokens_out(on_one, batches, run):
     assert_agrees(rows, expected[expecteds])
     with pytest.raises(ValueError, match=r"token_mask left some out: read saved\[name\]"):
         result.cache(0)
-
-
-def test_shards_depend_on_the_arguments_only(machine, load, batches, tmp_path):
-    """However many runs are in flight."""
-    model = load("llama")
-    for max_in_flight in (1, 4):
-        save_activations(
-            *(model, batches[:3], RESID),
-            directory=tmp_path / str(max_in_flight),
-            shard_size=2000,
-            max_in_flight=max_in_flight,
-            progress=False,
-        )
-    assert len(files(tmp_path / "1")) > 2
-    assert files(tmp_path / "1") == files(tmp_path / "4")
 
 
 PATTERN = "blocks.1.attn.hook_pattern"

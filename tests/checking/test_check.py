@@ -39,16 +39,6 @@ def test_check_finds_no_fault_after_loading_copying_or_moving(name, n, options, 
     assert check(model.to(device(2)))
 
 
-def test_interrupted_processing_is_found(model, monkeypatch):
-    def fail(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tl_devicefix.hooked_transformer.processing.load_component", fail)
-    with pytest.raises(KeyboardInterrupt):
-        model.load_and_process_state_dict(model.state_dict())
-    assert findings(model) == [("processing", "model")]
-
-
 def test_check_accepts_aliases_of_parts_and_permanent_hooks(model):
     model.probe = model.blocks[3].mlp
     model.blocks[2].hook_resid_post.add_perma_hook(lambda activation, hook: None)

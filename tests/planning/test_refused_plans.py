@@ -88,13 +88,6 @@ def test_n_ctx_beyond_learned_positions_is_refused(checkpoints):
 
 
 @pytest.mark.hooked
-@pytest.mark.parametrize("call", [estimated, dry])
-def test_planning_accepts_config_and_hub_arguments_of_loading(call):
-    asked: dict[str, Any] = {"revision": "main", "local_files_only": True, "token": None}
-    call(first_n_layers=1, fold_ln=False, **asked)
-
-
-@pytest.mark.hooked
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
