@@ -55,6 +55,11 @@ def test_indexing_reads_what_indexing_a_tensor_gives(written, all_of_it):
     assert [int(number) for number in written[REDUCED]] == list(range(N_EXAMPLES))  # and ends
 
 
+def test_changing_a_read_tensor_leaves_the_file_unchanged(written):
+    written[RESID][3].zero_()
+    assert written[RESID][3].any()
+
+
 def test_safetensors_alone_reads_the_shards(written, all_of_it):
     index = json.loads((written.directory / INDEX).read_text())
     shards = [load_file(written.directory / shard["file"]) for shard in index["shards"]]

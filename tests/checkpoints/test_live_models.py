@@ -23,6 +23,7 @@ from hf_models import HF_CONFIGS, N_CTX
 from model_classes import HookedTransformer
 from packaging.version import Version
 from parameters import in_turn
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -104,6 +105,16 @@ def merged_by_its_user(model: PreTrainedModel) -> Any:
     return adapted
 
 
+def mixed(model: PreTrainedModel) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config("q_proj", task_type=None), "0", mixed=True)
+        adapted.add_adapter("1", peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"]))
+        train(p for name, p in adapted.named_parameters() if "lora_" in name or "hada_" in name)
+    adapted.set_adapter(["0", "1"])
+    return adapted.eval()
+
+
 IA3 = adapter(
     peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
@@ -112,6 +123,7 @@ IA3 = adapter(
 EXPERTS_ARE_PARAMETERS = Version(transformers.__version__) >= Version("5")
 NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
     "LoRA on an embedding that is tied": ("gpt2", lora("wte")),
+    "LoRA and LoHa": ("llama", mixed),
     "LoRA on experts": (
         "mixtral",
         lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
@@ -250,6 +262,7 @@ CASES: dict[str, Case] = {
         "llama", lora(*IN_LLAMA, "embed_tokens", "lm_head")
     ),
     "LoRA on Conv1D, with all biases trained": adapted("gpt2", lora(*IN_GPT2, **CONV, bias="all")),
+    "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
     "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
     "IA3": adapted("llama", IA3),
     "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
@@ -412,6 +425,19 @@ def without_scales(parts: Parts) -> Any:
     return hf_model
 
 
+def packed_for_a_cpu(parts: Parts) -> Any:
+    hf_model = CASES["nf4 mistral"].live(parts)
+    # As a forward on a CPU with AVX512-BF16 leaves it.
+    hf_model.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    return hf_model
+
+
+def of_a_byte(parts: Parts) -> Any:
+    layer = parts.model.model.layers[3].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return parts.model
+
+
 def quantised_by_gptq(parts: Parts) -> Any:
     parts.model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     return parts.model
@@ -425,6 +451,13 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         ),
         ("PROMPT_TUNING", "cannot be merged", "pass the base model"),
     ),
+    "LoRA that starts at certain tokens": (
+        "llama",
+        lambda parts: lora(*IN_LLAMA, alora_invocation_tokens=[3])(parts.model),
+        ("aLoRA", "cannot be merged"),
+    ),
+    "4 bits, run on a CPU": (MISTRAL, packed_for_a_cpu, ("has run", "load it again")),
+    "int8 without a scale": ("qwen2", of_a_byte, ("torch.int8", "quantised")),
     "4 bits, offloaded": (
         MISTRAL,
         on_cpu(CASES["nf4 mistral"].live),

@@ -10,13 +10,33 @@ from comparison import assert_agrees
 from devices import device
 from hf_models import N_LAYERS
 from kinds import home_of
+from packaging.version import Version
+from transformer_lens import ActivationCache
 
 import tl_devicefix
 from tl_devicefix import gather_on
+from tl_devicefix.monkeypatch.versions import installed
 
 pytestmark = pytest.mark.hooked
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(
+    installed() < Version("3"), reason="TransformerLens 2 reads old results of heads"
+)
+def test_old_results_of_heads_in_a_plain_dict_are_replaced(model, reference, tokens):
+    def stacked(model):
+        kept = {}
+        keep = lambda x, hook: kept.update({hook.name: x})  # noqa: E731
+        model.run_with_hooks(tokens, fwd_hooks=[(lambda name: True, keep)])
+        for layer in range(N_LAYERS):
+            old = torch.zeros_like(kept[f"blocks.{layer}.hook_resid_pre"])
+            kept[f"blocks.{layer}.attn.hook_result"] = old
+        cache = ActivationCache(kept, model)
+        return cache.stack_head_results(apply_ln=True, incl_remainder=True)
+
+    assert_agrees(stacked(model), stacked(reference), home_of(model))
 
 
 def test_gather_on_chooses_the_device_within_its_own_thread(model):

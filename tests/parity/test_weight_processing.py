@@ -248,3 +248,15 @@ def test_a_model_whose_processing_is_refused_is_as_it_was(checkpoints, machine, 
 
     assert model.cfg.normalization_type == norm
     assert torch.equal(model(tokens), expected)
+
+
+def test_weights_that_a_subclass_adds_are_loaded(on_one, machine):
+    weights = {**on_one("solu", folded=False).state_dict(), "extra.weight": torch.full((2, 2), 7.0)}
+    model = on_one("solu", folded=False)
+    model.extra = torch.nn.Linear(2, 2, bias=False)
+
+    model.load_and_process_state_dict(weights, fold_ln=False)
+
+    assert (model.extra.weight == 7).all()
+    with pytest.raises(ValueError, match=r"extra.weight has shape \(1,\)"):
+        model.load_and_process_state_dict({**weights, "extra.weight": torch.ones(1)})

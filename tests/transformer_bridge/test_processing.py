@@ -128,6 +128,7 @@ def test_value_biases_that_heads_share_are_folded(kind, own, options, boot_group
             {"head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2},
             "sinks",
         ),
+        ("LagunaConfig", {"head_dim": 8, "attention_bias": True}, "gate"),
         ("Qwen3NextConfig", GATED, "a gate beside its queries"),
     ],
 )
