@@ -31,8 +31,6 @@ from tl_devicefix.checkpoints.hub import reading_config
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.weight_processing import Weights
 
-__all__ = ["ArchitectureAdapterFactory"]
-
 REST = "rest"
 """The component of modules that the adapter has no name for; it is at home."""
 

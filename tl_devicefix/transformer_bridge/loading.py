@@ -10,10 +10,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
@@ -49,7 +49,7 @@ from tl_devicefix.transformer_bridge.alignment import (
     settle_bridge,
 )
 from tl_devicefix.transformer_bridge.components import (
-    ArchitectureAdapterFactory,
+    adapter_for,
     empty_hf_model,
     hf_model_class,
     layout_of,
@@ -196,15 +196,14 @@ def _boot_checkpoint(
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it
         read_config(name, trust_remote_code=options.get("trust_remote_code", False))
-    planned = _PlannedClass(options, elsewhere)
-    arguments = {**options, "model_class": planned}
-    with planned.watching_for_adapter(), contextlib.ExitStack() as stack:
+    arguments = {**options}
+    with contextlib.ExitStack() as stack:
+        arguments["model_class"] = planned = _PlannedClass(options, elsewhere, stack)
         if planned.spreads:
-            for ours in ("device", "n_devices", "max_memory"):
+            # TransformerLens sees none of these, so it refuses no state space model: each block's
+            # state stays on its device.
+            for ours in ("device", "device_map", "n_devices", "max_memory"):
                 arguments.pop(ours, None)
-            # With any map, TransformerLens lets transformers place the model. The plan replaces it
-            # when the model's class is called, because only then the config is final.
-            arguments["device_map"] = {"": "cpu"}
             device_map = options.get("device_map")
             devices = device_map.values() if isinstance(device_map, Mapping) else ()
             # A worker has no hosts joined; its map names devices of other hosts.
@@ -235,14 +234,17 @@ class _PlannedClass:
     checkpoint.
     """
 
-    def __init__(self, options: Mapping[str, Any], elsewhere: contextlib.ExitStack) -> None:
-        self._options, self._elsewhere = options, elsewhere
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        elsewhere: contextlib.ExitStack,
+        booting: contextlib.ExitStack,
+    ) -> None:
+        self._options, self._elsewhere, self._booting = options, elsewhere, booting
         n_devices, *limits = (options.get(n) for n in ("n_devices", "device_map", "max_memory"))
         # `True` is not one device, although it equals 1: the plan refuses it.
         is_one = n_devices in (None, 1) and n_devices is not True
         self.spreads = not is_one or limits != [None, None]
-        self._adapter: ArchitectureAdapter
-        self._is_stateful = False
         self.placement: Placement | None = None
         self.remotes: dict[str, Any] = {}
         """The models of blocks on other hosts."""
@@ -257,28 +259,14 @@ class _PlannedClass:
         """True if blocks are offloaded."""
         return self.placement is not None and any(c.offloaded for c in self.placement.components)
 
-    def watching_for_adapter(self) -> contextlib.AbstractContextManager[object]:
-        """Note the adapter that TransformerLens selects, within a `with` block."""
-
-        def select(
-            original: Callable[..., ArchitectureAdapter], cfg: TransformerBridgeConfig
-        ) -> ArchitectureAdapter:
-            self._adapter = original(cfg)
-            # TransformerLens refuses state space models over several devices, although each block's
-            # state stays on its device. So we hide that the model is one until it is booted.
-            self._is_stateful, cfg.is_stateful = cfg.is_stateful, False
-            return self._adapter
-
-        return replaced_in_thread(ArchitectureAdapterFactory, "select_architecture_adapter", select)
-
     def from_pretrained(self, model_name: object, **kwargs: Any) -> PreTrainedModel:
         """Load the model to its planned devices."""
-        self._adapter.cfg.is_stateful = self._is_stateful
-        real = self._options.get("model_class") or hf_model_class(self._adapter)
+        adapter = adapter_for(kwargs["config"], str(model_name), kwargs["torch_dtype"])
+        real = self._options.get("model_class") or hf_model_class(adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
             kwargs.pop("code_revision", None)  # because only the Auto classes take it
         if self.spreads:
-            kwargs["device_map"], self.placement = self._plan(real, kwargs)
+            kwargs["device_map"], self.placement = self._plan(real, adapter, kwargs)
         if self.offloads:
             # We move it from the host ourselves, because transformers would leave offloaded weights
             # without values, which the Bridge cannot read.
@@ -301,6 +289,9 @@ class _PlannedClass:
                 hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
             _bring_root_home(hf_model, self.placement.home)
+        if self.spreads:  # TransformerLens would move it to one device
+            as_it_is = mock.patch.object(hf_model, "to", return_value=hf_model)
+            self._booting.enter_context(as_it_is)
         return hf_model
 
     def _load(self, real: type[Any], name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -315,14 +306,16 @@ class _PlannedClass:
         check_report(report, name, kwargs, hf_model)
         return hf_model
 
-    def _plan(self, real: type[Any], kwargs: Mapping[str, Any]) -> tuple[object, Placement | None]:
+    def _plan(
+        self, real: type[Any], adapter: ArchitectureAdapter, kwargs: Mapping[str, Any]
+    ) -> tuple[object, Placement | None]:
         """Return transformers' `device_map`, and its plan unless the map is the user's own."""
         options, device_map = self._options, self._options.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
         if _is_for_transformers(device_map, empty):
             return _with_names_of_devices(device_map), None
-        layout = layout_of(empty, self._adapter)
+        layout = layout_of(empty, adapter)
         placement = decide_fitting(
             layout.sizes(empty),
             options.get("n_devices"),
