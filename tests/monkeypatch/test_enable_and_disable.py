@@ -52,7 +52,7 @@ OF_OTHERS = "transformers.masking_utils", "torch.optim.optimizer"
 def parts_of_transformer_lens() -> Parts:
     """Every attribute of every module and class of TransformerLens that is imported, by its path.
 
-    Also of the modules of others with a patch. Of functions the code, which a patch exchanges.
+    Also of the modules of others with a patch.
     """
     parts: Parts = {}
     for module_name, module in list(sys.modules.items()):
@@ -60,7 +60,7 @@ def parts_of_transformer_lens() -> Parts:
         if module is None or not {*OF_OTHERS, "transformer_lens"} & {*its}:
             continue
         for name, value in list(vars(module).items()):
-            parts[f"{module_name}:{name}"] = getattr(value, "__code__", value)
+            parts[f"{module_name}:{name}"] = value
             if inspect.isclass(value) and value.__module__ == module_name:
                 attributes = vars(value).items()
                 parts.update({f"{module_name}:{name}.{k}": part for k, part in attributes})
@@ -78,10 +78,8 @@ def ours(parts: Parts) -> set[str]:
     """What is replaced by something that tl_devicefix defines."""
 
     def is_ours(part: Any) -> bool:
-        if inspect.iscode(part):
-            return f"{os.sep}tl_devicefix{os.sep}" in part.co_filename
-        module = getattr(getattr(part, "__func__", part), "__module__", None)
-        return isinstance(module, str) and module.partition(".")[0] == "tl_devicefix"
+        code = getattr(getattr(part, "__func__", part), "__code__", None)
+        return code is not None and f"{os.sep}tl_devicefix{os.sep}" in code.co_filename
 
     return {path for path, part in parts.items() if is_ours(part)}
 
@@ -184,17 +182,44 @@ def test_disable_restores_another_librarys_patch(monkeypatch):
     assert getattr(MODEL_CLASS, PROCESSING) is wrapped
 
 
-def test_a_function_that_somebody_decorated_is_refused(monkeypatch):
-    def decorated(*args, **kwargs):
-        calls.append(args)
+def test_patched_functions_change_where_they_were_imported(monkeypatch):
+    """Also within partials, and in modules that import them while they are patched."""
+    early, late = types.ModuleType("early"), types.ModuleType("late")
+    for module in (early, late):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in [patch.name for patch in table() if patch.owner is None]:
+        tl_devicefix.disable()
+        function = named(name)
+        early.function, early.partial = function, functools.partial(function, None, key=1)
+        kept = early.partial
+        with tl_devicefix.enabled():
+            ours = late.function = named(name)
+            assert ours is not function
+            assert inspect.signature(ours) == inspect.signature(function)
+            assert early.function is early.partial.func is ours
+            assert (early.partial.args, early.partial.keywords) == ((None,), {"key": 1})
+        assert early.function is early.partial.func is late.function is named(name) is function
+        assert early.partial is kept
 
+
+def test_a_function_that_somebody_decorated_stays_decorated(monkeypatch, load, tokens):
     calls = []
     tl_devicefix.disable()
-    functools.update_wrapper(decorated, patching.generic_activation_patch)
+    installed = patching.generic_activation_patch
+
+    @functools.wraps(installed)
+    def decorated(*args, **kwargs):
+        calls.append("called")
+        return installed(*args, **kwargs)
+
     monkeypatch.setattr(patching, "generic_activation_patch", decorated)
-    with pytest.raises(UnsupportedTransformerLens, match=r"activation_patch .* decorated"):
-        tl_devicefix.enable()
-    assert not is_enabled()
+    with tl_devicefix.enabled():
+        model = load("llama", device="cpu")
+        _, cache = model.run_with_cache(tokens[:1])
+        patch = functools.partial(patching.generic_activation_patch, model, tokens[:1], cache)
+        patch(torch.sum, patching.layer_pos_patch_setter, "resid_pre", ("layer", "pos"))
+    assert calls == ["called"]
+    assert patching.generic_activation_patch is decorated
 
 
 VERSION = importlib.metadata.version("transformer_lens")

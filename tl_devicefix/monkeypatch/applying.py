@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
 from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
-from tl_devicefix.monkeypatch.versions import UnsupportedTransformerLens
 
 _MISSING = object()
 _Function = Callable[..., Any]
@@ -25,22 +25,16 @@ _Function = Callable[..., Any]
 class _Replacement(NamedTuple):
     """One attribute that is replaced; `before` is _MISSING if it was inherited."""
 
-    owner: type | FunctionType
+    owner: type
     name: str
     before: object
     after: object
 
 
-def _own(owner: type | FunctionType, name: str) -> object:
-    """Return an attribute of a function, or one from a class's own `__dict__`."""
-    if isinstance(owner, FunctionType):
-        return getattr(owner, name, _MISSING)
-    return vars(owner).get(name, _MISSING)
-
-
 # Everything that is replaced. Set before the first change and cleared after the last one is undone,
 # so that after an interrupt the next `enable` or `disable` can finish the job.
 _replaced: tuple[_Replacement, ...] = ()
+_functions: dict[_Function, _Function] = {}  # of modules: the installed one -> ours
 _is_enabled = False
 # The table that was applied last, because `disabled` applies it again.
 _applied: Sequence[Patch] = ()
@@ -58,64 +52,52 @@ def enable(table: Sequence[Patch]) -> None:
 
 def _replace(table: Sequence[Patch]) -> None:
     """Apply a table that was checked and is not applied."""
-    global _applied, _is_enabled, _originals, _replaced
+    global _applied, _functions, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
+    functions: dict[_Function, Any] = {}
     for patch in table:  # all of them before any is set, because a target may be wrong
         target = named(patch.owner or patch.name)
         if patch.owner is None:
-            replacements += _within_function(target, patch.replacement)
+            functions[target] = _like_installed(target, patch.replacement)
             continue
         installed = inspect.getattr_static(target, patch.name)
         after = _like_installed(installed, patch.replacement)
-        replacements.append(_Replacement(target, patch.name, _own(target, patch.name), after))
-    _applied, _replaced, _originals = table, tuple(replacements), {}
+        before = vars(target).get(patch.name, _MISSING)
+        replacements.append(_Replacement(target, patch.name, before, after))
+    _applied, _originals = table, {}
+    _replaced, _functions = tuple(replacements), functions
     for owner, name, _, after in _replaced:
         setattr(owner, name, after)
+    _rename(_functions)
     _is_enabled = True
 
 
-def _within_function(function: FunctionType, replacement: _Function) -> Iterator[_Replacement]:
-    """Make a function call its replacement by exchanging its code.
-
-    The function object stays, because others have imported it or hold it in a partial.
-    """
-    # A function of its own, because `function` has the new code once this is applied.
-    if function.__closure__:
-        raise UnsupportedTransformerLens(
-            f"{function.__name__} of transformer_lens was decorated by somebody, and cannot be "
-            "patched then; nothing was replaced: import tl_devicefix first"
-        )
-    original = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-    original.__kwdefaults__ = function.__kwdefaults__
-    original.__annotations__ = function.__annotations__
-    vars(original).update(vars(function))  # such as a decorator's `__wrapped__`
-    instead = {
-        "__wrapped__": original,  # because `help` shows its signature
-        "__kwdefaults__": {"_replacement": partial(replacement, original)},
-        # Set last and restored first, because this code needs the attributes above.
-        "__code__": _call.__code__,
-    }
-    for name, after in instead.items():
-        yield _Replacement(function, name, _own(function, name), after)
-
-
-def _call(*args: object, _replacement: _Function, **kwargs: object) -> object:
-    return _replacement(*args, **kwargs)
+def _rename(functions: Mapping[_Function, _Function]) -> None:
+    """Replace functions in all modules that have imported them, or a partial of one."""
+    for module in [*sys.modules.values()]:
+        for name, value in [*getattr(module, "__dict__", {}).items()]:
+            function = value.func if type(value) is partial else value
+            if type(function) is not FunctionType or function not in functions:
+                continue
+            if function is value:
+                setattr(module, name, functions[function])
+            else:  # in place, because others may have imported the partial
+                state = functions[function], value.args, value.keywords, vars(value)
+                value.__setstate__(state)
 
 
 def disable() -> None:
     """Undo all patches: TransformerLens gets the objects back that `enable` replaced."""
-    global _is_enabled, _originals, _replaced
+    global _functions, _is_enabled, _originals, _replaced
     _is_enabled = False
-    # Backwards, because a function's code has to go before the replacement that it calls.
-    for owner, name, before, _ in reversed(_replaced):
+    for owner, name, before, _ in _replaced:
         if before is not _MISSING:
             setattr(owner, name, before)
         elif name in vars(owner):
             delattr(owner, name)
-    _replaced, _originals = (), {}
+    # Found anew, because modules may have imported ours meanwhile.
+    _rename({ours: installed for installed, ours in _functions.items()})
+    _replaced, _functions, _originals = (), {}, {}
 
 
 @contextlib.contextmanager

@@ -101,15 +101,22 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
 
 def makes_masks() -> bool:
     """Return True if transformers makes masks for "eager" by its own function."""
-    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
+    makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    return getattr(makes, "func", None) is eager_mask
 
 
 @patches(
-    None,
-    takes="batch_size q_length kv_length attention_mask kwargs",
+    "AttentionMaskInterface",
+    takes="self key",
     why="transformers' masks: in a Bridge's forward by SDPA, those for SDPA",
     since="4.0",
 )
+def __getitem__(original: Callable[..., Any], self: object, key: str) -> Any:
+    makes = original(self, key)
+    # Not a user's own function.
+    return functools.partial(eager_mask, makes) if makes is masking_utils.eager_mask else makes
+
+
 def eager_mask(
     original: Callable[..., _Result], *args: Any, **kwargs: Any
 ) -> _Result | torch.Tensor | None:
