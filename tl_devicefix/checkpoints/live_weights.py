@@ -18,7 +18,7 @@ import importlib
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -130,15 +130,30 @@ def is_adapter(module: nn.Module) -> bool:
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
 
 
-_Item = TypeVar("_Item")
-_New = TypeVar("_New")
+def shallow(
+    module: nn.Module,
+    tensor: Callable[[str, torch.Tensor], torch.Tensor],
+    child: Callable[[nn.Module], nn.Module],
+) -> Any:
+    """Copy a module, with other tensors and children, and without accelerate's hooks.
 
-
-def mapped(
-    items: Mapping[str, _Item | None], make: Callable[[str, _Item], _New]
-) -> dict[str, _New | None]:
-    """Make a new value for each parameter, buffer or child of a module that is not None."""
-    return {name: None if item is None else make(name, item) for name, item in items.items()}
+    `tensor` returns the new value of a parameter or buffer by its name and value; `child` returns
+    the new module in place of a child.
+    """
+    new = object.__new__(type(module))
+    new.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        for name, value in vars(module).items()
+        if name not in ("_hf_hook", "_old_forward", "forward")
+    }
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            new._parameters[name] = nn.Parameter(tensor(name, parameter), False)
+    for name, buffer in module._buffers.items():
+        new._buffers[name] = None if buffer is None else tensor(name, buffer)
+    for name, inner in module._modules.items():
+        new._modules[name] = None if inner is None else child(inner)
+    return new
 
 
 class LiveWeights:
@@ -202,24 +217,10 @@ class LiveWeights:
     def _floating(self, module: nn.Module, device: torch.device) -> Any:
         """Copy a layer to `device` in float32 or wider, dequantised and merged."""
         module = in_use(module)
-        new: Any
-        if isinstance(module, nn.Linear) and _is_quantised(module):
-            new = nn.Linear(module.in_features, module.out_features, device="meta")
-            new.source_cls = getattr(module, "source_cls", None)
-        else:
-            new = type(module).__new__(type(module))
-            new.__dict__ = {
-                # Copy containers, because a merge changes them, and leave out accelerate's hooks.
-                name: copy.copy(value) if isinstance(value, dict | list | set) else value
-                for name, value in vars(module).items()
-                if name not in ("_hf_hook", "_old_forward", "forward")
-            }
         moved = functools.partial(self._moved, module, device)
-        new._parameters = mapped(
-            module._parameters, lambda name, p: nn.Parameter(moved(name, p), False)
-        )
-        new._buffers = mapped(module._buffers, moved)
-        new._modules = mapped(module._modules, lambda _, child: self._floating(child, device))
+        new = shallow(module, moved, lambda child: self._floating(child, device))
+        if _is_quantised(module):
+            new.__class__ = nn.Linear
         return merged(new) if is_adapter(new) else new
 
     def _moved(

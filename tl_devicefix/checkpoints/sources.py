@@ -18,7 +18,7 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 from transformers import PreTrainedModel
 
-from tl_devicefix.checkpoints.live_weights import LiveWeights, mapped
+from tl_devicefix.checkpoints.live_weights import LiveWeights, shallow
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
 from tl_devicefix.weight_processing import Weights
@@ -203,14 +203,8 @@ class _View:
             return nn.ModuleList(self.of(self.blocks[i], is_read=True) for i in self.layers)
         is_read = is_read and module not in self.unread
         module = self.live.plain(module, self.device if is_read else _META)
-        new = copy.copy(module)
-        new.__dict__ = dict(module.__dict__)
         shown = functools.partial(self._shown, module, is_read)
-        new._parameters = mapped(
-            module._parameters, lambda name, p: nn.Parameter(shown(name, p), requires_grad=False)
-        )
-        new._buffers = mapped(module._buffers, shown)
-        new._modules = mapped(module._modules, lambda _, child: self.of(child, is_read))
+        new: nn.Module = shallow(module, shown, lambda child: self.of(child, is_read))
         return new
 
     def _shown(
