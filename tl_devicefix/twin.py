@@ -35,6 +35,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
+from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import EmptyOnMeta, OwnRandomNumbers
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import is_own_bug
@@ -374,9 +375,10 @@ def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tup
     module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    ours = [h for h in hooks if not (h.__module__ or "").startswith(("transformers", "accelerate"))]
     attributes = vars(module)
-    runs_otherwise = bool(ours) or ("forward" in attributes and "_old_forward" not in attributes)
+    runs_otherwise = any(map(is_of_user, hooks)) or (
+        "forward" in attributes and "_old_forward" not in attributes
+    )
     numbers = [
         (name, value)
         for name, value in attributes.items()
