@@ -40,6 +40,7 @@ from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import resolve, simulated_device
 from tl_devicefix.placement.elsewhere import is_elsewhere
+from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import raised_in
@@ -372,7 +373,6 @@ def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
 
     accelerate puts them on any of the devices, depending on the hashes of the devices' names.
     """
-    for parameter in hf_model.parameters(recurse=False):
-        parameter.data = parameter.data.to(home)
-    for name, buffer in hf_model.named_buffers(recurse=False):
-        hf_model._buffers[name] = buffer.to(home)
+    mover = Mover()
+    for name in (*hf_model._parameters, *hf_model._buffers):
+        mover.move(hf_model, name, home)
