@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import CPU, module_with_streams, storage_of, version_of
+from tl_devicefix.placement.devices import CPU, module_with_streams, stamp, storage_of
 
 
 class Place(NamedTuple):
@@ -44,10 +44,10 @@ class BlockCopy:
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None  # an event, where there are streams
-        self._states: list[tuple[object, ...]] = []  # of the parameters, when they were copied
+        self._states: list[object] = []  # of the parameters, when they were copied
         try:
             for place in places:
-                self._states.append(_state_of(place))
+                self._states.append((place[:2], stamp(place.host)))
                 self.weights.append(PrefetchedWeight(place, self._start(place.host)))
         except BaseException:  # also an interrupt, because copies that have begun go on
             self._record()
@@ -76,7 +76,7 @@ class BlockCopy:
 
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""
-        return self._states == list(map(_state_of, places))
+        return self._states == [(place[:2], stamp(place.host)) for place in places]
 
     def swap_in(self) -> None:
         """Put the copies in the places of the parameters."""
@@ -114,16 +114,6 @@ class BlockCopy:
             self._done.synchronize()
 
 
-def _state_of(place: Place) -> tuple[object, ...]:
-    module, name, host = place
-    return id(module), name, id(host), host.requires_grad, fingerprint(host)
-
-
-def fingerprint(tensor: torch.Tensor) -> tuple[int, int | None]:
-    """Return what a change in place, or by `W.data = ...`, changes about a live tensor."""
-    return tensor.data_ptr(), version_of(tensor)
-
-
 class PrefetchedWeight:
     """A weight on a device, that takes the place of a parameter in host memory."""
 
@@ -131,7 +121,7 @@ class PrefetchedWeight:
         self._module, self._name, self.host = place
         with torch.enable_grad():  # because a parameter requires its gradient under no_grad too
             self.weight: torch.Tensor = _Copied.apply(self.host, copy)
-        self._fingerprint = fingerprint(self.weight)
+        self._stamp = stamp(self.weight)
 
     def swap_in(self) -> None:
         """Put the weight in the parameter's place."""
@@ -146,7 +136,7 @@ class PrefetchedWeight:
         if self._module._parameters.get(self._name) is not self.weight:
             return
         self._module._parameters[self._name] = self.host
-        if fingerprint(self.weight) != self._fingerprint:
+        if stamp(self.weight) != self._stamp:
             with torch.no_grad():
                 self.host.copy_(self.weight)
 

@@ -36,8 +36,8 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import applies_dropout
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.multihost.remote_tensor import RemoteTensor
-from tl_devicefix.offload.copying import fingerprint
 from tl_devicefix.pipelining.refusing import RefuseShared
+from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
@@ -279,7 +279,7 @@ class WeightsSnapshot:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._states = [
-            (module._parameters, name, weight, _state(weight))
+            (module._parameters, name, weight, stamp(weight))
             for module in each_module(model)
             for name, weight in module._parameters.items()
             if weight is not None and type(weight) is not RemoteTensor
@@ -302,7 +302,7 @@ class WeightsSnapshot:
             return
         self._next *= 8
         for parameters, key, weight, state in self._states:
-            if parameters.get(key) is not weight or _state(weight) != state:
+            if parameters.get(key) is not weight or stamp(weight) != state:
                 named = self._model.named_modules()
                 path = next(path for path, module in named if module._parameters is parameters)
                 name = join_path(path, key).replace(f"{WRAPPED}.", "")
@@ -342,8 +342,3 @@ def _devices_of(model: Model, here: bool = False) -> tuple[torch.device, ...]:
     if placement is not None:
         return placement.here.devices if here else placement.devices
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
-
-
-def _state(weight: torch.Tensor) -> tuple[object, bool]:
-    # torch does not count `W.data.mul_(2)`.
-    return fingerprint(weight), weight.requires_grad

@@ -247,6 +247,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def stamp(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what replacing, changing or freezing a live tensor changes, also by `W.data = ...`."""
+    return id(tensor), tensor.data_ptr(), version_of(tensor), tensor.requires_grad
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an identifier of a tensor's live storage, which its views share."""
     return tensor.untyped_storage()._cdata
