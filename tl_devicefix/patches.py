@@ -34,7 +34,7 @@ def table() -> tuple[Patch, ...]:
         UnsupportedTransformerLens: if it is not one that is known.
     """
     check_version()
-    # Imported here, because they import names that an unknown TransformerLens may lack.
+    # Imported here: they import names that an unknown TransformerLens may lack.
     for module in (
         "dispatch.hook_names",
         "dispatch.mixing",
@@ -97,7 +97,7 @@ class PatchReport(tuple[Patch, ...]):
     """True if the patches were in place when the report was made."""
 
     def __repr__(self) -> str:
-        # One line, because a notebook would show the printed table again.
+        # A notebook would show the printed table again.
         return f"PatchReport({len(self)} patches of transformer_lens {self.version})"
 
 
@@ -108,7 +108,7 @@ class ModelReport(dict[str, str]):
     """
 
     def __repr__(self) -> str:
-        # One line, because a notebook would show the printed table again.
+        # A notebook would show the printed table again.
         return f"ModelReport({len(self)} blocks)"
 
 
@@ -154,7 +154,7 @@ def _report_of_model(model: Model) -> ModelReport:
     from tl_devicefix.dispatch.naming import by_shortest_name
     from tl_devicefix.fusing.fused import is_known_block, report_of
 
-    adapter_of(model)  # because it refuses a model of another class
+    adapter_of(model)  # refuses a model of another class
     blocks = by_shortest_name(model, is_known_block)
     model_report = ModelReport({name: report_of(block) for name, block in blocks.items()})
     kind = type(model).__name__

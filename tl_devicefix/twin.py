@@ -1,8 +1,8 @@
-"""A tiny twin shows, before any weight is read, whether a load gives the model's own numbers.
+"""A check on a tiny model: before any weight is read, does a load give the model's own numbers?
 
 TransformerLens's configs leave out whatever TransformerLens has no place for, so a model can load
-without a word and be wrong. Lists of such settings are never complete. So we let a load prove
-itself on a twin:
+without a word and be wrong. Lists of such settings are never complete. So each load is checked
+on a tiny random model of the same config, its twin:
 
 1. transformers' config is shrunk to a few heads, layers and tokens, and transformers makes a model
    of it, with random weights.
@@ -43,7 +43,7 @@ from tl_devicefix.tracebacks import is_own_bug
 _log = logging.getLogger(__name__)
 
 Numbers = Literal["warn", "refuse", "ignore"]
-"""The action of a load whose twin differs from transformers."""
+"""The action of a load if the tiny model differs from transformers."""
 
 LIMIT = 1e-4
 """A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
@@ -52,7 +52,7 @@ _SETTING = "TL_DEVICEFIX_NUMBERS"
 _MOST_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
 _MOST_LAYERS = 6
 _MOST_PARAMETERS = 30_000_000  # so that a twin takes less than a second
-_VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes, because some code guesses by them
+_VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by them
 _CLIP = 0.1  # random projections never reach a published clip_qkv, so the twin's is smaller
 _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
@@ -117,7 +117,7 @@ class Twin:
         with EmptyOnMeta():
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MOST_PARAMETERS:
-            raise ValueError(f"its twin would have {count} parameters")
+            raise ValueError(f"a tiny model of it would have {count} parameters")
         hf_model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
         _randomise(hf_model)
         return Twin(hf_model, layers, shrunk, n_ctx)
@@ -126,7 +126,7 @@ class Twin:
     def tokens(self) -> Int[torch.Tensor, "1 pos"]:
         """Random tokens that fill the twin's context, without those that are special."""
         d_vocab = self.hf_model.config.vocab_size
-        lowest = min(3, d_vocab - 1)  # because the first few are often special
+        lowest = min(3, d_vocab - 1)  # the first few are often special
         seeded = torch.Generator().manual_seed(0)
         return torch.randint(lowest, d_vocab, (1, self.n_ctx), generator=seeded)
 
@@ -140,7 +140,7 @@ class Twin:
         """Return how far log probabilities are from transformers', relative to their spread."""
         logp, expected = logits.double().log_softmax(-1), self._expected  # [1, pos, d_vocab]
         spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
-        # Infinite for NaN, because a maximum of several differences may drop NaN.
+        # Infinite for NaN: a maximum of several differences may drop NaN.
         return ((logp - expected).abs().max() / spread).nan_to_num(float("inf")).item()
 
 
@@ -178,11 +178,11 @@ def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int])
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    # Not shrunk, because scales and rotary frequencies depend on it.
+    # Scales and rotary frequencies depend on it.
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     n_groups = min(groups, 2)
     if groups == heads and heads & (heads - 1):
-        n_groups = 3  # because ALiBi's slopes have another formula if no power of two
+        n_groups = 3  # ALiBi's slopes have another formula if it is no power of two
     n_heads = n_groups * min(heads // groups, 2)
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
@@ -198,12 +198,12 @@ def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int])
         elif name in _WINDOWS:
             sizes[name] = windows[value]
         elif _NEURON_COUNTS.search(name):
-            # Four times d_model stays so, because TransformerLens's configs may hard-code it.
+            # Four times d_model stays so: TransformerLens's configs may hard-code it.
             sizes[name] = 4 * d_model if value == 4 * config.hidden_size else NEURONS
         elif name == "word_embed_proj_dim":
             sizes[name] = d_model if value == config.hidden_size else 48
         elif name in ("num_local_experts", "num_experts"):
-            sizes[name] = min(value, active + 2)  # more than run, because the router has to choose
+            sizes[name] = min(value, active + 2)  # more than run, so that the router has to choose
         elif name == "clip_qkv":
             sizes[name] = value * _CLIP
         elif name == "num_key_value_heads":
@@ -282,7 +282,7 @@ def _measured(measure: Callable[[], float], called: str) -> float | None:
     try:
         with undisturbed():
             return measure()
-    except Exception as error:  # noqa: BLE001  # because transformers refuses sizes in many ways
+    except Exception as error:  # noqa: BLE001  # transformers refuses sizes in many ways
         if is_own_bug(error):
             warnings.warn(
                 f"{called} was not compared with transformers, by a fault of tl_devicefix "
@@ -290,7 +290,9 @@ def _measured(measure: Callable[[], float], called: str) -> float | None:
                 "numbers='ignore'",
                 stacklevel=2,
             )
-        _log.info("%s has no twin: %s: %.200s", called, type(error).__name__, error)
+        _log.info(
+            "%s is not checked on a tiny model: %s: %.200s", called, type(error).__name__, error
+        )
         return None
 
 
@@ -303,11 +305,11 @@ def is_right(measure: Callable[[], float]) -> bool:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Keep the caller's settings of torch and transformers away from a twin."""
-    with one_load:  # because torch's and transformers' settings are those of the process
+    with one_load:  # torch's and transformers' settings are those of the process
         matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
         bar = hf_logging.is_progress_bar_enabled()
-        matmul.fp32_precision = "ieee"  # because TF32 or bf16 would differ by more than LIMIT
+        matmul.fp32_precision = "ieee"  # TF32 or bf16 would differ by more than LIMIT
         hf_logging.set_verbosity_error()
         hf_logging.disable_progress_bar()
         try:
@@ -347,7 +349,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     A converter drops a bias that it does not expect, and never sees a replaced norm or head.
     """
     live = LiveWeights(hf_model)
-    # Modules are compared, not numbers, because the twin is made of the config and lacks them too.
+    # Compare modules, not numbers: the twin is made of the config and lacks them too.
     config, cls = copy.deepcopy(live.model.config), class_in_transformers(live.model)
     try:
         with undisturbed(), EmptyOnMeta():
@@ -360,7 +362,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     beyond = {str(path) for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
-        # Loosely, because a model in half precision has rounded frequencies.
+        # Loosely: a model in half precision has rounded frequencies.
         if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
     )
     if not beyond:

@@ -33,12 +33,12 @@ def check(model: Model, repair: bool = False) -> Report:
     Args:
         model: a HookedTransformer or a TransformerBridge, on one device or several. SAEs that are
             attached to a HookedTransformer may be on any device.
-        repair: move misplaced parts to their devices, set up modules that were put in, and make the
-            config follow the placement. Other faults stay listed.
+        repair: move misplaced parts to their devices, set up modules that were assigned, and make
+            the config follow the placement. Other faults stay listed.
 
     Returns:
         A report, which is true if all is well. It prints as a list of faults, each with the line
-        that mends it.
+        that fixes it.
 
     Raises:
         TypeError: if the model is of neither class.
@@ -56,7 +56,7 @@ def check(model: Model, repair: bool = False) -> Report:
         before = findings
         bring_back(model)
         adapter.realign(model, placement_of(model))
-        # Looked for anew, because some faults cannot be repaired.
+        # Some faults cannot be repaired.
         findings = _repairable(model, adapter)
         repaired = [finding for finding in before if finding not in findings]
     if is_unfinished(model):
@@ -96,13 +96,13 @@ class Report:
         lines = []
         if self.repaired:
             lines.append(f"repaired ({len(self.repaired)}):")
-            # Without the fix, because nobody has to run it any more.
+            # A repaired fault needs no fix any more.
             lines += _listed([replace(repair, fix=None) for repair in self.repaired])
         lines.append("all is well" if self.well else f"wrong ({len(self.findings)}):")
         return "\n".join([*lines, *_listed(self.findings)])
 
 
-_MOST_OF_A_KIND = 8  # because a model that `.to` moved has hundreds
+_MOST_OF_A_KIND = 8  # a model that `.to` moved has hundreds
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Finding:
         kind: the sort of fault, for programs.
         name: the tensor, module or hook point, as the model names it.
         message: the fault, in words.
-        fix: the line of code that mends it, where there is one.
+        fix: the line of code that fixes it, where there is one.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ def config_findings(model: Model) -> Iterator[Finding]:
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
-    given: Any = cfg.device  # because users give an index too, although it is typed as a str
+    given: Any = cfg.device  # users give an index too
     device = torch.device(given)
     if device.type != home.type or with_index(device) != home:
         message = f"cfg.device is {str(cfg.device)!r}, but the placement's home is {home}"
@@ -77,7 +77,7 @@ def _attached(model: Model) -> dict[nn.Module, str]:
 
 
 def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
-    """Yield the tensors of a model, without attached modules, because users place these."""
+    """Yield the tensors of a model, without those of attached modules, which users place."""
     placement = placement_of(model)
     for path, module in named_modules(model):
         if module in attached:
@@ -117,14 +117,14 @@ def device_findings(model: Model) -> Iterator[Finding]:
             name = (
                 join_path(path, names[0]) if len(names) == 1 else f"{list_names(names)} of {name}"
             )
-        # By identity, because tied parameters are one tensor.
+        # Tied parameters are one tensor, which counts once.
         size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
         devices = list_names(sorted({printed(tensor.value.device) for tensor in misplaced}))
         planned, by = misplaced[0].planned, "cfg.device"
         fix = f'{expression(path)}.to("{planned}")'
         if placement_of(model) is not None:
             by = "the placement"
-            if planned == CPU:  # because .to(...) would move the buffers too
+            if planned == CPU:  # .to(...) would move the buffers too
                 fix = "tl_devicefix.check(model, repair=True)"
         message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
         yield Finding("device", name, message, fix)
@@ -133,7 +133,7 @@ def device_findings(model: Model) -> Iterator[Finding]:
 def _misplaced_modules(tensors: list[PlacedTensor], apart: set[str]) -> set[str]:
     """Return the modules whose tensors are all on one device and belong on another.
 
-    A module that contains an attached module is left out, because moving it would move both.
+    A module that contains an attached module is left out: moving it would move both.
     """
     holding = {path for other in apart for path in _enclosing(other)}
     places: dict[str, set[tuple[torch.device, torch.device]]] = defaultdict(set)
@@ -179,7 +179,7 @@ def hook_findings(model: Model) -> Iterator[Finding]:
         if names := ", ".join(_name_of_handle(h) for h in handles if not h.is_permanent):
             message = f"{path} still has a hook ({names})"
             yield Finding("hooks", path, message, "model.reset_hooks()")
-        # Those of TransformerLens, because it registers them by PyTorch.
+        # TransformerLens registers its own hooks with PyTorch, too.
         own = {handle.hook.id for handle in handles}
         for attribute in HOOKS:
             kind = attribute.strip("_s").replace("pre_", "pre-").replace("_", " ")
@@ -201,6 +201,6 @@ def _name_of_handle(handle: LensHandle) -> str:
 
 
 def _name(hook: object) -> str:
-    # Not the repr, because a partial's may show a whole cache.
+    # The repr of a partial may show a whole cache.
     hook = getattr(hook, "func", hook)
     return (getattr(hook, "__qualname__", None) or type(hook).__name__)[:80]

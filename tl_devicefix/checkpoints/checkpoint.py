@@ -39,7 +39,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
-    # Only for names that TransformerLens lists, because a directory may be called so by chance.
+    # Only names that TransformerLens lists: a directory may be called so by chance.
     listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
     if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
         kwargs.setdefault("trust_remote_code", True)
@@ -51,14 +51,14 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
                 model_name,
                 **{_DTYPE_ARGUMENT: "auto"},
                 output_loading_info=True,
-                # Wrong shapes are reported with the rest, because all are refused below.
+                # Wrong shapes are reported, and refused below with the rest.
                 ignore_mismatched_sizes=True,
                 **kwargs,
             )
     except UNREADABLE as error:
         if is_out_of_memory(error) or is_own_bug(error):
             raise
-        stored_tensors(model_name, kwargs)  # because it names a file that is damaged
+        stored_tensors(model_name, kwargs)  # raises an error that names a damaged file
         raise ValueError(
             f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
         ) from error
@@ -100,7 +100,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     widest dtype among the tensors without a parameter of their name.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        return  # because the quantiser decides the dtype that it unpacks to
+        return  # the quantiser decides the dtype that it unpacks to
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     stored: dict[str, torch.dtype | None] = {}
     for file in files:
@@ -111,7 +111,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None
-    # Parameters with a tensor of their name come last, because a tied head has none of its own.
+    # Parameters with a tensor of their name come last: a tied head has none of its own.
     for name in sorted(own, key=stored.__contains__):
         dtype = stored.get(name, widest)
         is_read = name in stored or isinstance(own[name], nn.Parameter)

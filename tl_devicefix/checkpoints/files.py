@@ -42,7 +42,7 @@ def check_report(
     model: torch.nn.Module,
     refuse_unexpected: bool = False,
 ) -> None:
-    """Turn transformers' loading report into an error, because it makes up missing tensors.
+    """Raise an error where transformers' loading report lists tensors that it made up.
 
     Args:
         report: as `from_pretrained(..., output_loading_info=True)` returns it.
@@ -103,7 +103,7 @@ def stored_tensors(model_name: str, kwargs: Mapping[str, Any]) -> _Stored:
     try:
         is_directory = is_checkpoint_directory(model_name)
         folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
-    except ValueError:  # because none of its files has been fetched
+    except ValueError:  # none of its files has been fetched
         return {}
     stored: _Stored = {}
     for name in ("model.safetensors", "pytorch_model.bin"):  # in the order of transformers
@@ -134,7 +134,7 @@ def naming(file: Path) -> Iterator[None]:
     except UNREADABLE as error:
         if is_own_bug(error):
             raise
-        # Not torch's own reason, because it says how to unpickle an unsafe file nevertheless.
+        # Leave out torch's own reason: it says how to unpickle an unsafe file all the same.
         reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Checkpoints by name, on the Hugging Face hub or in a directory: tokenizers, configs and dtypes.
 
 known_configs.json has the fields that TransformerLens reads of each model's config. Only planning
-uses it, because a checkpoint's own config may differ.
+uses it: a checkpoint's own config may differ.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> It
         own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
         return original(name, **own)
 
-    # Of the class, because TransformerLens fetches them in several modules.
+    # TransformerLens fetches them in several modules, so the class's method is replaced.
     with replaced_in_thread(AutoTokenizer, "from_pretrained", fetch):
         yield
 
@@ -176,7 +176,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
     """Turn errors from wrong values of a config.json into one sentence, within a `with` block."""
     try:
         yield
-    except (ImportError, NotImplementedError):  # because the config itself is fine
+    except (ImportError, NotImplementedError):  # the config itself is fine
         raise
     except errors as error:
         if is_out_of_memory(error) or is_own_bug(error):

@@ -35,7 +35,7 @@ def is_from(package: str, thing: object) -> bool:
 
 def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
     """Return the model within a PeftModel and its tuner; any other model unchanged."""
-    model: Any = hf_model  # peft's attributes, because peft is not imported
+    model: Any = hf_model  # with peft's attributes
     while is_from("peft", model):
         for name in getattr(model, "active_adapters", ()):
             config = model.peft_config[name]
@@ -58,7 +58,7 @@ def refuse_unmergeable(module: nn.Module) -> None:
     if is_adapter(module):
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
         no_merge = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
-        # Compared, because the base class has a `merge` too, which only raises.
+        # The base class has a `merge` too, which only raises.
         if replaced or _class_over_floats(type(module)).merge is no_merge:
             _refuse_adapter(f"{type(module).__module__}.{type(module).__name__}")
     elif is_from("peft", module):
@@ -95,10 +95,10 @@ def in_use(module: nn.Module) -> nn.Module:
 def merged(layer: Any) -> nn.Module:
     """Merge the active adapters of a copied layer, and return its base layer."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
-        return layer.get_base_layer().to("meta")  # because there are no values to merge
+        return layer.get_base_layer().to("meta")  # there are no values to merge
     layer.__class__ = _class_over_floats(type(layer))
     layer.__dict__.setdefault("fan_in_fan_out", False)  # missing over bitsandbytes
-    layer.quantization_backend = None  # because the base layer holds floats now
+    layer.quantization_backend = None  # the base layer holds floats now
     try:
         if layer.disable_adapters and layer.merged:
             layer.unmerge()
@@ -176,7 +176,7 @@ class LiveWeights:
     def values(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a parameter or buffer of `module`; one on meta is read from its offload.
 
-        Copy it, because it may be the model's own. It stays on meta if it has no values anywhere.
+        Copy it: it may be the model's own. It stays on meta if it has no values anywhere.
         """
         if not tensor.is_meta:
             return tensor
@@ -231,13 +231,13 @@ class LiveWeights:
         if device.type != "meta":
             tensor = self.values(module, name, tensor)
         if device.type == "meta" or tensor.is_meta:
-            # By the layer's sizes, because four-bit weights are packed flat.
+            # Four-bit weights are packed flat, so take the layer's sizes.
             shape = (module.out_features, module.in_features) if packed else tensor.shape
             dtype = torch.float32 if packed else _wide(tensor.dtype)
             return torch.empty(shape, dtype=dtype, device="meta")
         if packed:
             tensor = self._dequantised(module, tensor.data)
-        # Never an alias of the model's own, because a merge works in place.
+        # Copy, since a merge works in place.
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
 
     def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Source(Protocol):
     def read(self, unit: str, device: torch.device) -> Weights:
         """Return the weights of one unit, by their names within it, on any device.
 
-        Copy them, because they may alias the source's own tensors.
+        Copy them: they may alias the source's own tensors.
 
         Args:
             unit: a component's name; ln_final's weights come with the unembedding's.
@@ -103,7 +103,7 @@ class HuggingFaceSource:
     def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, which is then called "blocks.0", or the parts outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        # In the wanted dtype, because converters scale a Gemma's embedding, which rounds it.
+        # Converters scale a Gemma's embedding, which rounds it to the dtype that it has.
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
@@ -114,9 +114,9 @@ class HuggingFaceSource:
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
         converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
-        cfg.from_checkpoint = False  # because the converter would load it again
+        cfg.from_checkpoint = False  # otherwise the converter loads it again
         try:
-            # Any official name will do, because the weights come from the view.
+            # Any official name will do: the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
             if missing := [name for name, weight in weights.items() if weight is None]:
                 raise AttributeError(f"it has no {missing[0]}")
@@ -210,12 +210,12 @@ class _View:
     def _shown(
         self, module: nn.Module, is_read: bool, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        if not is_read and tensor.dim() > 1:  # because nobody reads it, and it is large
+        if not is_read and tensor.dim() > 1:  # a matrix that nobody reads
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:
             return tensor
-        # Tied tensors stay tied. Keep the original, because a freed one's id may be reused.
+        # Tied tensors stay tied. Keep the original: the id of a freed one may be reused.
         key = tensor.data_ptr()
         if key not in self.widened:
             widened = tensor.to(torch.promote_types(tensor.dtype, self.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch.views import View
-from tl_devicefix.hooked_transformer import (  # noqa: F401  # because they have patches
+from tl_devicefix.hooked_transformer import (  # noqa: F401  # they have patches
     config,
     forward,
     fused,
@@ -27,11 +27,11 @@ model_class = HookedTransformer
 run_methods = ("forward", "run_with_hooks", "input_to_embed")
 setup_hint = "the model was set up", "model.setup()"
 read_blueprint = HookedBlueprint
-has_dropout = False  # because a HookedTransformer has none
+has_dropout = False
 
 
 def passes_stream_alone(model: HookedTransformer) -> bool:
-    """Return True, because a HookedTransformer's blocks pass on nothing else."""
+    """Return True: a HookedTransformer's blocks pass on nothing else."""
     return True
 
 

@@ -37,7 +37,7 @@ class HookedGeneration:
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
         # The mask that TransformerLens would make by the tokenizer.
         self._mask = torch.ones_like(self._tokens)
-        # Looked up, because TransformerLens 3 renamed it.
+        # TransformerLens 3 renamed it.
         in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
         kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
         self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
@@ -87,10 +87,10 @@ class HookedBlueprint:
     def make(
         self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> HookedTransformer:
-        """Make the model over simulated devices, in the memory layout of a load."""
+        """Make the model across simulated devices, in the memory layout of a load."""
         cfg = copy.deepcopy(self._cfg)
         if tokenizer is None and not Path(cfg.tokenizer_name or "").is_dir():
-            cfg.tokenizer_name = None  # because the hub would be asked
+            cfg.tokenizer_name = None  # otherwise the hub is asked
         model = empty_model(self._cls, cfg, tokenizer)
         for name, parameter in list(model.named_parameters()):
             device = placement.device_for(name, of_weights=True)
@@ -150,7 +150,7 @@ def _config_at_full_size(
         )
     cfg = copy.deepcopy(config_or_model_name)
     cfg.dtype = cfg.dtype if dtype is None else torch_dtype(dtype)
-    cfg.device, cfg.n_devices = "cpu", 1  # because the placement decides
+    cfg.device, cfg.n_devices = "cpu", 1  # the placement decides
     return cfg
 
 

@@ -31,7 +31,7 @@ POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 def component_names(cfg: HookedTransformerConfig) -> tuple[str, ...]:
     """Return the components of a HookedTransformer with this config, in the order they run."""
     names = ["embed"]
-    if cfg.positional_embedding_type != "rotary":  # because TransformerLens makes it for ALiBi, too
+    if cfg.positional_embedding_type != "rotary":  # TransformerLens makes it for ALiBi, too
         names.append("pos_embed")
     names += [f"blocks.{layer}" for layer in range(cfg.n_layers)]
     if cfg.normalization_type is not None:
@@ -50,7 +50,7 @@ def component_sizes(cfg: HookedTransformerConfig) -> tuple[ComponentSize, ...]:
     for name in component_names(cfg):
         if name.startswith("blocks."):
             kind = attention_kind(cfg, int(name.split(".")[1]))
-            if kind not in block_sizes:  # one of each kind, because making a module takes time
+            if kind not in block_sizes:  # making a module takes time, so make one of each kind
                 block_sizes[kind] = _size_on_meta(name, cfg)
             shared = f"{kind or 'global'} attention"
             sizes.append(replace(block_sizes[kind], name=name, shared=shared))
@@ -73,7 +73,7 @@ def _size_on_meta(name: str, cfg: HookedTransformerConfig) -> ComponentSize:
 
 def empty_component(name: str, cfg: HookedTransformerConfig) -> nn.Module:
     """Make TransformerLens's own module of this name, on the meta device."""
-    with torch.device("meta"):  # because sizes and classes need no memory
+    with torch.device("meta"):  # sizes and classes need no memory
         if name.startswith("blocks."):
             return TransformerBlock(cfg, int(name.split(".")[1]))
         if name == "ln_final":

@@ -33,7 +33,7 @@ def empty_model(
     name = cfg.tokenizer_name or ""
     if tokenizer is None and is_checkpoint_directory(name) and has_tokenizer(name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
-    # Left out if it is None, because TransformerLens 2 and 3 have different defaults.
+    # TransformerLens 2 and 3 have different defaults for None.
     side: dict[str, Any] = (
         {} if default_padding_side is None else {"default_padding_side": default_padding_side}
     )
@@ -51,7 +51,7 @@ def _components_without_values() -> Iterator[None]:
     def init(
         original: Callable[..., None], self: HookedTransformer, *args: object, **kwargs: object
     ) -> None:
-        # Not a subclass's own parameters, because no checkpoint has values for these.
+        # No checkpoint has values for a subclass's own parameters.
         with torch.device("meta"):
             original(self, *args, **kwargs)
         _give_buffers(self)

@@ -1,4 +1,4 @@
-"""`HookedTransformer.from_pretrained` over n devices.
+"""`HookedTransformer.from_pretrained` across n devices.
 
 Each device holds at most one component beyond the model:
 
@@ -68,7 +68,7 @@ def from_pretrained(
     numbers: Numbers | None = None,
     **kwargs: object,
 ) -> HookedTransformer:
-    """Load a model, its weights folded, over one or several devices.
+    """Load a model, its weights folded, on one device or across several.
 
     It takes every argument of the installed `HookedTransformer.from_pretrained`, and:
 
@@ -79,10 +79,10 @@ def from_pretrained(
             (`{0: "20GiB", 1: "40GiB"}`). All devices of the dict are used, unless `n_devices` says
             how many.
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
-        numbers: "warn" (the default), "refuse" or "ignore". A tiny twin shows, before weights are
-            read, if a HookedTransformer with this config would not give transformers' numbers.
-            "ignore" does not look at the parts of `hf_model` either. The environment variable
-            TL_DEVICEFIX_NUMBERS sets another default.
+        numbers: "warn" (the default), "refuse" or "ignore": what to do if the model would not give
+            transformers' numbers. A tiny random model of the same config shows that before weights
+            are read. "ignore" does not look at the parts of `hf_model` either. The environment
+            variable TL_DEVICEFIX_NUMBERS sets another default.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
@@ -108,11 +108,11 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
-    handled = id(sys.exc_info()[1])  # because the caller's own error may be its context
+    handled = id(sys.exc_info()[1])  # the caller's own error may be its context
     try:
         model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, numbers)
     except BaseException as error:
-        # Because its frames would keep the loaded weights as long as the error.
+        # Its frames would keep the loaded weights as long as the error.
         clear_frames(error, but_not=[handled])
         raise
     if fuse_blocks:
@@ -148,7 +148,7 @@ def _load(
     for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"}
     load = "transformer_lens:HookedTransformer.from_pretrained"
     with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:
-        with one_load:  # because methods of all models are replaced meanwhile
+        with one_load:  # methods of all models are replaced meanwhile
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             hf_model = getattr(source, "hf_model", None)
             tokenizer, side = arguments["tokenizer"], arguments["default_padding_side"]
@@ -159,7 +159,7 @@ def _load(
     attach(model, remotes)
     vars(model)["numbers_warning"] = warning
     if not arguments["move_to_device"]:
-        # As asked, because `move_model_modules_to_device` moves the weights there later.
+        # `move_model_modules_to_device` moves the weights there later.
         device = resolve(device) if isinstance(device, int) else device or default_device()
         model.cfg.device = str(device)
     if model.tokenizer is None:
@@ -215,7 +215,7 @@ def _load_config(
         *("first_n_layers", "n_ctx"),
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
-    # One device here, because TransformerLens would count CUDA devices.
+    # Name one device, since TransformerLens would count CUDA devices.
     options |= {"hf_model": arguments["hf_model"], "dtype": dtype, "device": "cpu"}
     return model_config(model_name, **options, **hf_kwargs)
 
@@ -247,7 +247,7 @@ def _check_numbers(
     numbers: Numbers | None,
     hf_kwargs: Options,
 ) -> str | None:
-    """Run the tiny twin, and return its warning; None if there is none."""
+    """Check a tiny model of the same config, and return the warning, if any."""
     if choice_of_numbers(numbers) == "ignore" or _has_own_format(model_name):
         return None
     if arguments["hf_model"] is None:
@@ -269,7 +269,7 @@ def _check_numbers(
 
 def _has_own_format(model_name: str) -> bool:
     """Return True if it is a checkpoint in HookedTransformer's format, not transformers'."""
-    own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # by owner, because TransformerLens does so
+    own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # the owners that TransformerLens goes by
     return is_listed(model_name) and model_name.startswith(own)
 
 
@@ -283,7 +283,7 @@ def _open_source(
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
     if _has_own_format(model_name):
-        # In float32 at least, because rounding comes once, after folding.
+        # In float32 at least: rounding comes once, after folding.
         hf_kwargs = {**hf_kwargs, "dtype": torch.promote_types(dtype, torch.float32)}
         return StateDictSource(tl_loading.get_pretrained_state_dict(model_name, cfg, **hf_kwargs))
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)

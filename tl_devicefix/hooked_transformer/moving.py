@@ -1,4 +1,4 @@
-"""Move a whole model: spread it over a placement's devices, gather it on one, change its dtype."""
+"""Move a whole model: split it across devices, gather it on one, change its dtype."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tl_devicefix.placement.placement import Placement, placement_of
 
 
 def place(model: HookedTransformer, placement: Placement) -> None:
-    """Move each component to its planned device, and the rest home; make the model run over them.
+    """Move each component to its planned device, and the rest home; make the model run there.
 
     The rest is, for example, a subclass's own parameters. Sets the model's `placement`,
     `cfg.device` and `cfg.n_devices`.
@@ -116,7 +116,7 @@ def _apply(
         _follow_weights(self)
     elif placement is not None:
         share_buffers(self)
-        placement = placement.reweighed(self)  # because the dtype may have changed
+        placement = placement.reweighed(self)  # the dtype may have changed
         _record(self, placement)
         pin(self, placement)
     return self
@@ -148,7 +148,7 @@ def move_model_modules_to_device(original: Callable[..., None], self: HookedTran
     """Place the model by its config's `device` and `n_devices`."""
     placement = placement_of(self)
     if placement is not None and placement.here is not placement:
-        return  # a model over several hosts stays
+        return  # a model across several hosts stays
     if placement is not None and _is_spread_by(placement, self.cfg):
         place(self, placement)
     elif self.cfg.n_devices > 1:
@@ -178,8 +178,8 @@ def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
     try:
         devices = _devices(self)
     except AttributeError:
-        return  # because a block is still being copied, whose hook led to the model
-    # Other devices than it was saved from, because torch.load has a `map_location`.
+        return  # a block is still being copied, whose hook led to the model
+    # torch.load has a `map_location`, so the devices may differ from the saved ones.
     if devices != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
     else:
@@ -195,19 +195,19 @@ def share_buffers(model: nn.Module) -> None:
             if buffer is not None and not buffer.is_meta and type(buffer) is not RemoteTensor:
                 key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
                 first = shared.setdefault(key, buffer)
-                # Compared, because a user may have given one block other values.
+                # A user may have given one block other values.
                 if first is not buffer and torch.equal(first, buffer):
                     module._buffers[name] = first
 
 
 def align(model: HookedTransformer, placement: Placement) -> None:
-    """Make `model` run over the devices of `placement`, replacing any earlier alignment."""
-    # Not of blocks, because their outputs go on to the next device.
+    """Make `model` run across the devices of `placement`, replacing any earlier alignment."""
+    # Outputs of blocks go on to the next device.
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
     if model.cfg.positional_embedding_type != "alibi":
         return
     for block in model.blocks:
-        block.attn.alibi = None  # because it does not move with the weights
+        block.attn.alibi = None  # it does not move with the weights
     if is_aligned(model):
         for component, module in placement.here.modules_of(model):
             if component.name.startswith("blocks."):
@@ -218,7 +218,7 @@ def align(model: HookedTransformer, placement: Placement) -> None:
 class AlibiAt(Around):
     """Makes a block's ALiBi table on its device.
 
-    The installed attention would make it on home, because it asks the config for a device.
+    The installed attention would make it at home, the device of the config.
     """
 
     device: torch.device
@@ -279,7 +279,7 @@ def setup(original: Callable[..., object], self: HookedTransformer) -> object:
     return result
 
 
-# By the id of a model's config, because TransformerLens asks for a block's device by config alone.
+# By the id of a model's config: TransformerLens asks for a block's device by config alone.
 # torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
 _placements: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
 
@@ -287,7 +287,7 @@ _placements: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] =
 def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
     """Return the placement of the model with this very config; None if it has none."""
     of_config, placement = _placements.get(id(cfg), (None, None))
-    # Compared, because a freed config's id may be reused before it is forgotten.
+    # A freed config's id may be reused before it is forgotten.
     return placement if of_config is not None and of_config() is cfg else None
 
 
@@ -309,10 +309,10 @@ def get_device_for_block_index(
     if placement is None:
         return original(index, cfg, device)
     # TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: a block's
-    # `CarryTo` alone moves the residual stream, because in a run in flight it waits for the device.
+    # `CarryTo` alone moves the residual stream: in a run in flight it waits for the device.
     # With a device, it asks for a KV cache.
     if index and device is None and is_in_forward():
         return None
-    # Index 0 means home, because TransformerLens asks so where the tokens belong.
+    # With index 0, TransformerLens asks where the tokens belong: at home.
     of_block = placement.home if index == 0 else placement.device_of(f"blocks.{index}")
     return placement.home if is_elsewhere(of_block) else of_block

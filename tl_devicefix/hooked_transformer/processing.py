@@ -46,7 +46,7 @@ from tl_devicefix.weight_processing.steps import (
 _log = logging.getLogger(__name__)
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 _NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
-_MOST_AT_ONCE = 8  # threads, because more do not copy faster: memory is the limit
+_MOST_AT_ONCE = 8  # more threads do not copy faster: memory is the limit
 
 
 def _fold_norms(
@@ -100,7 +100,7 @@ def one_step(
     step: Callable[..., None] = functools.partial(_fold_norms, self.cfg)
     if method != "fold_layer_norm":
         steps = Steps(**{method: True})
-        if not method.startswith("center"):  # because TransformerLens's own always centre
+        if not method.startswith("center"):  # TransformerLens's own always centre
             steps = steps.applicable(self.cfg, conventions)
         given: dict[str, Any] = {"cfg": self.cfg, "steps": steps, "conventions": conventions}
         step = functools.partial(process_component, **given)
@@ -173,7 +173,7 @@ def load_and_process_state_dict(
             fold_norm_modules(self)
             if placement is not None:
                 placement = placement.reweighed(self)
-                settle(self, placement)  # because the norms were replaced
+                settle(self, placement)  # the norms were replaced
         fill(self, source, placement, steps)
         for name in beside:
             value = state_dict[name]
@@ -236,14 +236,14 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     if placement is not None:
         model.placement = placement
         units = [unit for unit in units if unit in placement.here.device_map]  # not other hosts'
-    # Where it runs, because an offloaded block would be processed slowly on the host.
+    # Where it runs: on the host, an offloaded block is processed slowly.
     devices = [_devices_of(model, unit)[0] for unit in units]
     if source.computes:
-        devices = devices[:1] * len(units)  # because memory allows one at a time
+        devices = devices[:1] * len(units)  # memory allows one at a time
     elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
         at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
-    # No closure, because a traceback would keep it, and so the model.
+    # No closure: a traceback would keep it, and so the model.
     fill_one = functools.partial(_fill_one, model, source, placement, steps)
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
         each_on_its_device(fill_one, units, devices, progress.update)
@@ -275,7 +275,7 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = slicing.working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
-    means = None  # over the whole vocabulary, because a slice has some of its tokens only
+    means = None  # of the whole vocabulary, of which a slice has some tokens only
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
@@ -335,7 +335,7 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
         return own
     if leaf == "w":
         return torch.ones(own.shape, dtype=own.dtype)
-    # W_pos, because ALiBi models have one, but never read it.
+    # ALiBi models have a W_pos, but never read it.
     if leaf in ("b", "bias", "W_pos") or leaf.lstrip("_").startswith("b_"):
         return torch.zeros(own.shape, dtype=own.dtype)
     raise ValueError(
@@ -352,7 +352,7 @@ def _is_own_buffer(name: str) -> bool:
 @functools.cache
 def installed_conventions() -> Conventions:
     """Return the conventions of the installed TransformerLens."""
-    # By this warning and no version, because folding of MoE came with 3.0, went, and came back.
+    # Folding of MoE came with 3.0, went, and came back, so this warning tells, and no version.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
     return Conventions(

@@ -1,4 +1,4 @@
-"""The tiny twin of a HookedTransformer: see `tl_devicefix/twin.py`."""
+"""The check of a HookedTransformer on a tiny model: see `tl_devicefix/twin.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_hooked_numbers(
         return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
-        for step in fields(steps):  # each by itself, because one may be the fault
+        for step in fields(steps):  # any one may be the fault
             without = functools.partial(run, steps=replace(steps, **{step.name: False}))
             if getattr(steps, step.name) and is_right(without):
                 return f"pass {step.name}=False"
@@ -101,13 +101,13 @@ def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig
         "device": "cpu",
         "n_devices": 1,
         "dtype": torch.float32,
-        "tokenizer_name": None,  # because the twin is given tokens
-        "n_params": None,  # because the config counts them anew
-        "seed": None,  # because it would set everybody's random numbers
+        "tokenizer_name": None,  # it is given tokens
+        "n_params": None,  # the config counts them again
+        "seed": None,  # would set the process's random numbers
     }
     if cfg.original_architecture == "Gemma3ForConditionalGeneration":
         sizes["original_architecture"] = type(twin.hf_model).__name__  # the text model alone
-    settings = cfg.to_dict()  # by its names, because older TransformerLens versions have fewer
+    settings = cfg.to_dict()  # older TransformerLens versions have fewer
     return type(cfg).from_dict({name: sizes.get(name, value) for name, value in settings.items()})
 
 

@@ -36,7 +36,7 @@ class _Replacement(NamedTuple):
 _replaced: tuple[_Replacement, ...] = ()
 _functions: dict[_Function, _Function] = {}  # of modules: the installed one -> ours
 _is_enabled = False
-# The table that was applied last, because `disabled` applies it again.
+# The table that was applied last, which `disabled` applies again.
 _applied: Sequence[Patch] = ()
 
 
@@ -55,7 +55,7 @@ def _replace(table: Sequence[Patch]) -> None:
     global _applied, _functions, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
     functions: dict[_Function, Any] = {}
-    for patch in table:  # all of them before any is set, because a target may be wrong
+    for patch in table:  # all of them before any is set: a target may be wrong
         target = named(patch.owner or patch.name)
         if patch.owner is None:
             functions[target] = _like_installed(target, patch.replacement)
@@ -81,7 +81,7 @@ def _rename(functions: Mapping[_Function, _Function]) -> None:
                 continue
             if function is value:
                 setattr(module, name, functions[function])
-            else:  # in place, because others may have imported the partial
+            else:  # in place: others may have imported the partial
                 state = functions[function], value.args, value.keywords, vars(value)
                 value.__setstate__(state)
 
@@ -95,7 +95,7 @@ def disable() -> None:
             setattr(owner, name, before)
         elif name in vars(owner):
             delattr(owner, name)
-    # Found anew, because modules may have imported ours meanwhile.
+    # Search again: modules may have imported ours meanwhile.
     _rename({ours: installed for installed, ours in _functions.items()})
     _replaced, _functions, _originals = (), {}, {}
 
@@ -109,7 +109,7 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         if were_enabled and not is_enabled():
-            disable()  # because one that was interrupted may have left some
+            disable()  # one that was interrupted may have left some
             _replace(_applied)
 
 
@@ -126,14 +126,14 @@ def original(cls: type, name: str) -> Any:
     return cached[cls, name]
 
 
-# A cache, because each forward asks. Another dict when the patches change, so that a thread that
+# Each forward asks. The dict is a new one when the patches change, so that a thread that
 # looks up meanwhile cannot leave an old answer.
 _originals: dict[tuple[type, str], object] = {}
 
 
 def _find_original(cls: type, name: str) -> object:
     for base in cls.__mro__:
-        # Skip users' subclasses, because their from_pretrained is not TransformerLens's.
+        # Users' subclasses may have a from_pretrained of their own.
         if package_of(base) not in ("transformer_lens", "torch"):
             continue
         own = vars(base).get(name, _MISSING)
@@ -143,7 +143,7 @@ def _find_original(cls: type, name: str) -> object:
     raise AttributeError(f"{cls.__name__} has no {name}")
 
 
-@cache  # because applying again has to put the same object there
+@cache  # applying again has to assign the same object
 def _like_installed(installed: Any, replacement: _Function) -> object:
     """Return the replacement as a property, classmethod or function, like the installed one."""
     if isinstance(installed, classmethod):
@@ -160,14 +160,14 @@ def _like_installed(installed: Any, replacement: _Function) -> object:
 def _around(original: _Function, replacement: _Function) -> _Function:
     """Wrap the installed function in one that calls a replacement with it.
 
-    The replacement is a partial because of nnsight: its `.source` looks through a wrapper that
-    calls exactly one function of its closure by name, and exchanges that function for a copy.
+    The replacement is a partial for nnsight: its `.source` looks through a wrapper that calls
+    exactly one function of its closure by name, and replaces that function by a copy.
     """
     call = partial(replacement)
 
     @wraps(original)
     def method(*args: object, **kwargs: object) -> object:
-        if not _replaced:  # because somebody may have kept this method from before `disable`
+        if not _replaced:  # somebody may have kept this method from before `disable`
             return original(*args, **kwargs)
         return call(original, *args, **kwargs)
 
@@ -180,7 +180,7 @@ def _classmethod_like(target: _Function, replacement: _Function) -> object:
         for parameter in inspect.signature(replacement).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     ]
-    # New ones before the last, because that is `**hf_kwargs`.
+    # New ones come before the last, which is `**hf_kwargs`.
     *parameters, hf_kwargs = inspect.signature(target).parameters.values()
 
     def method(cls: type, *args: object, **kwargs: object) -> object:

@@ -49,22 +49,22 @@ class BlockCopy:
             for place in places:
                 self._states.append((place[:2], stamp(place.host)))
                 self.weights.append(PrefetchedWeight(place, self._start(place.host)))
-        except BaseException:  # also an interrupt, because copies that have begun go on
+        except BaseException:  # also an interrupt: copies that have begun go on
             self._record()
             self.drop()
             raise
         self._record()
 
-    @torch.inference_mode(False)  # because torch does not count changes of inference tensors
+    @torch.inference_mode(False)  # torch does not count changes of inference tensors
     @torch.no_grad()
     def _start(self, host: torch.Tensor) -> torch.Tensor:
-        # On the stream that computes, because the allocator then reuses the memory in its order:
-        # the host, which runs ahead of the device, takes no more memory than one that waits.
+        # Allocate on the stream that computes: the allocator then reuses the memory in its order,
+        # so a host that runs ahead of the device takes no more memory than one that waits.
         copy = torch.empty_like(host, device=self.device, requires_grad=False)
         if self._streams is None:
             return copy.copy_(host)
-        # For each weight anew, because another thread may have queued kernels meanwhile, and freed
-        # the memory that they use.
+        # Wait before each weight: another thread may have queued kernels meanwhile, and freed the
+        # memory that they use.
         stream = _copy_stream(self.device)
         stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(stream):
@@ -91,7 +91,7 @@ class BlockCopy:
         self.drop()
 
     def share(self) -> None:
-        """Have this thread's stream wait for the copies, and the allocator for this stream."""
+        """Make this thread's stream wait for the copies, and the allocator for this stream."""
         # Streams are a thread's own, and a hook may run a block in another thread.
         if self._streams is None:
             return
@@ -104,12 +104,12 @@ class BlockCopy:
     def drop(self) -> None:
         """Drop the copies."""
         if self._streams is not None:
-            # Because even an unused copy must arrive before its memory is used for something else.
+            # Even an unused copy must arrive before its memory is reused.
             self._allocated_on.wait_event(self._done)
         self.weights = []
 
     def wait_until_read(self) -> None:
-        """Wait until host memory may be changed, because it has been read."""
+        """Wait until host memory has been read, so that it may be changed."""
         if self._done is not None:
             self._done.synchronize()
 
@@ -119,19 +119,19 @@ class PrefetchedWeight:
 
     def __init__(self, place: Place, copy: torch.Tensor) -> None:
         self._module, self._name, self.host = place
-        with torch.enable_grad():  # because a parameter requires its gradient under no_grad too
+        with torch.enable_grad():  # a parameter requires its gradient under no_grad too
             self.weight: torch.Tensor = _Copied.apply(self.host, copy)
         self._stamp = stamp(self.weight)
 
     def swap_in(self) -> None:
         """Put the weight in the parameter's place."""
-        # A tensor with a graph, because its gradient has to reach the parameter.
+        # It has a graph, by which its gradient reaches the parameter.
         self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
     def swap_out(self) -> None:
         """Put the parameter back, with the values that a hook may have given the weight.
 
-        A parameter that a hook has put there stays.
+        A parameter that a hook has assigned stays.
         """
         if self._module._parameters.get(self._name) is not self.weight:
             return
@@ -150,7 +150,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0].to(CPU), None  # because the parameter is there
+        return gradients[0].to(CPU), None  # where the parameter is
 
 
 def keeping_on_host(
@@ -163,14 +163,14 @@ def keeping_on_host(
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    # No copies in here, because a graph also keeps the hooks that it was made with.
+    # Hold no copies here: a graph also keeps the hooks that it was made with.
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
     # torch itself calls only the innermost pair of hooks.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def save(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # By storage, because autograd keeps views of weights, too: transposed, or split by head.
+        # By storage: autograd keeps views of weights, too, transposed or split by head.
         host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
             if outer is not None:
@@ -199,5 +199,5 @@ def _copied_again(
 ) -> torch.Tensor:
     """Return the view of a copy of a parameter, by its shape, strides and offset."""
     copy = torch.empty_like(host, device=device, requires_grad=False)
-    # Not non_blocking, because the parameter may be changed once backward has returned.
+    # Wait for the copy: the parameter may be changed once backward has returned.
     return copy.copy_(_unchanged(host, version)).as_strided(*view)

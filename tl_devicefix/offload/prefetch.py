@@ -35,8 +35,8 @@ from tl_devicefix.placement.devices import CPU, module_with_streams
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
-# Held while parameters are swapped or copied, because several threads may run one model.
-_exchanging = threading.RLock()
+# Held while parameters are swapped or copied: several threads may run one model.
+_swapping = threading.RLock()
 
 
 def offload_blocks(model: Model, placement: Placement) -> None:
@@ -47,7 +47,7 @@ def offload_blocks(model: Model, placement: Placement) -> None:
 
 
 def pin(model: Model, placement: Placement) -> None:
-    """Pin the weights of offloaded blocks, because only pinned memory is copied asynchronously."""
+    """Pin the weights of offloaded blocks: only pinned memory is copied asynchronously."""
     for block, device in _offloaded(model, placement):
         if module_with_streams(device) is not None:
             for parameter in block.parameters():
@@ -67,7 +67,7 @@ class OffloadedForward(Around):
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.module = block
         self.device = device
-        # Calls under way: more than one, if a hook or another thread calls the block meanwhile.
+        # Calls at present: more than one, if a hook or another thread calls the block meanwhile.
         self._calls = 0
         self._copy: BlockCopy | None = None
 
@@ -91,21 +91,21 @@ class OffloadedForward(Around):
         """Return True while the block runs, whose weights are then on the device."""
         return self._calls > 0
 
-    # Not in `forward`, because its local names would keep copies alive that are swapped out.
+    # Local names in `forward` would keep copies alive that are swapped out.
 
     def _swap_in(self, prefetch: Prefetch) -> None:
-        with _exchanging:
-            if self._calls and self._copy is not None:  # another call is under way
+        with _swapping:
+            if self._calls and self._copy is not None:  # another call is running
                 self._copy.share()
             else:
-                # Assigned before the weights are in, because after an interrupt of `swap_in`,
-                # `places` finds the host parameters of the next call by it.
+                # Assigned first: after an interrupt of `swap_in`, `places` finds the host
+                # parameters of the next call by it.
                 self._copy = prefetch.take(self)
                 self._copy.swap_in()
             self._calls += 1
 
     def _swap_out(self) -> None:
-        with _exchanging:
+        with _swapping:
             self._calls -= 1
             if not self._calls and self._copy is not None:
                 self._copy.swap_out()
@@ -134,14 +134,14 @@ class OffloadedPart(Around):
         if not places:
             return run(*args, **kwargs)
         copy = BlockCopy(places, self.block.device)
-        # Not within `keeping_on_host`, because a recomputation has to show checkpoint's own hooks
-        # what the forward has shown them.
+        # Outside of `keeping_on_host`: a recomputation has to show checkpoint's own hooks what
+        # the forward has shown them.
         try:
-            with _exchanging:
+            with _swapping:
                 copy.swap_in()
             return run(*args, **kwargs)
         finally:
-            with _exchanging:
+            with _swapping:
                 copy.swap_out()
             copy.wait_until_read()
 
@@ -175,7 +175,7 @@ class Prefetch:
 
     def start(self) -> None:
         """Start to copy the first block of each device."""
-        with _exchanging:
+        with _swapping:
             for device in self._to_run:
                 self._start_next(device)
 
@@ -183,7 +183,7 @@ class Prefetch:
         """Return the copy of a block that runs now, and start to copy the next block."""
         device, queue = block.device, self._to_run.get(block.device, deque())
         if block in queue:  # it is not, if a hook runs it again
-            while queue.popleft() is not block:  # because a forward may skip blocks
+            while queue.popleft() is not block:  # a forward may skip blocks
                 pass
         copy = self._prefetched.pop(device, None)
         if copy is not None and not copy.is_current(block.places()):
@@ -207,7 +207,7 @@ class Prefetch:
 
     def drop(self, device: torch.device) -> None:
         """Drop the prefetched copy on a device, if no block has taken it."""
-        with _exchanging:
+        with _swapping:
             copy = self._prefetched.pop(device, None)
             if copy is not None:
                 copy.drop()
@@ -229,8 +229,7 @@ def prefetching(
 ) -> Iterator[None]:
     """Copy the offloaded blocks of one forward ahead of their turn, within a `with` block.
 
-    If it `is_in_flight`, nothing is copied yet, because the run holds no device: its first block
-    begins the first copy.
+    If it `is_in_flight`, the run holds no device yet, and its first block begins the first copy.
     """
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     with Prefetch(filter(None, map(OffloadedForward.of, blocks))) as prefetch:

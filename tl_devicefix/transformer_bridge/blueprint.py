@@ -52,7 +52,7 @@ class BridgeBlueprint:
         config = copy.deepcopy(_hf_config(config_or_model_name))
         overrides = dict(options.get("hf_config_overrides") or {})
         if options.get("n_ctx") is not None:
-            # In the config without overrides, because `boot_transformers` looks there.
+            # `boot_transformers` looks in the config without overrides.
             overrides[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
         vars(config).update(overrides)
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
@@ -89,7 +89,7 @@ class BridgeBlueprint:
         return hf_model, layout_of(hf_model, adapter)
 
     def make(self, placement: Placement, tokenizer: object = None) -> TransformerBridge:
-        """Make the Bridge over simulated devices."""
+        """Make the Bridge across simulated devices."""
         hf_model, layout = self._empty()
         _give_memory(hf_model, layout, placement)
         bridge = build_bridge_from_module(
@@ -110,7 +110,7 @@ class BridgeBlueprint:
         check_bridge_numbers(self._config, self.name, numbers)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return 0, because transformers puts each weight where it stays."""
+        """Return 0: transformers reads each weight to its device."""
         return 0
 
     def generation(
@@ -152,11 +152,11 @@ def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement
             if buffer is not None:
                 component = layout.component_of(f"{path}.{name}")
                 module._buffers[name] = buffer.to(placement.device_for(component))
-    hf_model.tie_weights()  # because each name of a tied weight has memory of its own so far
+    hf_model.tie_weights()  # so far, each name of a tied weight has memory of its own
 
 
 def _saved_tokenizer(name: str) -> object:
-    """Return the tokenizer of a local directory; otherwise None, because the hub would be asked."""
+    """Return the tokenizer of a local directory; otherwise None, without asking the hub."""
     if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(name, add_bos_token=True)
     return None
@@ -203,7 +203,7 @@ class BridgeGeneration:
             "attention_mask": token.new_ones(token.shape[0], self._length + 1),
             "position_ids": torch.full_like(token, self._length),
         }
-        # No mask and no positions, because there is no attention.
+        # Without attention, there are no mask and no positions.
         layers: Any = self._kv_cache.layers
         attends = any(getattr(layer, "keys", None) is not None for layer in layers)
         self._bridge(token, **self._cached, **(where if attends else {}))

@@ -53,7 +53,7 @@ class Layout:
         """Return each component's size in `hf_model`, whose tensors may be on meta."""
         names: tuple[str, ...] = (*self.paths, REST)
         weights, buffers = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-        # With duplicates, because processing unties a tied unembedding.
+        # With duplicates: processing unties a tied unembedding.
         for name, parameter in hf_model.named_parameters(remove_duplicate=False):
             weights[self.component_of(name)] += parameter.nbytes
         for name, buffer in hf_model.named_buffers(remove_duplicate=False):
@@ -79,7 +79,7 @@ def _cover(
     else:
         prefix = f"{path}." if path else ""
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for name, _ in own:  # because accelerate wants a device for every tensor
+        for name, _ in own:  # accelerate wants a device for every tensor
             yield f"{prefix}{name}", home
         for name, child in module.named_children():
             yield from _cover(f"{prefix}{name}", child, placed, home)
@@ -109,7 +109,7 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
         indices = [index for index, _ in enumerate(blocks.children())]
         paths |= {f"{name}.{index}": f"{component.name}.{index}" for index in indices}
     first = {name: path for name, path in paths.items() if name == "embed"}
-    return Layout({**first, **paths})  # because home is the first component's device
+    return Layout({**first, **paths})  # home is the first component's device
 
 
 def empty_hf_model(
@@ -164,7 +164,7 @@ def units(bridge: TransformerBridge) -> list[Unit]:
         ends = range(len(parts) - 1, 0, -1)
         splits = ((".".join(parts[:end]), ".".join(parts[end:])) for end in ends)
         place = next((split for split in splits if split[0] in of_component), None)
-        if place is not None:  # because others belong to no component of the Bridge
+        if place is not None:  # others belong to no component of the Bridge
             of_component[place[0]].weights[name] = tensor
             of_component[place[0]].places[name] = place
     return sorted(found.values(), key=lambda unit: unit.name == "unembed")
@@ -181,7 +181,7 @@ def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Modul
 
 
 def _in_bridge(name: str, bridge: TransformerBridge) -> str:
-    """Return a weight's name in the Bridge, because some adapters leave Hugging Face's prefix."""
+    """Return a weight's name in the Bridge; some adapters leave Hugging Face's prefix."""
     for component, (path, _) in bridge.real_components.items():
         if path and path != component and name.startswith(f"{path}."):
             return f"{component}.{name[len(path) + 1 :]}"

@@ -1,4 +1,4 @@
-"""`TransformerBridge.boot_transformers` over n devices, each component on its planned device."""
+"""`TransformerBridge.boot_transformers` across n devices, each component on its planned device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def boot_transformers(
     numbers: Numbers | None = None,
     **kwargs: object,
 ) -> TransformerBridge:
-    """Boot a model from transformers, over one or several devices.
+    """Boot a model from transformers, on one device or across several.
 
     The arguments are those of `TransformerBridge.boot_transformers`, and two more. `fuse_blocks`
     runs each block as one function, see `tl_devicefix.fuse_blocks`. `numbers` says what to do if a
@@ -82,7 +82,7 @@ def boot_transformers(
     default. `dtype` may also be a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
-    blocks lie in contiguous ranges over `device` and the devices after it. The embeddings, the
+    blocks lie in contiguous ranges on `device` and the devices after it. The embeddings, the
     final norm and the unembedding are all on the first, so that tied weights are together.
     `device_map` may also name components ("embed", "blocks.3", "blocks"), or modules of the Hugging
     Face model, as in transformers. With "cpu" in `max_memory`, or for blocks in `device_map`,
@@ -131,7 +131,7 @@ def boot_transformers(
 
 
 def _check_components(bridge: TransformerBridge) -> None:
-    """Refuse a Bridge that lacks a module, because its first forward would fail."""
+    """Refuse a Bridge that lacks a module, whose first forward would fail."""
     for name, module in bridge.named_modules():
         if isinstance(module, GeneralizedComponent) and module.original_component is None:
             raise ValueError(
@@ -156,7 +156,7 @@ def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
 
 
 def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
-    """Run the tiny twin, and return its warning; None if there is none."""
+    """Check a tiny model of the same config, and return the warning, if any."""
     if choice_of_numbers(numbers) == "ignore" or not options.get("load_weights", True):
         return None
     name, hf_model = str(options["model_name"]), options.get("hf_model")
@@ -215,7 +215,7 @@ def _boot_checkpoint(
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
         else:
-            resolve(options["device"])  # because TransformerLens asserts that torch has the device
+            resolve(options["device"])  # TransformerLens asserts that torch has it
         bridge = boot(**arguments)
     if planned.placement is None:
         settle_bridge(bridge, placement_as_it_lies(bridge))
@@ -265,12 +265,12 @@ class _PlannedClass:
         adapter = adapter_for(kwargs["config"], str(model_name), kwargs["torch_dtype"])
         real = self._options.get("model_class") or hf_model_class(adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
-            kwargs.pop("code_revision", None)  # because only the Auto classes take it
+            kwargs.pop("code_revision", None)  # only the Auto classes take it
         if self.spreads:
             kwargs["device_map"], self.placement = self._plan(real, adapter, kwargs)
         if self.offloads:
-            # We move it from the host ourselves, because transformers would leave offloaded weights
-            # without values, which the Bridge cannot read.
+            # transformers would leave offloaded weights without values, which the Bridge cannot
+            # read, so we move them from the host ourselves.
             kwargs["device_map"] = {"": "cpu"}
         if self._options.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._options["max_memory"]
@@ -285,7 +285,7 @@ class _PlannedClass:
             placement = self.placement.of_this_process
             loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
-            # Without accelerate's hooks, because they would look for all weights.
+            # accelerate's hooks would look for all weights.
             with replaced_in_thread(modeling_utils, "accelerate_dispatch", lambda *_, **__: None):
                 hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
@@ -351,7 +351,7 @@ def _is_for_transformers(device_map: object, hf_model: nn.Module) -> bool:
 
 
 def _with_names_of_devices(device_map: object) -> object:
-    """Replace indices in transformers' map, because TransformerLens reads them as CUDA's."""
+    """Replace indices in transformers' map, which TransformerLens reads as CUDA's."""
     if not isinstance(device_map, Mapping):
         return device_map
     for outer, inner in itertools.permutations(device_map, 2):

@@ -1,13 +1,13 @@
 """`TransformerBridge.process_weights` and compatibility mode, one component at a time on a device.
 
 Each component is processed on its device, in float32 or wider, and rounded once into its parameter.
-If processing fails half way, the Bridge refuses to run, because some weights are folded and others
+If processing fails half way, the Bridge refuses to run: some weights are folded and others
 are not.
 
-- Blocks: by the static methods of the installed `ProcessWeights`, because these know every
+- Blocks: by the static methods of the installed `ProcessWeights`, which know every
   architecture. They are given one block at a time.
-- Value biases: by this package, because TransformerLens's method fails where heads share them.
-- Embeddings and unembedding: in place by `tl_devicefix.weight_processing`, because they are the
+- Value biases: by this package; TransformerLens's method fails where heads share them.
+- Embeddings and unembedding: in place by `tl_devicefix.weight_processing`; they are the
   largest components, and a copy would double their memory.
 """
 
@@ -82,7 +82,7 @@ def enable_compatibility_mode(
         original: TransformerLens's method.
         self: the Bridge.
         args: the method's arguments, as kwargs.
-        numbers: as for `boot_transformers`: what to do if a tiny twin, processed in the same way,
+        numbers: as for `boot_transformers`: what to do if a tiny model, processed in the same way,
             does not give transformers' numbers.
         kwargs: see args.
 
@@ -108,7 +108,7 @@ def enable_compatibility_mode(
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
-    forget(self)  # because some modules compute differently in compatibility mode
+    forget(self)  # some modules compute differently in compatibility mode
     original(self, *args, **kwargs)
     call_everywhere(self, "enable_compatibility_mode", {**arguments, "numbers": "ignore"})
 
@@ -168,7 +168,7 @@ def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     is_in_part = placement is not None and not names <= placement.device_map.keys()
     for name, parameter in bridge.original_model.named_parameters():
         if type(parameter) is RemoteTensor or (is_in_part and parameter.is_meta):
-            continue  # because another host processes it
+            continue  # another host processes it
         require_readable_weight(
             parameter,
             operation=f"process weights ({name})",
@@ -204,13 +204,13 @@ def _beside_values(bridge: TransformerBridge) -> str | None:
             continue
         if others := sorted(parts.keys() - _USUAL_PARTS):  # such as a gate or a norm of values
             return others[0]
-        # Without those of the block's other parts, because BERT's attention holds a norm.
+        # Without those of the block's other parts: BERT's attention holds a norm.
         around = [block._modules[part] for part in block.submodules if part != "attn"]
         of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
         for path, parameter in attention.original_component.named_parameters():
             if id(parameter) not in of_parts:  # such as sinks
                 return path
-        # Queries wider than z hold a gate too, because both have n_heads * d_head without one.
+        # Queries wider than z hold a gate too: without one, both have n_heads * d_head.
         if parts["q"].weight.numel() > parts["o"].weight.numel():
             return "a gate beside its queries"
     return None
@@ -230,11 +230,11 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
-        # The unembedding last, because some adapters note that they have seen it.
+        # The unembedding last: some adapters note that they have seen it.
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if (placement := placement_of(bridge)) is not None:
-        pin(bridge, placement)  # again, because processing replaced the tensors
+        pin(bridge, placement)  # again: processing replaced the tensors
     bridge._weights_processed = True
 
 
@@ -245,7 +245,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
     with torch.no_grad():
-        # Named as block 0, because ProcessWeights gets this block alone.
+        # Named as block 0: ProcessWeights gets this block alone.
         named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
@@ -292,9 +292,9 @@ def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
 def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
     """Fold a block's ln2 into experts that are stacked in one parameter."""
     kind, _, index = unit.name.partition(".")
-    # None for earlier blocks, because TransformerLens's method reads every block that it finds.
+    # None for earlier blocks: TransformerLens's method reads every block that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
-    # Not the Bridge, because its own list has all blocks.
+    # The Bridge's own list has all blocks.
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
     fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
     fold(only)
@@ -322,7 +322,7 @@ class Processing:
             options |= {"layer_idx": 0, "gqa": "" if cfg.n_key_value_heads is None else "_"}
             ProcessWeights._fold_layer(weights, cfg, adapter=adapter, **options)
         if steps.center_writing_weights:
-            # With stand-ins for embeddings, because ProcessWeights fails without them.
+            # ProcessWeights fails without embeddings, so it gets stand-ins.
             for name in ("embed.weight", "pos_embed.weight"):
                 weights[name] = torch.zeros(1, cfg.d_model)
             ProcessWeights.center_writing_weights(weights, cfg, adapter=adapter)
@@ -396,7 +396,7 @@ def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
 
 
 def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> None:
-    """Fold value biases into b_O, because TransformerLens's method fails for grouped heads.
+    """Fold value biases into b_O; TransformerLens's method fails for grouped heads.
 
     Args:
         weights: the block's; b_O is added where there was none.
@@ -415,7 +415,7 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
 
 
 class _OneBlock:
-    """A live view of a Bridge's config with one block, because `ProcessWeights` is given one."""
+    """A live view of a Bridge's config with one block, which `ProcessWeights` is given."""
 
     n_layers = 1
 

@@ -1,8 +1,8 @@
-"""The tiny twin of a TransformerBridge: see `tl_devicefix/twin.py`.
+"""The check of a TransformerBridge on a tiny model: see `tl_devicefix/twin.py`.
 
-A Bridge runs transformers' own modules, so its twin is right as booted. It can be wrong once its
+A Bridge runs transformers' own modules, so it is right as booted. It can be wrong once its
 weights are processed, or where hooks have it compute attention in steps of its own: so we run the
-twin with and without hooks on its patterns.
+tiny one with and without hooks on its patterns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_bridge_numbers(
 def difference(
     hf_config: PretrainedConfig, name: str, compatibility: Mapping[str, Any] | None
 ) -> float:
-    """Return how far the twin of a Bridge is from transformers; see `Twin.difference`."""
+    """Return how far a tiny Bridge is from transformers; see `Twin.difference`."""
     adapter = adapter_for(hf_config, name, torch.float32)
     n_ctx = adapter.cfg.n_ctx
     twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))
@@ -71,7 +71,7 @@ def difference(
     if compatibility is not None:
         bridge.enable_compatibility_mode(**compatibility, numbers="ignore")
     plain = twin.difference(bridge(twin.tokens))
-    # Hooks that change nothing, because they alone make the Bridge compute its own patterns.
+    # Hooks that change nothing make the Bridge compute its own patterns.
     patterns = [
         (point, lambda x, hook: x) for point in bridge.hook_dict if point.endswith("pattern")
     ]
