@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,14 @@ from transformer_lens import patching
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import named
 from tl_devicefix.monkeypatch.versions import (
     UnsupportedTransformerLens,
     has_bridge,
     has_hooked_transformer,
     installed,
 )
+from tl_devicefix.patches import table
 
 if has_hooked_transformer():
     from transformer_lens import HookedTransformer as MODEL_CLASS

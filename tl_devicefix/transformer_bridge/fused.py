@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers import PretrainedConfig
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
-from tl_devicefix.fusing.listening import Listeners, records, unsupported_mode
+from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     reads_masks_of_sdpa,
@@ -187,7 +189,7 @@ class BoundWrapper:
     _hookable: frozenset[str] = frozenset()  # hook points that are called around the layer
 
     def __init__(self, wrapper: Any) -> None:
-        self._training = wrapper.training
+        self._training, self._attributes = wrapper.training, vars(wrapper)
         children = wrapper._modules
         names = {wrapper: "itself"}
         names |= {children.get(name): name for name in ("hook_in", "hook_out")}
@@ -216,7 +218,11 @@ class BoundWrapper:
 
     def shows_mask(self) -> bool:
         """Return True if a hook may read or edit the attention mask."""
-        return not self._listeners.look().isdisjoint(("itself", "module"))
+        hooked = self._listeners.look()
+        if "itself" in hooked:  # a block that is not on home has this package's own hooks
+            own = chain.from_iterable(hooks.values() for hooks in hooks_of(self._attributes))
+            return "module" in hooked or any(map(is_of_user, own))
+        return "module" in hooked
 
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""

@@ -102,6 +102,15 @@ def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused):
     assert not made.of_pairs(29)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_no_tensor_of_query_by_key_size_is_built_across_devices(name, load, machine):
+    bridge = load(name, n_devices=3)
+    tl_devicefix.fuse_blocks(bridge)
+    with ShapesMade() as made, torch.no_grad():
+        bridge(LONG)
+    assert not made.of_pairs(29)
+
+
 def test_users_own_mask_function_is_called_and_stays(fused, tokens):
     bridge = fused("llama")
     original = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
