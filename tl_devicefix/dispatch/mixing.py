@@ -1,4 +1,4 @@
-"""Call torch functions that mix devices with their arguments on one device.
+"""Let torch functions mix devices, by copying their arguments to one device.
 
 1. torch is tried first.
 2. If it refuses, the arguments are copied to one device and the function is called again.
@@ -41,13 +41,13 @@ Tensors = list[torch.Tensor]
 
 
 class OutsideBlocks(TorchFunctionMode):
-    """Marks modes that change nothing within a block, so that remote blocks run without them.
+    """A mode that changes nothing within a block, so that remote blocks run without it.
 
-    A mode that pauses in a model's forward is on again in users' hooks and modules there.
+    A mode may pause in a model's forward. It is on again in users' hooks and modules there.
     """
 
     def pauses_in(self, model: Model) -> bool:
-        """Return True if the mode is off in a model's forward."""
+        """Return True if the mode pauses in a model's forward."""
         return False
 
 
@@ -56,7 +56,7 @@ class _Paused(threading.local):
 
 
 _paused = _Paused()
-"""The modes that are off in this thread's forward."""
+"""The modes that pause in this thread's forward."""
 
 
 def pausing_modes(model: Model) -> contextlib.AbstractContextManager[None]:
@@ -69,7 +69,7 @@ def pausing_modes(model: Model) -> contextlib.AbstractContextManager[None]:
 
 
 def runs_users_code(model: Model) -> bool:
-    """Return True if a model's forward calls users' torch hooks, or methods."""
+    """Return True if a model's forward calls torch hooks or methods that are users' own."""
     if _has_any_global_hook():
         return True
     modules: dict[nn.Module, None] = {model: None}
@@ -93,7 +93,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
-    """Return a context for a user's hook or module: within the modes that the forward paused."""
+    """Return a context for a user's hook or module, in which the paused modes are on again."""
     if not _paused.modes:
         return contextlib.nullcontext()
     return _within([*_get_current_function_mode_stack(), *_paused.modes], ())
@@ -103,7 +103,7 @@ def resuming_modes() -> contextlib.AbstractContextManager[None]:
 def _within(
     stack: Sequence[TorchFunctionMode], paused: tuple[TorchFunctionMode, ...]
 ) -> Iterator[None]:
-    """Replace torch's stack of modes, the innermost last."""
+    """Replace torch's stack of modes (the innermost is last), and the paused modes."""
     before, paused_before = _get_current_function_mode_stack(), _paused.modes
     _replace_stack(stack)
     _paused.modes = paused
@@ -125,7 +125,7 @@ class JoinedAt(OutsideBlocks):
     """A mode in which torch functions that mix these devices get all arguments on one of them.
 
     A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
-    are copied there. Of several modes, the outermost joins.
+    are copied there. Of several nested modes, the outermost copies.
     """
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
@@ -151,8 +151,8 @@ class JoinedAt(OutsideBlocks):
         devices = self.devices() & {tensor.device for tensor in tensors}
         if len(devices) < 2:
             return func(*args, **kwargs)
-        # torch is tried first: some functions take several devices (`copy_`, `view_as`). This call
-        # also passes through the next outer mode.
+        # Try torch first: some functions take several devices (`copy_`, `view_as`), and a mode
+        # further out may copy.
         versions = [version_of(tensor) for tensor in tensors]
         changed = list(_changed_in_place(func, args, kwargs))
         try:
@@ -160,11 +160,12 @@ class JoinedAt(OutsideBlocks):
         except torch.OutOfMemoryError:
             raise  # a RuntimeError, too, but not one about devices
         except RuntimeError:
-            # Inference tensors have no version counter. torch checks a single one before it writes.
+            # Inference tensors have no version counter. A function that writes to one tensor checks
+            # devices first; one that writes to several may have written to some.
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [version_of(tensor) for tensor in tensors]:
                 raise  # a second call might change something twice
-            # Running statistics change without a count too, so changed copies would be lost.
+            # Updates of running statistics are not counted, so those of copies would be lost.
             if getattr(func, "__name__", "") in ("batch_norm", "instance_norm"):
                 raise
         stays = changed or list(_indexed(func, args, kwargs))
@@ -182,7 +183,7 @@ class JoinedAt(OutsideBlocks):
         def joined(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.device not in others:
                 return mapped(value, joined)
-            # One copy of each tensor: a function may take it twice, and change it.
+            # Copy each tensor once: a function may take it twice, and change it.
             if id(value) not in copies:
                 copy = value.to(target)
                 copies[id(value)] = value, copy, version_of(copy)
@@ -190,22 +191,22 @@ class JoinedAt(OutsideBlocks):
 
         result = func(*joined(args), **joined(kwargs))
         del joined  # it refers to itself, and so would keep the copies
-        # A copy changes by `out=` on several devices, and by `torch._foreach_*_`.
+        # Copies are changed by `out=` on several devices, and by `torch._foreach_*_`.
         originals = {}
         for original, copy, version in copies.values():
             if version_of(copy) != version or any(original is tensor for tensor in changed):
                 original.copy_(copy)
             originals[id(copy)] = original
-        # Functions that change an argument return it, so the caller gets the original again.
+        # In-place functions return their argument: give the caller the original, not its copy.
         return originals.get(id(result), result)
 
 
-# Called as they are: copies of their tensors would not be in the graph.
+# Called with the tensors themselves: copies would not be in the graph.
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 def mapped(value: T, change: Callable[[Any], object]) -> T:
-    """Return a tuple, list, dict or named tuple with each entry changed, and others as they are."""
+    """Apply `change` to each entry of a tuple, list, dict or named tuple; return others as is."""
     whole: Any = value
     # Exact types only: a subclass's constructor may take other arguments.
     if type(whole) in (tuple, list):
@@ -222,7 +223,7 @@ def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
     first = None
     for value in (*args, *kwargs.values()):
         is_nested = isinstance(value, (tuple, list, dict))
-        # A generator for these only: every torch function in a mode comes here.
+        # Most arguments need no generator, and every torch function within a mode comes here.
         for tensor in tensors_in(value) if is_nested else (value,):
             if not isinstance(tensor, torch.Tensor):
                 continue
@@ -263,7 +264,7 @@ def _changed_in_place(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[tor
 
 def _indexed(func: Forward, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """Return the tensor that a function indexes."""
-    # It stays where it is: it may be a whole W_E, of which a few rows are read.
+    # This may be a whole W_E, of which a few rows are read.
     table = _TABLES.get(getattr(func, "__name__", ""))
     if table is None:
         return iter(())
@@ -283,7 +284,7 @@ class _Mixing(JoinedAt):
     """The mode of `mix_devices`."""
 
     def pauses_in(self, model: Model) -> bool:
-        """Return True unless users' code may run there that cannot resume the mode."""
+        """Return True unless the forward calls users' code that cannot resume the mode."""
         return not runs_users_code(model)
 
     def __torch_function__(
@@ -308,7 +309,7 @@ class _Mixing(JoinedAt):
         return home
 
 
-# Its own devices are unused: models may be loaded, and dropped, while it is on.
+# `devices()` does not read these: models may be loaded and freed while the mode is on.
 _MIXING = _Mixing(CPU, frozenset())
 
 
@@ -345,7 +346,7 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        # What each `with` restores; the first one, what was on before this line.
+        # What each `__exit__` restores: the first `with`, what was on before this object.
         self._before = [_switch(mode)]
         self._is_entered = False
 
@@ -419,18 +420,18 @@ def add_hook(
         RuntimeError: in a run that was given a view of the hook point's model.
     """
     note_hooked(self)
-    # A shorter path: there are hundreds of caching hooks, and each uses its activation alone.
+    # A fast path: there are hundreds of caching hooks, and each uses only its activation.
     if _is_caching(hook):
-        if dir != "fwd" or args or kwargs:  # before other hooks, or by several names
+        if dir != "fwd" or args or kwargs:  # `prepend` or `alias_names`
             return original(self, hook, dir, is_permanent, level, *args, **kwargs)
-        torchs = self.register_forward_hook(functools.partial(_keep, hook))
-        handle = LensHandle(torchs, is_permanent, level)
+        torch_handle = self.register_forward_hook(functools.partial(_call_caching_hook, hook))
+        handle = LensHandle(torch_handle, is_permanent, level)
         handle.user_hook = hook
         self.fwd_hooks.append(handle)
         return handle
     across = _HookAcrossDevices(hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
-    # `list_hooks()` shows users their own hooks by this.
+    # `list_hooks()` shows this to users.
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
         if getattr(handle, "user_hook", None) is across:
             handle.user_hook = hook
@@ -444,8 +445,10 @@ def _is_caching(hook: HookFunction) -> bool:
     return name in ("save_hook", "cache_hook") and package_of(function) == "transformer_lens"
 
 
-def _keep(hook: HookFunction, point: HookPoint, inputs: object, activation: Any) -> object:
-    """Call a hook in torch's form; its result replaces the activation."""
+def _call_caching_hook(
+    hook: HookFunction, point: HookPoint, inputs: object, activation: Any
+) -> object:
+    """Call one of TransformerLens's hooks with the arguments that torch gives."""
     conversion = vars(point).get("hook_conversion")
     if conversion is None:
         return hook(activation, hook=point)
@@ -455,7 +458,7 @@ def _keep(hook: HookFunction, point: HookPoint, inputs: object, activation: Any)
 
 def only_looks(hook: object) -> bool:
     """Return True for TransformerLens's caching hooks, which leave the activation unchanged."""
-    return getattr(hook, "func", None) is _keep
+    return getattr(hook, "func", None) is _call_caching_hook
 
 
 class _HookAcrossDevices:
@@ -496,15 +499,15 @@ class _HookAcrossDevices:
             raise
         if result is not None and is_tensor:
             _keep_if_unlike(hook.name, activation, result)
-        return _at(result, activation.device, devices, hook.name) if mixes else result
+        return _result_on(result, activation.device, devices, hook.name) if mixes else result
 
 
 _UNLIKE = "unlike"
-"""The key of a sentence about a hook's result that has another shape or class."""
+"""The key of a message about a hook's result that has another shape or class."""
 
 
 def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) -> None:
-    """Keep a sentence about a hook's result that the forward may fail with."""
+    """Keep a message about a result of another shape or class: the forward may fail with it."""
     returned = f"a {type(result).__name__}"
     if isinstance(result, torch.Tensor):
         if result.shape == activation.shape:
@@ -518,7 +521,7 @@ def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) 
 
 @contextlib.contextmanager
 def noting_unlike() -> Iterator[None]:
-    """Note on errors which hook returned something unlike its activation, within a forward."""
+    """Add to errors of a forward which hook returned something unlike its activation."""
     try:
         yield
     except Exception as error:
@@ -527,12 +530,12 @@ def noting_unlike() -> Iterator[None]:
         raise
 
 
-def _at(
+def _result_on(
     result: object, device: torch.device, devices: frozenset[torch.device], name: str | None
 ) -> object:
     """Bring a hook's result to its activation's device."""
     if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
-        return (_at(result[0], device, devices, name),)
+        return (_result_on(result[0], device, devices, name),)
     if not isinstance(result, torch.Tensor) or result.device == device:
         return result
     if result.device not in devices:

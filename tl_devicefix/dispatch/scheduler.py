@@ -1,4 +1,4 @@
-"""Runs in flight: a run holds the device it computes on, and queues for the next one it needs.
+"""Runs in flight: a run holds the device that it computes on, and queues for the next one.
 
 Each run is a thread. When its residual stream moves to another device, the run
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 MAX_WAIT = 1.0
-"""Seconds that a run waits, at most, for another to end what it does on its device."""
+"""Seconds that a run waits, at most, for `DeviceQueue.turn`."""
 
 
 class Abandoned(BaseException):
@@ -47,20 +47,20 @@ class Abandoned(BaseException):
 
 
 class DeviceQueue:
-    """Gives each device to one run at a time: of those that ask, the one of the lowest number.
+    """Gives each device to one run at a time; of several that wait, to the lowest number.
 
     Attributes:
-        turn: held by the run whose Python code runs. torch releases the GIL at each operation;
-            threads that take turns at each one need twice the time of one that goes on for all
-            blocks of a device.
+        turn: the lock of the run that executes Python. torch releases the GIL at each operation,
+            and threads that switch there take twice as long as threads that first run all blocks
+            of a device.
     """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        # Its lock guards the attributes below; only `check` reads `_is_over` without it.
+        # The condition's lock guards what follows; only `check` reads `_is_over` without it.
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
-        self._asking: dict[torch.device, list[Run]] = defaultdict(list)
+        self._waiting: dict[torch.device, list[Run]] = defaultdict(list)
         self._is_over = False
 
     def end(self) -> None:
@@ -78,38 +78,38 @@ class DeviceQueue:
     def acquire(self, run: Run, device: torch.device) -> None:
         """Block until `run` holds the device. The run must hold none when it calls this."""
         with self._changed:
-            self._asking[device].append(run)
+            self._waiting[device].append(run)
             self._grant(device)
             try:
                 while self._holders.get(device) is not run:
                     self.check()
                     self._changed.wait()
-                self.check()  # again: `end` may have come while this run was granted
+                self.check()  # again: `end` may have been called after the device was granted
             except BaseException:
-                if run in self._asking[device]:
-                    self._asking[device].remove(run)
+                if run in self._waiting[device]:
+                    self._waiting[device].remove(run)
                 self.release(run, device)
                 raise
 
     def release(self, run: Run, device: torch.device) -> None:
-        """Release the device if `run` holds it, and grant it to the next run that asks."""
+        """Release the device if `run` holds it, and grant it to the next run that waits."""
         with self._changed:
             if self._holders.get(device) is run:
                 del self._holders[device]
             self._grant(device)
 
     def _grant(self, device: torch.device) -> None:
-        # The oldest first: its result is fetched first, and only then may a new run begin.
-        asking = self._asking[device]
-        if asking and device not in self._holders:
-            oldest = min(asking, key=lambda run: run.number)
-            asking.remove(oldest)
+        # The oldest first: results are fetched in order, and a new run starts after each fetch.
+        waiting = self._waiting[device]
+        if waiting and device not in self._holders:
+            oldest = min(waiting, key=lambda run: run.number)
+            waiting.remove(oldest)
             self._holders[device] = oldest
             self._changed.notify_all()
 
 
 class Streams(dict[torch.device, torch.Stream]):
-    """The copy streams of one view, one for each device, made at the first use."""
+    """The copy streams of one view: one for each device, created on first use."""
 
     def __missing__(self, device: torch.device) -> torch.Stream:
         stream = self[device] = torch.get_device_module(device.type).Stream(device)
@@ -129,10 +129,10 @@ class Run:
         self._streams = streams
         self.device: torch.device | None = None
         self._has_turn = False
-        # Pairs of a source and its copy. The source is kept until the copy has read it.
+        # (source, copy) pairs. A source has to live until its copy has arrived.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        # Tensor -> its version when it was last sent. The host waits for each copy, so a tensor of
-        # that version is known to be computed.
+        # Tensor -> its version when it was last sent. The host waits for each copy, so that
+        # version has been computed.
         self._computed = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ class Run:
                 computing = torch.get_device_module(device.type).current_stream(device)
                 # The copies were allocated on our stream, so the allocator would otherwise reuse
                 # their memory while kernels on the computing stream still read it.
-                while sent:  # popped without a name, which would hold a tensor in `acquire`
+                while sent:  # pop: a loop variable would keep a tensor alive during `acquire`
                     sent.pop()[1].record_stream(computing)
         self.acquire(device)
 
@@ -163,8 +163,8 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
-        # Nothing is queued from here on a device elsewhere, so a run there needs no turn. If the
-        # run that has the turn waits for long, perhaps in a hook, others go on without it.
+        # Elsewhere, a run only waits for the answer, and needs no turn. After MAX_WAIT it goes on
+        # without one: the run that has it may be waiting too, such as in a hook.
         if not is_elsewhere(device):
             self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
 
@@ -187,9 +187,9 @@ class Run:
         return copy
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
-        """Return True if this version of a tensor was sent before, and note that it is sent now."""
-        # A mask is sent to every device. Without this note, each of these copies would wait for all
-        # kernels that other runs have queued on the first device.
+        """Return True if this version of a tensor was sent before; record that it is sent now."""
+        # A mask is sent to every device. Without this record, each copy would wait for all kernels
+        # that other runs have queued on the first device.
         if tensor.is_inference():  # has no version counter
             return False
         is_computed = self._computed.get(tensor) == tensor._version
@@ -197,7 +197,7 @@ class Run:
         return is_computed
 
     def release(self) -> None:
-        """Release the device that the run holds, if any, and what is prefetched there."""
+        """Release the device that the run holds, if any, and drop what was prefetched there."""
         device, self.device = self.device, None
         if self._has_turn:
             self._has_turn = False
@@ -209,7 +209,7 @@ class Run:
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:
-        """After a `with` block, have the run hold the device that it held before, or none."""
+        """On leaving a `with` block, go back to the device that the run held before, or to none."""
         before = self.device
         try:
             yield
@@ -221,12 +221,13 @@ class Run:
 
 
 class _Context(NamedTuple):
-    """A thread's run, and what is known about the hook points that it uses.
+    """The run of a thread, and the hook points that it may not use or has hooked.
 
     Attributes:
         run: the run in flight; None in a loop, and outside of runs.
-        refused: the models and hook points of which it was given a view.
-        hooked: the hook points that it has hooked, each with the hooks that it had before.
+        refused: the models and hook points that the run may not use, as it was given a view.
+        hooked: the hook points that were hooked within `removing_hooks`, each with the handles
+            that it had before; None outside.
     """
 
     run: Run | None = None
@@ -254,7 +255,7 @@ def running(run: Run) -> Iterator[None]:
 
 
 def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[[Model, Item], T]:
-    """Return `run`, which gets a view of `model`, and in which using `model` itself raises."""
+    """Wrap `run`, which gets a view of `model`, so that using `model` itself raises in it."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
     refused = _current.get().refused.union((model,), points)
@@ -267,7 +268,7 @@ def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[
 
 
 def refuse_in_run(module: nn.Module) -> None:
-    """Refuse a model, or a hook point, in a run that has a view of it, with hooks of its own."""
+    """Raise if this thread's run was given a view in place of this model or hook point."""
     if module in _current.get().refused:
         raise RuntimeError(
             "a run was given a view of this model, with hooks of its own, and may not run or hook "
@@ -285,7 +286,7 @@ def hooked_outside() -> int:
 
 
 def note_hooked(point: HookPoint) -> None:
-    """Refuse a hook on a point of which a run has a view; count or list any other."""
+    """Record that a hook point gets a hook; raise if the run was given a view of it."""
     global _n_hooked
     refuse_in_run(point)
     hooked = _current.get().hooked
@@ -297,7 +298,7 @@ def note_hooked(point: HookPoint) -> None:
 
 @contextlib.contextmanager
 def removing_hooks() -> Iterator[None]:
-    """Remove the hooks that are added to hook points within a `with` block, at its end."""
+    """On leaving a `with` block, remove the hooks that hook points got within it."""
     hooked: dict[HookPoint, tuple[LensHandle, ...]] = {}
     with setting(_current, _current.get()._replace(hooked=hooked)):
         try:
@@ -312,15 +313,13 @@ def removing_hooks() -> Iterator[None]:
 
 
 def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Move a run in flight, if this thread is one, to a device: see `Run.moving_to`."""
+    """Return `Run.moving_to` of this thread's run; outside of runs, an empty context."""
     run = current_run()
     return contextlib.nullcontext() if run is None else run.moving_to(device)
 
 
-# Held while a thread uses the tokenizer, or replaces torch's functions that seed: all runs share
-# these. Nothing waits for a run or a device within it. Reentrant: `to_str_tokens` calls
-# `to_tokens`.
-using_shared = threading.RLock()
+# Reentrant: `to_str_tokens` calls `to_tokens`.
+_tokenizer_lock = threading.RLock()
 _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 
 
@@ -328,14 +327,14 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 @patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
-    """Wrap a method that calls the tokenizer."""
-    # A call sets the shared tokenizer's padding side, and reads it later.
-    with contextlib.nullcontext() if current_run() is None else using_shared:
+    """Wrap a method that calls the tokenizer, which all runs share."""
+    # A call sets the tokenizer's padding side, and reads it later.
+    with contextlib.nullcontext() if current_run() is None else _tokenizer_lock:
         return original(self, *args, **kwargs)
 
 
 def take_own_tokenizer(view: Model) -> None:
     """Give a run's view a copy of the tokenizer, whose padding side a method is about to set."""
-    # A shallow copy is enough: the Rust tokenizer behind it gets the side at each call.
+    # A shallow copy is enough: the padding side is passed to the Rust tokenizer at each call.
     if current_run() is not None and view.tokenizer is not None:
         view.tokenizer = copy.copy(view.tokenizer)
