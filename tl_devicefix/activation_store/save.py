@@ -1,4 +1,4 @@
-"""`save_activations`: the activations of many batches, written while the next ones are computed."""
+"""`save_activations`: write the activations of batches while the next batches run."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def save_activations(
 ) -> SavedActivations:
     """Run a model on batches, and write its activations to a directory at the same time.
 
-    A stream of its own copies activations to CPU memory, and a thread writes them. If the disk is
+    A separate stream copies activations to CPU memory, and a thread writes them. If the disk is
     slower than the devices, the devices wait. CPU memory holds two shards and a few batches,
     however long the run. On several devices, several batches run at the same time (`pipeline_map`).
     An activation that all examples share, such as rotary tables, is stored for each of them.
 
     However a call ends, the shards that its index lists are complete. The same call with
-    ``resume=True`` continues, and ends with the same bytes. It reads `batches` from the beginning
-    to compare the tokens, runs the first batch again to compare shapes, and then runs those that
-    are not written. It does not compare values of activations, so give the same model, hooks and
-    `transform`.
+    ``resume=True`` continues, and writes the same bytes as one uninterrupted call. It reads
+    `batches` from the beginning to compare the tokens, runs the first batch again to compare
+    shapes, and then runs the batches that are not written. It does not compare values of
+    activations, so give the same model, hooks and `transform`.
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
@@ -119,7 +119,7 @@ def save_activations(
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     with torch.no_grad(), on_disk.locked(directory):
-        saving = _Saving(model, batches, selection, arguments, directory)
+        saving = _Save(model, batches, selection, arguments, directory)
         saving.begin(on_disk.saved_index(directory, resume), parse_bytes(shard_size, "shard_size"))
         try:
             saving.run(n_runs, progress)
@@ -143,7 +143,7 @@ _INSTEAD = {
 }
 
 
-class _Saving:
+class _Save:
     """One call of `save_activations`."""
 
     def __init__(
@@ -162,17 +162,19 @@ class _Saving:
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
         """Run the first batch; then write an empty index, or compare with the one on disk.
 
-        Raises an error for batches that cannot be stored, and for a disk that is too small.
+        Raises:
+            ValueError: for batches that cannot be stored, or that differ from those on disk.
+            OSError: if the disk is too small.
         """
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError("batches has no batch: give at least one")
         self._first = batch
         n_examples, self._width = batch.inputs.shape
-        # pipeline_map runs this batch like the others, so that hooks act in the same way.
+        # Hooks have to act as on the other batches, so pipeline_map runs this one too.
         (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
         self._entries = self._entries_of(batch, tensors)
-        if not any(name.startswith("unembed") for name in tensors):  # logits are not needed
+        if not any(name.startswith("unembed") for name in tensors):  # nobody reads the logits
             self._arguments = {"return_type": None, **self._arguments}
 
         self._total = self._n_bytes = None
@@ -201,7 +203,7 @@ class _Saving:
         else:
             self._saved.compare_index(index)
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
-        # `_run` returns these in the first batch's turn, so that it runs once.
+        # `_run` takes these in place of running the first batch again.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
         self._first_tensors = {} if is_on_disk else tensors
 
@@ -219,7 +221,7 @@ class _Saving:
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
             batches = self._remaining(writer)
-            # Any: the type Iterator has no `close`.
+            # Any: Iterator declares no `close`.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:
@@ -227,7 +229,7 @@ class _Saving:
                     bar.update(len(copied.tokens) - copied.skip)
                     n_saved += sum(copied.tokens[copied.skip :])
                     arriving.append(copied)
-                    if len(arriving) > 1:  # so that devices wait for slow copies too
+                    if len(arriving) > 1:  # let the devices wait for slow copies too
                         arriving.popleft().wait()
                 bar.total = bar.n  # the last batch may have had fewer examples
                 bar.refresh()
@@ -240,7 +242,7 @@ class _Saving:
             writer.close(is_complete)
 
     def _remaining(self, writer: Writer) -> Iterator[Batch]:
-        """Yield the batches that are not on disk yet, and compare the others."""
+        """Yield the batches that are not on disk yet; compare the tokens of the others."""
         seen, on_disk_already = 0, self._index.n_examples
         for number, batch in enumerate(chain([self._first], self._batches)):
             n_examples, width = batch.inputs.shape
@@ -259,7 +261,7 @@ class _Saving:
                 raise self._saved.differing(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
-            # Before the batch runs, so that devices wait for a slow disk.
+            # Before the batch runs: the devices have to wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:
@@ -268,7 +270,7 @@ class _Saving:
             )
 
     def _run(self, view: Model, batch: Batch) -> Copied:
-        """Run a batch, and start to copy the activations to save."""
+        """Run a batch, and start copying its activations to the host."""
         if batch.inputs is self._first.inputs and self._first_tensors:  # `begin` has run it
             tensors, self._first_tensors = self._first_tensors, {}
         else:

@@ -1,12 +1,12 @@
 """Batches of tokens' activations in a shuffled order, for training on them.
 
-A block is a run of rows on disk. All blocks are shuffled and split into groups:
+A block is consecutive rows on disk. All blocks are shuffled and split into groups:
 
     disk    [b0 b1 b2 b3 b4 b5 ...]        blocks of 256 KiB, in order
     order   [b4 b0 b9 | b2 b7 b1 | ...]    groups of shuffled blocks
-    memory  group 1: its rows, shuffled    handed out, while a thread reads group 2
+    memory  group 1: its rows, shuffled    returned, while a thread reads group 2
 
-So memory is bounded, disks read large pieces, and each row is copied once.
+Memory is bounded, disks read large pieces, and each row is copied once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tl_devicefix.activation_store.format import Stored
 from tl_devicefix.misspelt import shown
 from tl_devicefix.placement.devices import DeviceLike, resolve
 
-BYTES_OF_BLOCK = 2**18  # disks read smaller pieces more slowly
+BYTES_OF_BLOCK = 2**18  # smaller reads are slower
 
 
 class TokenBatches(Iterator[torch.Tensor]):
     """Batches `[batch_size, ...]` of one activation's rows, each row once an epoch.
 
-    With `shuffle=True`, rows are mixed in groups of half a shard's bytes. A group has blocks of
-    256 KiB from anywhere on disk, in a random order of its rows. So you get a permutation of all
+    With `shuffle=True`, rows are shuffled in groups of half a shard's bytes. A group has blocks of
+    256 KiB from anywhere on disk, and its rows are in a random order. You get a permutation of all
     rows, but not every permutation is equally likely. The same seed gives the same order, and each
     epoch has another. An epoch's last batch has the remaining rows.
 
-    A thread reads ahead, so up to three groups are in memory. A batch that you keep is a view that
-    keeps its whole group alive, so clone it. A process that you fork later has no such thread, and
-    would wait for ever: make new batches there. `state_dict()` has the position, and
+    A thread reads ahead, so up to three groups are in memory. A batch is a view that keeps its
+    whole group alive: clone it if you keep it. A process that you fork later lacks the thread, and
+    would wait forever: make new batches there. `state_dict()` has the position, and
     `load_state_dict` continues there.
 
     Args:
@@ -45,7 +45,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         shuffle: False for the order on disk.
         seed: the seed of the order.
         device: the device of the batches; by default the CPU.
-        epochs: how often all rows are handed out; None for batches without end.
+        epochs: the number of passes over all rows; None for endless batches.
         group_bytes: the size of a group, of which three are in memory.
         by_token: True if the second axis is tokens, so that rows are tokens.
 
@@ -73,45 +73,45 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._rows = _Rows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
-        # torch resolves an index: for one, `resolve` would import TransformerLens.
+        # Leave an index to torch: `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         # Rounded up: an epoch's last batch may be smaller.
         self._batches_per_epoch = -(-self._rows.count // batch_size)
-        self._handed_out = 0
-        self._running: Generator[torch.Tensor, None, None] | None = None
+        self._n_returned = 0
+        self._iterator: Generator[torch.Tensor, None, None] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches in all epochs.
 
         Raises:
-            TypeError: if `epochs` is None, so that they do not end.
+            TypeError: if `epochs` is None.
         """
         if self._epochs is None:
             raise TypeError("batches with epochs=None have no length: pass a number of epochs")
         return self._epochs * self._batches_per_epoch
 
     def __next__(self) -> torch.Tensor:
-        if not self._rows.count or (self._epochs is not None and self._handed_out >= len(self)):
+        if not self._rows.count or (self._epochs is not None and self._n_returned >= len(self)):
             self.close()
             raise StopIteration
         try:
-            if self._running is None:
-                self._running = self._from_here()
-            batch = next(self._running)
+            if self._iterator is None:
+                self._iterator = self._from_position()
+            batch = next(self._iterator)
             batch = batch if self._device is None else batch.to(self._device)
         except BaseException:
-            self.close()  # the next try has to read this batch again
+            self.close()  # the next call has to read this batch again
             raise
-        self._handed_out += 1
+        self._n_returned += 1
         return batch
 
-    def _from_here(self) -> Generator[torch.Tensor, None, None]:
-        epoch, batch = divmod(self._handed_out, self._batches_per_epoch)
+    def _from_position(self) -> Generator[torch.Tensor, None, None]:
+        epoch, batch = divmod(self._n_returned, self._batches_per_epoch)
         groups = _Groups(self._rows, self._group_rows, self._shuffle, self._seed)
         row = batch * self._batch_size
         # A function, not a method: the thread must not keep this object alive.
-        read = _ahead(groups.read(epoch, row, self._epochs))
+        read = _read_ahead(groups.read(epoch, row, self._epochs))
         return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 
     @property
@@ -130,7 +130,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         """Return the position, for `load_state_dict` of batches with the same arguments.
 
         Returns:
-            Plain numbers and texts, which you can save beside a training run.
+            Numbers and strings, which you can save with a training run's checkpoint.
         """
         return {
             "batch_size": self._batch_size,
@@ -138,7 +138,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             "rows": self._rows.count,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "batches": self._handed_out,
+            "batches": self._n_returned,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,17 +157,17 @@ class TokenBatches(Iterator[torch.Tensor]):
                     "give activations() the arguments of the batches that the state is of"
                 )
         self.close()
-        self._handed_out = state["batches"]
+        self._n_returned = state["batches"]
 
     def close(self) -> None:
-        """End the thread that reads, and free its memory."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        """Stop the thread that reads, and free its memory."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
 
-def _ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the same groups, while a thread reads the next one."""
+def _read_ahead(groups: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the groups, while a thread reads the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="activations reader") as reader:
         future = reader.submit(next, groups, None)  # `next` reads the disk
         while (group := future.result()) is not None:
@@ -209,10 +209,9 @@ class _Rows:
         self.bytes = max(1, entry.row_bytes // n_tokens)
 
     def shard_bytes(self, shard: int) -> np.ndarray:
-        """Return a shard's rows as bytes, which numpy copies fastest."""
+        """Return a shard's rows as bytes [rows, bytes], which numpy copies fastest."""
         rows = self._stored.map_shard(shard)  # [examples, pos, ...], or [rows, ...]
         rows = rows.flatten(0, 1) if self._is_flat else rows  # [rows, ...]
-        # [rows, bytes]
         return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
 
@@ -256,10 +255,10 @@ class _Groups:
     def _read(
         self, blocks: list[list[int]], size: int, places: torch.Tensor | None
     ) -> torch.Tensor:
-        """Read the rows of some blocks, each to its place; None keeps the order on disk."""
-        # [rows, bytes]; numpy allocates huge pages
+        """Read the rows of some blocks, each to its place; without places, in the order on disk."""
+        # [rows, bytes]; numpy asks for huge pages
         out, at = np.empty((size, self._rows.bytes), np.uint8), 0
-        for shard, start, count in sorted(blocks):  # sorted, so that the disk reads forwards
+        for shard, start, count in sorted(blocks):  # in the order on disk
             if shard not in self._mapped:
                 self._mapped[shard] = self._rows.shard_bytes(shard)
             where = slice(at, at + count) if places is None else places[at : at + count].numpy()
@@ -269,7 +268,7 @@ class _Groups:
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
         """Draw a permutation that depends on seed, epoch and group alone."""
-        # `load_state_dict` can then skip groups without drawing theirs.
+        # Groups that `load_state_dict` skips need no draws.
         drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
         return torch.randperm(count, generator=generator, device="cpu")
