@@ -33,7 +33,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Moved:
-    """The copies from one device to another: their number, and their bytes."""
+    """The sum of the copies from one device to another."""
 
     count: int
     """The number of copies."""
@@ -71,7 +71,7 @@ class Allocation:
         self.nbytes = 0
 
     def __del__(self) -> None:
-        # Only queue it: this may run in any thread at any moment. `Machine._settle` counts it.
+        # Only queue it: this may run in any thread at any moment. `Machine._settle` subtracts it.
         self.machine._freed.append((self.device.index, self.nbytes))
 
 
@@ -91,9 +91,9 @@ class Machine:
     Attributes:
         devices (list[torch.device]): the devices, in order.
         transfers (Transfers): every copy between two simulated devices, or between the CPU and one
-            of them, since the start or the last `reset_transfers`. A number that is read (``item``)
-            and CPU tensors that index are not counted. Printing it shows one line for each pair of
-            devices, which ``transfers.by_pair()`` gives to programs.
+            of them, since the start or the last `reset_transfers`. ``item()`` and CPU tensors used
+            as indices do not count. Printing it shows one line for each pair of devices;
+            ``transfers.by_pair()`` returns the same as a dict.
         is_open (bool): False once the ``with`` block is left.
     """
 
@@ -108,7 +108,7 @@ class Machine:
         self._capacities = list(capacities)
         self._allocated = [0] * len(capacities)
         self._peak = [0] * len(capacities)
-        # (device, bytes); any thread appends to this deque without a lock.
+        # (device index, bytes); appending to a deque needs no lock.
         self._freed: deque[tuple[int, int]] = deque()
         # Reentrant: `_add` calls `_settle`.
         self._adding = threading.RLock()
@@ -118,12 +118,12 @@ class Machine:
 
     @property
     def has_values(self) -> bool:
-        """True if tensors on its devices have values."""
+        """True if tensors have values; a dry run's have none."""
         return self.executor.data_device.type != "meta"
 
     def memory_allocated(self, device: DeviceLike | None = None) -> int:
         """Return the bytes of the live storages on ``device`` (default: the current one)."""
-        self._settle()  # freed memory is only queued
+        self._settle()
         return self._allocated[self.index_of(device)]
 
     def max_memory_allocated(self, device: DeviceLike | None = None) -> int:
@@ -181,11 +181,12 @@ class Machine:
             )
 
     def allocation_of(self, tensor: torch.Tensor, device: torch.device) -> Allocation:
-        """Return the allocation on ``device`` of the storage of the CPU tensor ``tensor``.
+        """Return the allocation on ``device`` for the storage of the CPU tensor ``tensor``.
 
-        It may be new, or have grown in place; if it does not fit, that is CUDA's error.
+        Raises:
+            torch.OutOfMemoryError: if a storage that is new or has grown does not fit.
         """
-        # Kept on the storage, which views share, and whose Python object torch keeps alive.
+        # An attribute of the storage: views share it, and torch keeps its Python object alive.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`
@@ -199,7 +200,7 @@ class Machine:
     def record_transfer(
         self, source: torch.device, target: torch.device, copy: torch.Tensor
     ) -> None:
-        """Record ``copy``, made from ``source`` to ``target``, unless they are the same."""
+        """Record ``copy``, made from ``source`` to ``target``, if these are two devices."""
         nbytes = sum(part.nbytes for part in dense_tensors(copy))
         # Skip empty copies: transformers' KV cache begins with empty tensors.
         if nbytes and source != target:
@@ -215,7 +216,7 @@ class Machine:
                     self.on_peak(index)
 
     def _settle(self) -> None:
-        """Stop counting memory that has been freed."""
+        """Subtract the memory that was freed since the last call."""
         with self._adding:
             while self._freed:
                 index, nbytes = self._freed.popleft()
@@ -226,12 +227,12 @@ _active: Machine | None = None
 
 
 def entered_machine() -> Machine | None:
-    """Return the machine of the `simulate` that is entered, if one is."""
+    """Return the machine of the innermost `simulate`; None outside of one."""
     return _active
 
 
 def active_machine() -> Machine:
-    """Return the machine of the `simulate` that is entered; raise if none is."""
+    """Return the machine of the innermost `simulate`; raise outside of one."""
     if _active is None:
         raise RuntimeError(
             f"there is no {DEVICE_TYPE} device here: enter `with tl_devicefix.simulate(n):`, and "
@@ -242,11 +243,11 @@ def active_machine() -> Machine:
 
 @contextmanager
 def entered(machine: Machine) -> Iterator[Machine]:
-    """Make ``sim`` devices this machine's within a `with` block; later they can only be read."""
+    """Make ``sim`` devices this machine's in a `with` block; later, tensors can only be read."""
     global _active
     outer, _active = _active, machine
     try:
-        # A mask without values selects everything. torch adds `patch` to this module at import.
+        # A mask without values selects everything. `patch` is added to this module at import.
         with meta_config.patch(  # type: ignore[attr-defined]
             meta_nonzero_assume_all_nonzero=not machine.has_values
         ):

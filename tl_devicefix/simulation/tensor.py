@@ -42,13 +42,13 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     _allocation: Allocation
 
     def __new__(cls, *args: Any, **kwargs: bool) -> Any:
-        """Make what ``type(parameter)(data, requires_grad=...)`` makes elsewhere, or a tensor."""
+        """Return a Parameter for ``type(parameter)(data, requires_grad=...)``, else a tensor."""
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
         # accelerate also passes the parameter's attributes; a plain parameter has none.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
-    # Disabled: it would be one more Python call for each operation.
+    # Disabled: it would cost each operation one more Python call.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -59,7 +59,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Print as torch prints a tensor of another device."""
+        """Return the text that torch gives for a tensor on a device."""
         text = repr(read(self)).replace(", device='meta'", "")
         grad_fn = self.grad_fn
         extras = f", device='{self.device}'"
@@ -71,7 +71,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
-        """Copy a leaf, keeping the sharing of storages that ``memo`` knows."""
+        """Copy a leaf; storages that are shared stay shared, by ``memo``."""
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
@@ -81,7 +81,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         copied = wrap(copy.deepcopy(read(self), memo), machine, device)
         memo[id(self)] = copied
         copied.requires_grad_(self.requires_grad)
-        # As torch does: its copy of a plain tensor has the gradient, that of a parameter none.
+        # Like torch, copy the gradient of a plain tensor, but not of a parameter.
         if self.grad is not None and not getattr(self, "_is_param", False):
             copied.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
@@ -103,7 +103,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def __format__(self, spec: str) -> str:
         """Format a scalar as its number."""
-        # torch does so for its own class only.
+        # torch's own method does this for its own class only.
         return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def tolist(self) -> Any:
@@ -114,7 +114,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Raise the error that a CUDA tensor raises, unless forced."""
-        # torch's own error would blame a subclass, which tells users nothing.
+        # torch's own error is about subclasses, which tells users nothing.
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -150,11 +150,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the CPU storage behind: tensors that share memory share its address."""
+        """Return the CPU tensor's storage, by whose address libraries find shared memory."""
         return _storage_of(self._cpu)
 
 
-_addresses = itertools.count(1 << 60, 1 << 40)  # an address in no process's memory
+_addresses = itertools.count(1 << 60, 1 << 40)  # beyond the address space of processes
 
 
 class _Unallocated(torch.UntypedStorage):
@@ -177,18 +177,18 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def read(tensor: SimTensor) -> torch.Tensor:
-    """Return the CPU tensor behind, whose values are about to be read."""
+    """Return the CPU tensor that has the values, once the executor has them ready."""
     allocation = tensor._allocation
     return allocation.machine.executor.read(tensor._cpu, allocation.device.index)
 
 
 def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor:
-    """Return ``cpu`` as a tensor on ``device``, which must have an index, if there is room."""
+    """Return ``cpu`` as a tensor on ``device``, which has an index; raise if memory is full."""
     # `is_conj` releases the GIL, so ask complex tensors only.
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
-        # Resolve lazy conjugation here: a wrapper cannot carry its bit.
+        # Resolve lazy conjugation and negation here: a wrapper subclass cannot have their bits.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # A sparse tensor has no storage, strides or offset; its values and indices do.
+    # A sparse tensor has no storage, strides or offset, but its values and indices have.
     parts = dense_tensors(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
     strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
@@ -201,9 +201,9 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give ``tensor`` the values of ``value`` in place, as ``tensor.data = value`` does on CUDA.
+    """Assign ``tensor.data = value``, which may be on another device.
 
-    ``nn.Module.to`` moves parameters in this way, which keeps the objects, and so tied weights.
+    ``nn.Module.to`` moves parameters in this way, so that tied weights stay one object.
     """
     if (type(tensor) is SimTensor) != (type(value) is SimTensor):
         _change_kind(tensor, value)
@@ -227,7 +227,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.__class__, copied.__class__ = copied.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
         own, others = (vars(owner).pop(name, None) for owner in (tensor, copied))
-        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may hold the copy
+        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may use the copy
             if attribute is not None:
                 vars(owner)[name] = attribute
     torch._C._swap_tensor_impl(tensor, copied)  # type: ignore[attr-defined]
@@ -237,12 +237,12 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def run(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Run ``func`` as its device would: same numbers as the CPU's, placement checked."""
+    """Run ``func`` with the CPU's numbers, and a device's checks of placement."""
     return HANDLERS.get(func, run_on_one_device)(func, args, kwargs)
 
 
 def run_on_one_device(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Run an operation on the CPU tensors behind, and label its results with their device."""
+    """Run an operation on the CPU tensors, and wrap its results as tensors on the device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
     cpu_args = [unwrap(arg, simulated, others) for arg in args]
@@ -257,11 +257,11 @@ def run_on_one_device(func: Operation, args: Args, kwargs: Kwargs) -> object:
             return func(*cpu_args, **cpu_kwargs, device=target)
         device = machine.devices[machine.index_of(target)]
     result = machine.executor.run(func, cpu_args, cpu_kwargs, device.index)
-    return _label(result, simulated, machine, device)
+    return _wrap_result(result, simulated, machine, device)
 
 
 def unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> Any:
-    """Return ``arg`` with CPU tensors in place of simulated ones; collect both kinds."""
+    """Return ``arg`` with CPU tensors in place of simulated ones; collect simulated and others."""
     kind = type(arg)
     if kind is SimTensor:
         simulated.append(arg)
@@ -278,7 +278,7 @@ def unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> 
 def common_device(
     simulated: list[SimTensor], needs_machine: bool = True
 ) -> tuple[Machine, torch.device]:
-    """Return where the simulated operands are; raise torch's error if on several devices."""
+    """Return the machine and device of all operands; raise torch's error if there are several."""
     allocation = simulated[0]._allocation
     machine, device = allocation.machine, allocation.device
     for tensor in simulated:
@@ -298,17 +298,17 @@ def common_device(
 def _check_cpu_operands(
     func: Operation, first: object, operands: list[torch.Tensor], device: torch.device
 ) -> None:
-    """Refuse CPU tensors beside simulated ones, except scalars that are read elementwise."""
+    """Refuse to mix CPU and simulated tensors, except for scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
             raise_or_keep(_mixed_error(device, operand.device))
 
 
-def _label(
+def _wrap_result(
     result: object, simulated: list[SimTensor], machine: Machine, device: torch.device
 ) -> object:
-    """Return a CPU kernel's result with its tensors on ``device``."""
+    """Wrap the tensors of a CPU kernel's result; an operand that it returns stays one object."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
             if tensor._cpu is result:
@@ -316,12 +316,12 @@ def _label(
                 return tensor
         return wrap(result, machine, device)
     if isinstance(result, (list, tuple)):
-        return type(result)(_label(item, simulated, machine, device) for item in result)
+        return type(result)(_wrap_result(item, simulated, machine, device) for item in result)
     return result
 
 
 def _refresh(tensor: SimTensor) -> None:
-    """Make ``tensor`` say the shape its CPU tensor has got in place (``out=``, ``resize_``)."""
+    """Update ``tensor`` if its CPU tensor was resized in place (``out=``, ``resize_``)."""
     cpu, old = tensor._cpu, tensor._allocation
     if cpu.layout is not torch.strided:  # a sparse tensor has no strides to update
         return
