@@ -1,8 +1,8 @@
-"""Cut a component into slices, and process one after the other so that little memory is needed.
+"""Cut a component into slices that are processed one by one, which needs little memory.
 
 A slice is some heads of an attention layer, some neurons of an MLP, or a part of the vocabulary.
-Each step acts on a slice as on the whole. Only b_O is a sum over the heads, so it is carried from
-one slice to the next.
+Each step acts on a slice as on the whole. Only b_O is a sum over the heads: each slice continues
+the sum of those before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from tl_devicefix.weight_processing.steps import Weights
 
 ELEMENTS_ON_CPU, ELEMENTS_ON_DEVICE = 2**19, 2**24
-"""Elements of a slice: as many as fit into a core's cache; enough to keep a GPU busy."""
+"""Elements of a slice: as many as fit into a core's cache, or as keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -25,32 +25,31 @@ class Slice:
     """A part of a component that can be processed by itself."""
 
     cut: dict[str, tuple[slice, ...]] = field(default_factory=dict)
-    """Weights that it has a part of: name -> index of that part."""
+    """Weights of which it has a part: name -> index of the part."""
     uncut: tuple[str, ...] = ()
-    """Weights that it has whole; other slices may have them too."""
+    """Weights that it has in full; other slices may have them too."""
 
     def of(self, weights: Mapping[str, torch.Tensor], so_far: Weights) -> Weights:
-        """Return its weights: views of the component's, and the sum over the slices before."""
+        """Return its weights: views of the component's, and the sum of the slices before it."""
         # Before Python 3.12, a comprehension's frame in a traceback would keep tensors alive.
         views: Weights = {}
         for name, index in self.cut.items():
             views[name] = weights[name][index]
         for name in self.uncut:
-            views[name] = so_far[name] if name == _SUM else weights[name]
+            views[name] = so_far[name] if name == _SUM_OVER_HEADS else weights[name]
         return views
 
 
-_SUM = "attn.b_O"
-"""The weight that sums over the heads."""
+_SUM_OVER_HEADS = "attn.b_O"
 
 
-# For each kind of layer: the axis of heads, neurons or tokens of each weight, and the weights that
-# every slice has whole.
+# For each kind of layer: the axis by which each weight is cut (heads, neurons or tokens), and the
+# weights that every slice has in full.
 _LAYER_AXES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "attention": (
         {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
         | {f"attn.{bias}": 0 for bias in ("b_Q", "b_K", "_b_K", "b_V", "_b_V")},
-        ("ln1.w", "ln1.b", _SUM),
+        ("ln1.w", "ln1.b", _SUM_OVER_HEADS),
     ),
     "MLP": (
         {"mlp.W_in": 1, "mlp.W_gate": 1, "mlp.b_in": 0, "mlp.W_out": 0},
@@ -89,7 +88,7 @@ def _cut_evenly(
     shared: tuple[str, ...],
     elements: int,
 ) -> Iterator[Slice]:
-    # With grouped-query attention a part is a key-value head and the query heads that share it.
+    # With grouped-query attention, a part is a key-value head and its query heads.
     n_parts = min(weights[name].shape[axis] for name, axis in axes.items())
     part_elements = sum(weights[name].numel() for name in axes) // n_parts
     parts_per_slice = max(1, elements // max(part_elements, 1))
@@ -118,7 +117,7 @@ def _experts(weights: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
 
 
 def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> torch.dtype:
-    """Return the dtype to fold a component in: float32, or wider if a weight or the result is."""
+    """Return the dtype to fold in: float32, or a wider one of the weights or the result."""
     dtype = torch.promote_types(torch.float32, asked)
     for tensor in weights.values():
         if tensor.is_floating_point():
@@ -129,8 +128,8 @@ def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> to
 class WorkingCopies(dict[str, torch.Tensor]):
     """A dict of weights that copies each one to a device, in a dtype to work in, when it is read.
 
-    - `[]` and `get` copy at the first read. A weight that no step reads is never copied, and
-      `items()` shows it as it was given.
+    - `[]` and `get` copy at the first read; `items()` returns tensors that no step has read as they
+      were given.
     - A copy keeps the layout (a transposed view stays one); integer and boolean tensors keep their
       dtype.
     - The given tensors are never changed.
@@ -169,14 +168,14 @@ def write(
     device: torch.device,
     index: tuple[slice, ...] = (),
 ) -> None:
-    """Write a value into the parameter or buffer of this name, rounded once.
+    """Write a value into the parameter or buffer `name`, rounded to its dtype.
 
     Args:
-        model: the model. A weight that it has no place for is dropped, as in TransformerLens.
-        name: the parameter's or buffer's name.
-        value: a tensor on any device and in any dtype; not aliased.
-        like: the whole weight as it was given.
-        device: the device of a parameter that has no values yet.
+        model: the model. Names that it lacks are ignored, as in TransformerLens.
+        name: the full name.
+        value: a tensor on any device, in any dtype. It is copied.
+        like: the given weight in full, for its layout.
+        device: where to allocate a parameter that is still on meta.
         index: the part of the parameter to write.
     """
     path, _, leaf = name.rpartition(".")

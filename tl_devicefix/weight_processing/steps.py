@@ -14,7 +14,7 @@ from jaxtyping import Float
 from transformer_lens import FactoredMatrix
 
 Weights = dict[str, torch.Tensor]
-"""One component's weights, by name, all on one device. A step may change it and its tensors."""
+"""One component's weights by name, on one device. A step may change the dict and its tensors."""
 
 
 def fold_layer_norm_into_block(
@@ -22,12 +22,13 @@ def fold_layer_norm_into_block(
 ) -> None:
     """Fold ln1 into attention, ln2 into the MLP, and SoLU's inner norm into W_out.
 
-    With `center_weights` the reading matrices are centred afterwards (as `fold_biases`, not for
-    RMSNorm). With `keep_norms` an identity norm is left behind, as in TransformerLens 3, not in 2.
+    With `center_weights`, the matrices that read the stream are centred afterwards. RMSNorm allows
+    neither this nor `fold_biases`. With `keep_norms`, an identity norm stays, as in TransformerLens
+    3; TransformerLens 2 removes it.
     """
     if "ln1.w" in block:
         for letter in "QKV":
-            # Grouped-query attention keeps its keys and values under an underscore.
+            # Grouped-query attention has its keys and values under an underscore.
             underscore = "" if f"attn.W_{letter}" in block else "_"
             weight, bias = f"attn.{underscore}W_{letter}", f"attn.{underscore}b_{letter}"
             _fold_norm(block, "ln1", weight, bias, fold_biases, center_weights)
@@ -58,7 +59,7 @@ def fold_layer_norm_into_unembed(
 def _fold_norm(
     weights: Weights, norm: str, weight: str, bias: str, fold_biases: bool, center_weights: bool
 ) -> None:
-    """Fold a norm into a matrix of d_in rows, or one for each head."""
+    """Fold a norm into a matrix, or into one matrix for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
     has_bias = norm == "ln1" or bias in weights  # attention always has biases
     # The bias comes first: it needs the matrix before the norm's weights scale it.
@@ -79,7 +80,7 @@ def _fold_into_experts(block: Weights) -> None:
 
 
 def _retire(weights: Weights, norm: str, keep: bool) -> None:
-    """Remove a folded norm's weights, or leave an identity."""
+    """Remove a folded norm's weights, or make it an identity."""
     for name, identity in ((f"{norm}.w", 1.0), (f"{norm}.b", 0.0)):
         if name in weights and keep:
             weights[name] = torch.full_like(weights[name], identity)
@@ -90,7 +91,7 @@ def _retire(weights: Weights, norm: str, keep: bool) -> None:
 def center_writing_weights_of_block(block: Weights) -> None:
     """Centre W_O, b_O, W_out and b_out of one block over d_model.
 
-    LayerNorm subtracts the mean over d_model of whatever is written.
+    Every LayerNorm that reads the stream subtracts this mean.
     """
     center(block, "attn.W_O", "attn.b_O", "mlp.W_out", "mlp.b_out")
     for name in block:
@@ -105,16 +106,20 @@ def center(weights: Weights, *names: str, dim: int = -1) -> None:
             weights[name] -= weights[name].mean(dim=dim, keepdim=True)
 
 
-_OVER_VOCABULARY = ("unembed.W_U", "unembed.b_U")
+_UNEMBEDDING = ("unembed.W_U", "unembed.b_U")
 
 
 def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
     """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary.
 
-    Softmax does not change when every logit moves by the same amount.
+    Adding the same number to all logits does not change their softmax.
+
+    Args:
+        head: the weights.
+        means: those of `vocabulary_means`, if `head` is a slice of the vocabulary.
     """
     if means is None:
-        center(head, *_OVER_VOCABULARY)
+        center(head, *_UNEMBEDDING)
     else:
         for name in means:
             head[name] -= means[name]
@@ -128,11 +133,11 @@ def vocabulary_means(
 ) -> Weights:
     """Return the means over the vocabulary of "unembed.W_U" and "unembed.b_U".
 
-    Their shapes are [d_model, 1] and [1]. They are summed in `dtype` on `device`, to which only
+    Their shapes are [d_model, 1] and [1]. They are summed in `dtype` on `device`, to which
     `tokens_at_once` columns are copied at a time.
     """
     means = {}
-    for name in _OVER_VOCABULARY:
+    for name in _UNEMBEDDING:
         if name in head:
             # Sum in parts: a whole W_U in float32 may not fit on the device.
             parts = head[name].detach().split(tokens_at_once, dim=-1)  # [d_model, some tokens]
@@ -145,13 +150,11 @@ def fold_value_biases_of_block(block: Weights) -> None:
     """Fold one block's value biases into its b_O.
 
     A head writes `z @ W_O` with `z = A @ (x @ W_V + b_V)`. Where each row of its pattern A sums to
-    1, `A @ b_V` is b_V at every position, so that the constant `b_V @ W_O` may move into b_O. It
-    may not
+    1, `A @ b_V` is b_V at every position, so the constant `b_V @ W_O` may move into b_O. It may not
 
-    - with attention sinks, or any softmax with a term beside the keys: a row of A then sums to
-      less than 1, and to another number at each position;
-    - where anything else stands between values and W_O: a norm of the values, a norm or a gate
-      of z.
+    - with attention sinks, or any softmax with a term besides the keys: a row of A then sums to
+      less than 1, and rows differ;
+    - if the values or z are changed before W_O: by a norm of the values, or a norm or gate of z.
     """
     name = "attn._b_V" if "attn._b_V" in block else "attn.b_V"
     W_O: Float[torch.Tensor, "heads d_head d_model"] = block["attn.W_O"]
@@ -169,7 +172,7 @@ def refactor_attention_of_block(block: Weights) -> None:
 
     From the singular value decomposition `W_OV = U S Vh` come `W_V' = U S` and `W_O' = Vh`, and
     `W_Q' = U sqrt(S)` and `W_K' = V sqrt(S)` from `W_QK`, with the query and key biases carried as
-    one more input dimension. Not for rotary embeddings (QK then depends on the positions) nor
+    one more input dimension. This excludes rotary embeddings (QK depends on the positions) and
     grouped-query attention. Matrices are [heads, d_model, d_head], W_O is [heads, d_head, d_model].
     """
     # [heads, d_model + 1, d_head]
