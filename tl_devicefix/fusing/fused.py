@@ -1,7 +1,7 @@
 """`fuse_blocks(model)` and `unfuse_blocks(model)`: run each block as one function of its weights.
 
-Fusing changes a module's class to a subclass with another `forward`. So copies, pickles and views
-of it are fused too, and models that are not fused pay nothing.
+Fusing changes a module's class to a subclass with another `forward`. Copies, pickles and views of
+the module are then fused too, and models that are not fused pay nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
 BOUND = "_tl_devicefix_bound"
-"""The attribute of a fused module for cached facts about it. Copies and views have none."""
+"""The attribute of a fused module that caches facts about it. Copies and views start without."""
 IN_VIEW = "_tl_devicefix_in_view"
-"""The attribute of a module of a run's view. Fusing it would leak into later runs."""
+"""The attribute that marks modules of a run's view: fusing them would affect later runs."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
-"""The attribute that says why a module asked to fuse cannot; None if it can. Others lack it."""
+"""The attribute of modules that were asked to fuse: the reason why they cannot, or None."""
 
 KINDS: list[type[Fused]] = []
 """Mixins for the modules that can be fused; each class of models adds its own."""
 
 
 class Fused(nn.Module):
-    """Mixin for the class of a fused module; it comes before TransformerLens's class.
+    """Mixin for the class of a fused module, placed before TransformerLens's class.
 
-    Write its class methods, and a `forward`. It has to call `super().forward` if `is_enabled()` is
-    False, and wherever it has no rules.
+    A subclass implements the class methods and `forward`, which calls `super().forward` if
+    `is_enabled()` is False, and for everything that it cannot compute itself.
     """
 
     _unfused: type[nn.Module]
@@ -46,7 +46,7 @@ class Fused(nn.Module):
 
     @classmethod
     def is_block(cls, module: nn.Module) -> bool:
-        """Return True if a module that fits is a block, which `report` has a line for."""
+        """Return True if a module is a block, which gets a line in `report`."""
         return cls.fits(module)
 
     @classmethod
@@ -56,7 +56,7 @@ class Fused(nn.Module):
 
     @classmethod
     def why_pattern(cls, module: nn.Module) -> str | None:
-        """Return why a fused block builds a pattern though nobody hooks it; None if it does not."""
+        """Return why a fused block builds a pattern that nobody hooks; None if it builds none."""
         raise NotImplementedError
 
     @classmethod
@@ -75,7 +75,7 @@ class Fused(nn.Module):
 
 
 def why_replaced(classes: Iterable[type]) -> str | None:
-    """Return which method of these classes of TransformerLens's was defined elsewhere, if any."""
+    """Return which method of these TransformerLens classes a user has replaced, if any."""
     for cls in classes:
         if not cls.__module__.startswith("transformer_lens."):
             continue
@@ -88,7 +88,7 @@ def why_replaced(classes: Iterable[type]) -> str | None:
 
 
 def own_method(module: nn.Module) -> str | None:
-    """Return the name of a method that a module has in place of its class's; not this package's."""
+    """Return the name of a method that a user has replaced on this instance, if any."""
     for name, value in vars(module).items():
         value = innermost(value)
         if callable(value) and not isinstance(value, nn.Module):
@@ -104,18 +104,18 @@ def _made(mixin: type, kind: type) -> nn.Module:
 
 @functools.cache
 def _fused_class(mixin: type, kind: type) -> Any:
-    # Others recognise TransformerLens's classes by their names.
+    # Other code recognises TransformerLens's classes by their names.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_unfused": kind}
     return type(kind.__name__, (mixin, kind), named)
 
 
 def class_of(module: object) -> Any:
-    """Return a module's class as TransformerLens has it, also if the module is fused."""
+    """Return a module's class; for a fused module, the class that it had before."""
     return getattr(type(module), "_unfused", type(module))
 
 
 def fuse_blocks(model: nn.Module) -> None:
-    """Have a model's blocks run as one function of their weights each, which takes less time.
+    """Run each block of a model as one function of its weights, which takes less time.
 
     A fused block builds no attention scores and no pattern, so memory grows with the tokens and not
     with their square. If a hook looks inside a block, TransformerLens's own forward runs. Weights,
@@ -134,7 +134,7 @@ def fuse_blocks(model: nn.Module) -> None:
         model: a HookedTransformer or a TransformerBridge, on any devices; or a block.
 
     Raises:
-        TypeError: if it is no module.
+        TypeError: if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         given = f"fuse_blocks takes a model, but this is a {type(model).__name__}"
@@ -160,7 +160,7 @@ def _why_no_block(model: nn.Module, blocks: list[nn.Module]) -> str | None:
 
 
 def unfuse_blocks(model: nn.Module) -> None:
-    """Have a model's blocks run TransformerLens's forward again.
+    """Run TransformerLens's own forward again in each block of a model.
 
     Args:
         model: as `fuse_blocks` takes it.
@@ -170,7 +170,7 @@ def unfuse_blocks(model: nn.Module) -> None:
 
 
 def fusable(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that can be fused, unless they are of a run in flight."""
+    """Yield the outermost modules that can be fused; raise in a run in flight."""
     if IN_VIEW in vars(model):
         raise RuntimeError(
             "a run in flight may not fuse or unfuse blocks of its view, which later runs get: do "
@@ -189,7 +189,7 @@ def kind_of(module: nn.Module) -> type[Fused] | None:
 
 
 def is_known_block(module: nn.Module) -> bool:
-    """Return True for a block of a model."""
+    """Return True for a block of TransformerLens's."""
     return any(kind.is_block(module) for kind in KINDS)
 
 
@@ -199,7 +199,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def set_fused(module: nn.Module, asked: bool) -> None:
-    """Fuse or unfuse a module; for a block on another host, only record it."""
+    """Fuse or unfuse a module; for a block on another host, only record the wish."""
     attributes, unfused = vars(module), class_of(module)
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
     attributes.pop(BOUND, None)  # fusing again has to find replaced methods
@@ -212,7 +212,7 @@ def set_fused(module: nn.Module, asked: bool) -> None:
 
 
 def report_of(module: nn.Module) -> str:
-    """Return "fused", "not fused" and why, or "fused, with a pattern" and why, of a block."""
+    """Return a block's line in `report`: fused, with a pattern, or not fused; and why."""
     if not is_fused(module):
         return "not fused"
     if not is_enabled():
@@ -228,7 +228,7 @@ def report_of(module: nn.Module) -> str:
 
 
 def applies_dropout(module: nn.Module) -> bool:
-    """Return True if a module is in training mode and drops activations."""
+    """Return True if a module is in training mode and has a dropout rate above 0."""
     if not module.training:
         return False
     rates = [value for name, value in vars(module).items() if "dropout" in name]

@@ -1,12 +1,13 @@
-"""KV caches that grow in place, and whose keys are rotated once.
+"""KV caches that grow in place, and rotate each key once.
 
 TransformerLens copies a block's whole entry for each token, and rotates all of its keys again. Here
-each tensor of an entry is the beginning of a larger one:
+each tensor of an entry is a view of a larger one:
 
     past_keys     [k0 k1 ... k191 | room            ]   a view of the first 192
-    rotated keys  [r0 r1 ... r191 | room            ]   kept beside them
+    rotated keys  [r0 r1 ... r191 | room            ]   cached here
 
-If an entry was frozen, copied, sliced or edited, we fall back to TransformerLens's `append`.
+A frozen entry uses TransformerLens's `append`. If an entry's tensors were replaced, they are copied
+to larger ones again; if its keys were edited in place, all are rotated again.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ if TYPE_CHECKING:  # TransformerLens 2 has it by another name
 
 Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
 prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
-"""Within `HookedTransformer.generate`, the entries by id, and whether their prompt is padded.
+"""Within `HookedTransformer.generate`: id of an entry -> the entry, and if its prompt is padded.
 
-Each entry is kept: another one could get its id.
+The entry is kept alive, so that its id is not reused.
 """
 Padding = Int[torch.Tensor, "batch key_pos"]
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 Rotate = Callable[[Heads, int], Heads]
-_GROWN = "_tl_devicefix_grown"
+_PREALLOCATED = "_tl_devicefix_preallocated"
 MIN_ROOM = 64  # tokens
-GROWS_FROM = 192  # tokens; up to there, copying is faster than growing in place
+GROWS_FROM = 192  # tokens; copying fewer is faster than growing in place
 
 
 def append(entry: Entry, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
@@ -44,17 +45,17 @@ def append(entry: Entry, new_keys: Heads, new_values: Heads) -> tuple[Heads, Hea
     is_short = entry.past_keys.shape[1] < GROWS_FROM
     if is_short or entry.frozen or not _fits(entry, new_keys, new_values):
         return entry.append(new_keys, new_values)
-    grown = vars(entry).get(_GROWN)
+    allocated = vars(entry).get(_PREALLOCATED)
     length = entry.past_keys.shape[1] + new_keys.shape[1]
-    if grown is None or not grown.is_of(entry) or length > grown.room:
-        grown = vars(entry)[_GROWN] = _Grown(entry, length)
-    entry.past_keys, entry.past_values = grown.append(new_keys, new_values)
+    if allocated is None or not allocated.is_of(entry) or length > allocated.room:
+        allocated = vars(entry)[_PREALLOCATED] = _Preallocated(entry, length)
+    entry.past_keys, entry.past_values = allocated.append(new_keys, new_values)
     return entry.past_keys, entry.past_values
 
 
 def drop_room(entry: Entry) -> None:
-    """Free the room behind an entry's tensors, which have been replaced."""
-    vars(entry).pop(_GROWN, None)
+    """Free the preallocated tensors of an entry whose keys and values were replaced."""
+    vars(entry).pop(_PREALLOCATED, None)
 
 
 def rotated_keys(
@@ -65,20 +66,20 @@ def rotated_keys(
     Args:
         entry: the block's entry.
         keys: all keys.
-        tables: the states of the rotary tables. Keys are rotated again if they change, and always
-            if they are None.
+        tables: the `state_of` of the rotary tables: if it changes, all keys are rotated again. None
+            always rotates all.
         rotate: takes keys and the position of the first one.
     """
-    grown = vars(entry).get(_GROWN)
-    if grown is None or grown.keys is not keys or tables is None:
+    allocated = vars(entry).get(_PREALLOCATED)
+    if allocated is None or allocated.keys is not keys or tables is None:
         return rotate(keys, 0)
-    return grown.rotated(tables, rotate)
+    return allocated.rotated(tables, rotate)
 
 
 def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
     """Return True if a mask leaves a token out.
 
-    In `generate`, only the prompt's mask is read: to read one, the host waits for the device.
+    Reading a mask makes the host wait for the device, so `generate` reads only the prompt's.
     """
     if padding is None or not has_values(padding):
         return False
@@ -91,11 +92,11 @@ def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
 
 
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
-    """Return True if new keys can be written in place."""
-    # A graph of gradients would hold the tensors that are written to.
+    """Return True if new keys and values can be written in place."""
+    # A graph may hold the tensors that would be written to.
     if torch.is_grad_enabled() or unsupported_mode() is not None:
         return False
-    if package_of(type(entry).append) != "transformer_lens":  # a user's may do anything
+    if package_of(type(entry).append) != "transformer_lens":  # a user has replaced it
         return False
     return all(
         past.dim() == 4  # [batch, pos, kv_head, d_head]
@@ -105,8 +106,8 @@ def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
     )
 
 
-class _Grown:
-    """Tensors with room, whose beginning is an entry's keys and values."""
+class _Preallocated:
+    """Tensors with room for more tokens, of which an entry's keys and values are views."""
 
     def __init__(self, entry: Entry, length: int) -> None:
         # Grow by a quarter, so that copies are amortised.
@@ -120,15 +121,15 @@ class _Grown:
         self._version = self._all_keys._version
 
     def is_of(self, entry: Entry) -> bool:
-        """Return True if an entry's tensors are the ones that were put there last."""
+        """Return True if an entry's tensors are those of the last `append`."""
         return entry.past_keys is self.keys and entry.past_values is self.values
 
     def append(self, new_keys: Heads, new_values: Heads) -> tuple[Heads, Heads]:
         """Append keys and values, and return all keys and all values."""
-        if self._version != self._all_keys._version:  # somebody else has written to keys
+        if self._version != self._all_keys._version:  # other code has written to the keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
-        # By .data: graphs may hold earlier keys, and these stay, so no change is to be counted.
+        # `.data` leaves the version: graphs may hold the earlier keys, which do not change.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
@@ -136,7 +137,7 @@ class _Grown:
         return self.keys, self.values
 
     def rotated(self, tables: tuple[object, ...], rotate: Rotate) -> Heads:
-        """Return all keys, rotated; they are kept, so nobody else may write to them."""
+        """Return all keys, rotated. The caller may not write to them: they are cached."""
         if self._tables != tables:
             self._rotated = None
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
@@ -148,7 +149,7 @@ class _Grown:
         return self._rotated[:, :end]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()  # a copied or saved entry begins anew
+        return type(None), ()  # copies and pickles of an entry start without
 
 
 def _with_room(start: Heads, room: int) -> Heads:
@@ -160,5 +161,5 @@ def _with_room(start: Heads, room: int) -> Heads:
 def _room(like: Heads, room: int) -> Heads:
     batch, _, heads, d_head = like.shape
     with torch.inference_mode(False):  # inference tensors have no version counter
-        # Each head's positions lie side by side: SDPA and the patterns read them by head.
+        # Each head is contiguous in memory: SDPA and the pattern read head by head.
         return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)

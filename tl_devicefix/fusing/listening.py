@@ -1,9 +1,9 @@
 """Detect hooks and replaced modules in a block, mostly by comparing two integers.
 
-torch numbers the handles of all hooks, and calls a function wherever a module is assigned to
-another. If neither the next number nor the count of assignments within fused blocks has moved, no
-hook was added and no module was replaced. Removing a hook moves neither, so blocks that had hooks
-are always checked.
+torch numbers the handles of all hooks, and calls a function when a module is assigned to another.
+If neither the next number nor our count of assignments within fused blocks has changed, no hook was
+added and no module was replaced. Removing a hook changes neither, so modules that had hooks are
+always checked.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 hooks_of = itemgetter(*HOOKS)
-"""The dicts of hooks in a module's `__dict__`; they may be replaced whole by assignment."""
+"""The dicts of hooks in a module's `__dict__`. Look them up each time: users may assign others."""
 
 RECORDING = "transformers.utils.output_capturing"
-"""The module of the hooks by which transformers records the outputs that it is asked for."""
+"""The module of the hooks by which transformers records requested outputs (hidden states)."""
 
 
 def records(hook: object) -> bool:
@@ -33,10 +33,10 @@ def records(hook: object) -> bool:
     return getattr(hook, "__module__", None) == RECORDING
 
 
-_assignments = count(1)
+_assignments = count(1)  # `next` is atomic, `+= 1` is not
 _n_assigned = 0
 _watched: WeakSet[nn.Module] = WeakSet()
-"""The modules of all fused blocks. Building any other module binds no block anew."""
+"""The modules of all fused blocks. Assignments within others are not counted."""
 
 
 def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -45,13 +45,13 @@ def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
 
 
 def count_assignment() -> None:
-    """Have all fused blocks look at their modules again."""
+    """Make all fused blocks check their modules again."""
     global _n_assigned
     _n_assigned = next(_assignments)
 
 
 _handles: list[RemovableHandle] = []
-"""Of torch's hook for each module that is assigned, while blocks are fused."""
+"""The handle of `_count` with torch, while blocks are fused."""
 
 
 def _count_assignments() -> None:
@@ -60,7 +60,7 @@ def _count_assignments() -> None:
 
 
 def stop_counting() -> None:
-    """Remove the hook; fused blocks look at their modules again in their next forward."""
+    """Remove `_count` from torch; fused blocks check their modules in their next forward."""
     while _handles:
         _handles.pop().remove()
     count_assignment()
@@ -70,8 +70,8 @@ class Listeners:
     """Finds the modules of a fused block that have hooks.
 
     Args:
-        block: the fused block. Assigning a module to one within it makes this out of date.
-        named: the modules, each with the name that `look` gives for it. Several may have one name.
+        block: the fused block. Assigning a module within it makes this out of date.
+        named: the modules, each with the name that `look` returns for it. Several may share a name.
         are_harmless: returns True for a dict of hooks that need not be called.
     """
 
@@ -88,19 +88,19 @@ class Listeners:
         self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._are_harmless = are_harmless
-        # The number up to which all hooks are known, the names of the modules that have some, and
-        # their attributes. Several threads may run a model, so they are assigned at once.
+        # The next hook's number when we looked last, the names of the modules that had hooks, and
+        # their attributes. One tuple, as several threads may run a model.
         self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
 
     def is_current(self) -> bool:
-        """Return True if no module was assigned to another since this was made."""
+        """Return True if no module was assigned to another since this object was created."""
         return self._n_assigned == _n_assigned
 
     def look(self) -> frozenset[str]:
         """Return the names of the modules that have hooks now."""
         as_of, hooked, listened = self._seen
         is_new = as_of != RemovableHandle.next_id
-        # A removal changes no number, so modules that had hooks are looked at each time.
+        # Removing a hook changes no number, so modules that had hooks are checked each time.
         if is_new or (hooked and not all(map(any, map(hooks_of, listened)))):
             self._seen = _, hooked, _ = self._now()
         return hooked
@@ -108,7 +108,7 @@ class Listeners:
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
         as_of = RemovableHandle.next_id  # first: another thread may add hooks meanwhile
         if _has_any_global_hook():
-            return -1, self._names, []  # look again next time: such a hook may go
+            return -1, self._names, []  # -1: look again, as removing such a hook is not seen
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []
@@ -120,7 +120,7 @@ class Listeners:
 
 
 def unsupported_mode() -> str | None:
-    """Return what torch is doing that fused blocks have no rules for; None if nothing."""
+    """Return the state of torch that fused blocks do not support, if any."""
     if _has_any_global_hook():
         return "torch has hooks for every module"
     if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, grad, jvp and so on

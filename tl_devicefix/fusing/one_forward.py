@@ -21,12 +21,12 @@ SENT_FACTS = "facts"
 
 
 def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `forward_cache` is one dict; `facts` are in it by class."""
+    """Return a context with one `forward_cache`, in which `facts` are stored by their classes."""
     return setting(_this_forward, dict[object, Any](zip(map(type, facts), facts)))
 
 
 def forward_cache() -> dict[object, Any]:
-    """Return the dict of this thread's forward; a new one outside of a forward."""
+    """Return the dict of this thread's forward; outside of one, an empty dict."""
     kept = _this_forward.get()
     return {} if kept is None else kept
 
@@ -42,10 +42,10 @@ def cached_for_forward(
     device: torch.device,
     make: Callable[[], Made],
 ) -> Made:
-    """Compute a value of some tensors on a device, once in a forward.
+    """Compute a value from some tensors, once in a forward.
 
-    It is computed again if one of the tensors was modified in place, and on another stream of the
-    device, which would not wait for this one.
+    It is computed again if one of the tensors was modified in place, and on another stream, which
+    would not wait for the first one.
 
     Args:
         of: the tensors.
@@ -53,10 +53,10 @@ def cached_for_forward(
         device: the device of the value.
         make: computes it.
     """
-    kept, key = forward_cache(), (what, device, _stream_of(device), *map(state_of, of))
-    if key not in kept:
-        kept[key] = of, make()  # a freed tensor's id may be reused
-    made: Made = kept[key][1]
+    cache, key = forward_cache(), (what, device, _stream_of(device), *map(state_of, of))
+    if key not in cache:
+        cache[key] = of, make()  # keep `of` alive: the key has its tensors' ids
+    made: Made = cache[key][1]
     return made
 
 
