@@ -1,8 +1,8 @@
 """A block of a HookedTransformer as one function of its weights.
 
-    nobody looks inside                        `_block`
-    hooks inside, or a part we do not know     TransformerLens's block around `_attention`
-    hooks on scores or pattern, and the rest   TransformerLens's block, which builds a pattern
+    no hooks inside                            `_block`
+    hooks inside, or a module not listed here  TransformerLens's block around `_attention`
+    hooks on scores or pattern, all else       TransformerLens's block, which builds a pattern
 
 Hooks on the residual stream, and on what attention and MLP add to it, are not inside.
 """
@@ -47,36 +47,37 @@ Residual = Float[torch.Tensor, "batch pos d_model"]
 Modules = dict[str, Any]  # by name
 
 SINCE = Version("3.8.dev0")  # earlier blocks compute in other ways
-_Names = dict[type, tuple[str, ...]]  # class -> its parameters, as TransformerLens makes them
-_NORMS: _Names = {
+_ParameterNames = dict[type, tuple[str, ...]]  # class -> the names of its parameters
+_NORMS: _ParameterNames = {
     LayerNorm: ("w", "b"),
     LayerNormPre: (),
     RMSNorm: ("w",),
     RMSNormPre: (),
     nn.Identity: (),
 }
-_MLPS: _Names = {
+_MLPS: _ParameterNames = {
     MLP: ("W_in", "b_in", "W_out", "b_out"),
     GatedMLP: ("W_gate", "W_in", "b_in", "W_out", "b_out"),
 }
-_ATTENTIONS: _Names = {
+_ATTENTIONS: _ParameterNames = {
     Attention: ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V", "W_O", "b_O"),
     GroupedQueryAttention: ("W_Q", "_W_K", "_W_V", "b_Q", "_b_K", "_b_V", "W_O", "b_O"),
 }
-_AROUND = frozenset(
+_OUTER_POINTS = frozenset(
     ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
 )
-"""Hook points that are not inside a block."""
-_KINDS: dict[str, _Names] = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
-"""The classes of modules by the beginning of their names; of all others, `_NORMS`."""
-_NAMES: _Names = {**_NORMS, **_MLPS, **_ATTENTIONS}
-_OF_PATTERN = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
+"""Hook points of a block that do not count as inside."""
+_KINDS: dict[str, _ParameterNames] = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
+"""Prefix of a module's name -> the classes that it may have. All others have one of `_NORMS`."""
+_PARAMETER_NAMES: _ParameterNames = {**_NORMS, **_MLPS, **_ATTENTIONS}
+_PATTERN_MODULES = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
+"""Modules whose hooks need a pattern: torch hooks on attention see its own call."""
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalise queries and keys before these are split into heads."""
 
 
 class FusedBlock(Fused):
-    """A `TransformerBlock` that is fused."""
+    """A fused `TransformerBlock`."""
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
@@ -113,7 +114,7 @@ class FusedBlock(Fused):
         past_kv_cache_entry: kv_cache.Entry | None = None,
         attention_mask: Padding | None = None,
     ) -> Residual:
-        """Run the block as one function, or TransformerLens's forward if somebody looks inside."""
+        """Run the block as one function, or TransformerLens's forward if there are hooks inside."""
         given = resid_pre, shortformer_pos_embed, past_kv_cache_entry, attention_mask
         if not is_enabled() or unsupported_mode() is not None:
             return super().forward(*given)
@@ -122,7 +123,7 @@ class FusedBlock(Fused):
         by_sdpa = "pattern" not in hooked and bound.why_pattern() is None
         if not bound.has_usual_weights():
             return super().forward(*given)
-        if hooked <= _AROUND and bound.why_not() is None:
+        if hooked <= _OUTER_POINTS and bound.why_not() is None:
             return _block(bound, hooked, by_sdpa, resid_pre, past_kv_cache_entry, attention_mask)
         if not by_sdpa:
             return super().forward(*given)
@@ -143,26 +144,28 @@ class BoundBlock:
         self.modules: Modules = block._modules
         self.attributes = vars(block)
         named = [(name, module) for name, module in block.named_modules() if name]
-        self.listeners = Listeners(block, [(_part(name), module) for name, module in named])
-        whys = {name: why for name, module in named if (why := _why_other(name, module))}
+        self.listeners = Listeners(block, [(_hook_place(name), module) for name, module in named])
+        whys = {name: why for name, module in named if (why := _why_unlisted(name, module))}
         of_attention = (why for name, why in whys.items() if name.startswith("attn"))
         self._why_pattern = next(of_attention, None)
         # An MLP of another kind, such as one of experts, is called as a module.
         self.calls_mlp = any(name.startswith("mlp") for name in whys)
         self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)
-        known = (module for name, module in named if not _why_other(name, module))
-        self._parameters = [(part._parameters, _NAMES.get(type(part), ())) for part in known]
+        known = (module for name, module in named if not _why_unlisted(name, module))
+        self._parameters = [
+            (part._parameters, _PARAMETER_NAMES.get(type(part), ())) for part in known
+        ]
 
     def why_not(self) -> str | None:
         """Return why the block may not run as one function now; None if it may."""
         return self._why_not or _why_flags(self.attributes["cfg"])
 
     def why_pattern(self) -> str | None:
-        """Return why attention builds a pattern though nobody hooks it; None if it does not."""
+        """Return why attention builds a pattern that nobody hooks; None if it builds none."""
         return self._why_pattern or _why_pattern(self.modules["attn"])
 
     def has_usual_weights(self) -> bool:
-        """Return True if parameters have the names that TransformerLens gives, and one dtype."""
+        """Return True if all parameters have TransformerLens's names and the config's dtype."""
         dtype = self.attributes["cfg"].dtype
         found = [weights.get(name) for weights, names in self._parameters for name in names]
         return all(weight is not None and weight.dtype == dtype for weight in found)
@@ -175,18 +178,18 @@ def _bound_of(block: nn.Module) -> BoundBlock:
     return bound
 
 
-def _part(name: str) -> str:
-    """Return the name under which a module's hooks count; "" if they are inside the block."""
-    if name in _OF_PATTERN:
+def _hook_place(name: str) -> str:
+    """Return the name under which a module's hooks count."""
+    if name in _PATTERN_MODULES:
         return "pattern"
-    return name if name in _AROUND else name.partition(".")[0]
+    return name if name in _OUTER_POINTS else "inside"
 
 
-def _why_other(name: str, module: nn.Module) -> str | None:
-    """Return why a module within a block is not one of TransformerLens's that are known here."""
+def _why_unlisted(name: str, module: nn.Module) -> str | None:
+    """Return why a module within a block is not one of the listed classes; None if it is."""
     last = name.rpartition(".")[2]
     kinds = next((kinds for part, kinds in _KINDS.items() if last.startswith(part)), _NORMS)
-    if type(module) not in kinds or name.startswith("mlp.ln"):  # an MLP by SoLU has a norm
+    if type(module) not in kinds or name.startswith("mlp.ln"):  # SoLU's inner norm
         return f"its {name} is a {type(module).__name__}"
     if (method := own_method(module)) is not None:
         return f"its {name}.{method} is not TransformerLens's"
@@ -209,7 +212,7 @@ def _why_pattern(attn: Any) -> str | None:
         return "it has attention sinks"
     if cfg.use_attn_result or cfg.ungroup_grouped_query_attention:
         return "use_attn_result or ungroup_grouped_query_attention is set"
-    if (why := _why_flags(cfg)) is not None:  # by its own config, which may not be the block's
+    if (why := _why_flags(cfg)) is not None:  # attention's own config may differ from the block's
         return why
     if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
         return "its positions depend on the length"
@@ -268,7 +271,7 @@ def _block(
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """Normalise [..., d_model] by a LayerNorm or RMSNorm, folded or not."""
     kind, weights = type(norm), norm._parameters
-    if kind is nn.Identity or x.dtype != norm.cfg.dtype:  # TransformerLens converts dtypes
+    if kind is nn.Identity or x.dtype != norm.cfg.dtype:  # its forward converts dtypes
         return norm(x)
     if kind is RMSNorm or kind is RMSNormPre:
         return torch.rms_norm(x, x.shape[-1:], weights.get("w"), norm.eps)
@@ -278,7 +281,7 @@ def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def _mlp(mlp: Any, x: Residual) -> Residual:
     weights = mlp._parameters
     W_in, b_in, W_out = weights["W_in"], weights["b_in"], weights["W_out"]
-    if x.dtype != W_out.dtype:  # F.linear takes one dtype
+    if x.dtype != W_out.dtype:  # F.linear needs one dtype
         return mlp(x)
     if "W_gate" in weights:
         pre, linear = F.linear(x, weights["W_gate"].T), F.linear(x, W_in.T)
@@ -306,7 +309,7 @@ def _attention(
     past_kv_cache_entry: kv_cache.Entry | None,
     attention_mask: Padding | None,
 ) -> Residual:
-    """Attention by SDPA, from the normalised inputs; its modules are called if `is_hooked`."""
+    """Run attention by SDPA on normalised inputs; call its modules if `is_hooked`."""
     cfg, modules, named = attn.cfg, attn._modules, attn._parameters
     entry, padding = past_kv_cache_entry, attention_mask
 
@@ -332,13 +335,13 @@ def _attention(
         k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head_index, d_head]
     pads = padding if _is_padded(padding, entry) else None
     if cfg.positional_embedding_type == "rotary":
-        q = point("hook_rot_q", _rotated(attn, q, offset, pads))  # [batch, pos, head_index, d_head]
 
-        def rotate(keys: Heads, start: int = 0) -> Heads:
-            return _rotated(attn, keys, start, pads)
+        def rotate(x: Heads, start: int) -> Heads:
+            return _rotated(attn, x, start, pads)
 
+        q = point("hook_rot_q", rotate(q, offset))  # [batch, pos, head_index, d_head]
         if entry is None:
-            k = rotate(k)
+            k = rotate(k, 0)
         else:
             tables = attn._buffers["rotary_cos"], attn._buffers["rotary_sin"]
             states = tuple(map(state_of, tables)) if pads is None else None
@@ -358,7 +361,7 @@ def _attention(
 
 
 def _is_padded(padding: Padding | None, entry: kv_cache.Entry | None) -> bool:
-    """Return True if a mask leaves a token out; it is read once in a forward."""
+    """Return True if a mask leaves a token out; read it once in a forward."""
     if padding is None:
         return False
     read = functools.partial(kv_cache.is_padded, padding, entry)
@@ -366,7 +369,7 @@ def _is_padded(padding: Padding | None, entry: kv_cache.Entry | None) -> bool:
 
 
 def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[sdpa.Mask | None, bool]:
-    """Return the mask of an attention, and whether SDPA's own causal one takes its place."""
+    """Return the mask for SDPA and its `is_causal`: at most one of the two is set."""
     cfg, n = attn.cfg, q.shape[1]
     window = cfg.window_size if attn.attn_type == "local" else None
     if (attn._attention_dir_override or cfg.attention_dir) != "causal":
@@ -383,7 +386,7 @@ def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[sdpa.
 
 
 def _rotated(attn: Any, x: Heads, start: int, pads: Padding | None) -> Heads:
-    """Return queries or keys from position `start` on, rotated as by `apply_rotary`."""
+    """Rotate queries or keys, the first at position `start`, as `apply_rotary` does."""
     cfg, buffers, end = attn.cfg, attn._buffers, start + x.shape[1]
     cos, sin = buffers["rotary_cos"], buffers["rotary_sin"]  # [n_ctx, rotary_dim]
     if pads is not None or cfg.rotary_adjacent_pairs or end > len(cos):
@@ -393,8 +396,8 @@ def _rotated(attn: Any, x: Heads, start: int, pads: Padding | None) -> Heads:
         first, second = sin[None, start:end, None].chunk(2, dim=-1)
         return cos[None, start:end, None], torch.cat((-first, second), dim=-1)
 
-    cos, signed = cached_for_forward((cos, sin), (start, end), x.device, make)
+    cos, signed_sin = cached_for_forward((cos, sin), (start, end), x.device, make)
     dim = cfg.rotary_dim
-    turned = x if dim == x.shape[-1] else x[..., :dim]
-    turned = torch.addcmul(turned * cos, turned.roll(dim // 2, -1), signed)
-    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
+    rotated = x if dim == x.shape[-1] else x[..., :dim]
+    rotated = torch.addcmul(rotated * cos, rotated.roll(dim // 2, -1), signed_sin)
+    return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
