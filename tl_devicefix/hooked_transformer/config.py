@@ -1,7 +1,7 @@
 """The HookedTransformerConfig of a model, by a name that TransformerLens lists or a checkpoint.
 
 TransformerLens guesses the architecture and sizes from parts of the name ("llama", "gemma-2"). A
-local directory, or a fine-tune on the hub, may have any name, so we read its config.json.
+local directory or a fine-tune on the hub may have any name, so its config.json decides.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def model_config(
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
             another checkpoint on the hub.
-        prefer_known: ask the hub only for configs that `known_configs` lacks. This is for planning:
-            a load always reads the checkpoint's own config.
+        prefer_known: use the config of `known_configs` if it has one, and fetch nothing. This is
+            for planning: a load always reads the checkpoint's own config.
         hf_model: a live model to load under this name. Its config is used.
         kwargs: as for `transformer_lens.loading_from_pretrained.get_pretrained_model_config`.
 
@@ -68,7 +68,7 @@ def model_config(
     hf_config = None
     if hf_model is not None:
         hf_config = _config_of_live(hf_model)
-        # TransformerLens reads the vocabulary of it; multimodal models nest it.
+        # TransformerLens reads the vocabulary size from this; multimodal configs nest it.
         kwargs["hf_cfg"] = getattr(hf_config, "text_config", hf_config).to_dict()
     if is_checkpoint_directory(model_name):
         return _config_of_directory(os.fspath(model_name), kwargs, hf_config=hf_config)
@@ -92,13 +92,13 @@ def model_config(
 
 
 def _config_of_live(hf_model: nn.Module) -> PretrainedConfig:
-    """Return a live model's config with the model's class, without quantisation."""
+    """Return a live model's config with its architecture filled in, without quantisation."""
     model = out_of_wrappers(hf_model)
     config: Any = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised
     name = class_in_transformers(model).__name__
-    # The name of a base model says nothing of its head.
+    # The class of a base model does not name the head.
     if not config.architectures or re.search(r"For[A-Z]|LMHead", name):
         config.architectures = [name]
     return config
@@ -129,8 +129,8 @@ def is_listed(model_name: str) -> bool:
 def _config_by_name(
     name: str, hf_config: PretrainedConfig | None = None, token: object = None, **kwargs: Any
 ) -> HookedTransformerConfig:
-    """Return TransformerLens's config, by `hf_config`, or else the hub's."""
-    read = functools.partial(_readable, hf_config, token)
+    """Return TransformerLens's config for a name, read from `hf_config` or else from the hub's."""
+    read = functools.partial(_config_for_transformer_lens, hf_config, token)
     try:
         with one_load, replaced_in_thread(AutoConfig, "from_pretrained", read):
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
@@ -147,13 +147,13 @@ def _config_by_name(
         )
     if architecture == "GemmaForCausalLM" and cfg.act_fn == "gelu":
         cfg.act_fn = "gelu_pytorch_tanh"  # TransformerLens 3 has the exact GELU
-    if architecture == "Gemma2ForCausalLM":  # TransformerLens until 3.7 begins with global
+    if architecture == "Gemma2ForCausalLM":  # before 3.8, global comes first
         cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
 
 
 class _UnguessedPath(str):
-    """A path from whose letters TransformerLens cannot guess an architecture."""
+    """A path that contains no name from which TransformerLens guesses an architecture."""
 
     def lower(self) -> str:
         return ""
@@ -165,8 +165,8 @@ class _UnguessedPath(str):
         return False
 
 
-# Architectures that TransformerLens configures by official name only. We start from this name, and
-# replace its sizes by config.json's.
+# Architectures that TransformerLens configures by official name only: start from the config of this
+# name, and replace its sizes by those of config.json.
 _CONFIGURED_BY_NAME = {
     "GemmaForCausalLM": "google/gemma-2b",
     "Gemma2ForCausalLM": "google/gemma-2-2b",
@@ -176,7 +176,7 @@ _CONFIGURED_BY_NAME = {
     "Olmo2ForCausalLM": "allenai/OLMo-2-0425-1B",
 }
 
-# Architectures that TransformerLens converts for other classes than HookedTransformer.
+# Architectures that TransformerLens converts for classes other than HookedTransformer.
 _OTHER_CLASSES = {
     "T5ForConditionalGeneration": "HookedEncoderDecoder",
     "BertForMaskedLM": "HookedEncoder",
@@ -189,15 +189,17 @@ _OTHER_CLASSES = {
 def _config_of_directory(
     path: str, kwargs: Options, on_hub: str | None = None, hf_config: PretrainedConfig | None = None
 ) -> HookedTransformerConfig:
-    """Return the config of a directory.
+    """Return the config of a checkpoint directory.
 
     Args:
-        on_hub: its name on the hub, if it came from there.
-        hf_config: a live model's config, in place of the directory's.
+        path: the directory.
+        kwargs: as for `model_config`.
+        on_hub: its name on the hub, if it was fetched.
+        hf_config: a live model's config, to use in place of the directory's.
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
-    # Read by name: code that comes with the checkpoint is not in the directory yet.
+    # Read by the hub's name: code that comes with the checkpoint is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
@@ -207,14 +209,14 @@ def _config_of_directory(
     try:
         with reading_config(called):
             cfg = _config_of_architecture(architecture, hf_config, path, kwargs)
-            component_sizes(cfg)  # raises if TransformerLens cannot make the modules
+            component_sizes(cfg)  # raises if TransformerLens cannot build the modules
     except NotImplementedError as error:
         raise ValueError(
             f"{called!r} holds a {architecture}, which TransformerLens {installed()} cannot "
             "convert to a HookedTransformer: try TransformerBridge, of 3.9 or later"
         ) from error
     cfg.load_in_4bit = False  # packed weights arrive dequantised
-    cfg.trust_remote_code = trusted  # TransformerLens trusts some architectures unasked
+    cfg.trust_remote_code = trusted  # TransformerLens sets True for some architectures
     cfg.original_architecture = architecture
     cfg.model_name = Path(path).resolve().name
     cfg.tokenizer_name = path if has_tokenizer(path) else None
@@ -224,12 +226,12 @@ def _config_of_directory(
 def _config_of_architecture(
     architecture: str, hf_config: PretrainedConfig, path: str, kwargs: Options
 ) -> HookedTransformerConfig:
-    """Make the config of an architecture from transformers' config."""
+    """Convert transformers' config of an architecture."""
     if architecture in _CONFIGURED_BY_NAME:
         if _CONFIGURED_BY_NAME[architecture] not in tl_loading.OFFICIAL_MODEL_NAMES:
             raise NotImplementedError  # TransformerLens's error for unknown architectures
         cfg = _config_by_name(_CONFIGURED_BY_NAME[architecture], hf_config, **kwargs)
-        sizes = olmo_sizes if architecture.startswith("Olmo") else gemma_sizes
+        sizes = _olmo_sizes if architecture.startswith("Olmo") else _gemma_sizes
         text_config = getattr(hf_config, "text_config", hf_config)
         # The caller's choices override config.json.
         chosen = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
@@ -241,7 +243,7 @@ def _config_of_architecture(
     return type(cfg).from_dict({**cfg.to_dict(), **overrides})
 
 
-def _readable(
+def _config_for_transformer_lens(
     hf_config: Any,
     token: object,
     original: Callable[..., PretrainedConfig],
@@ -249,12 +251,12 @@ def _readable(
     *args: object,
     **kwargs: object,
 ) -> PretrainedConfig:
-    """Stand in for `AutoConfig.from_pretrained`: a config with the names TransformerLens reads."""
+    """Replace `AutoConfig.from_pretrained`; add the names that TransformerLens reads."""
     if token is not None:
         kwargs["token"] = token
     hf_config = hf_config or as_saved(original(*args, **kwargs))
-    # TransformerLens 2.x reads n_ctx of GPT-2, but transformers no longer saves it. 3.9 reads
-    # partial_rotary_factor of Phi, but transformers 5 keeps it in rope_parameters.
+    # TransformerLens 2.x reads GPT-2's n_ctx, which transformers no longer saves. 3.9 reads Phi's
+    # partial_rotary_factor, which transformers 5 keeps in rope_parameters.
     if hf_config.model_type == "gpt2" and not hasattr(hf_config, "n_ctx"):
         hf_config.n_ctx = hf_config.n_positions
     if hf_config.model_type == "apertus":  # transformers always has these norms
@@ -290,7 +292,7 @@ def config_post_init(original: Callable[..., None], self: HookedTransformerConfi
 
 
 def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:
-    """Return fields of config.json that some TransformerLens versions replace by a default."""
+    """Return fields of config.json in whose place some TransformerLens versions use a default."""
     if architecture == "LlamaForCausalLM":
         return _rope(hf_config)
     if architecture == "GPTNeoXForCausalLM":
@@ -302,7 +304,7 @@ def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:
 
 
 def _sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
-    """Return the sizes for which OLMo and Gemma have the same names."""
+    """Return the sizes that OLMo and Gemma have under the same names."""
     return {
         "d_model": hf_config.hidden_size,
         "d_head": d_head,
@@ -317,7 +319,7 @@ def _sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
     }
 
 
-def olmo_sizes(hf_config: PretrainedConfig) -> Options:
+def _olmo_sizes(hf_config: PretrainedConfig) -> Options:
     """Return the sizes of an OLMo or OLMo 2, by TransformerLens's names."""
     return {
         **_sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads),
@@ -328,7 +330,7 @@ def olmo_sizes(hf_config: PretrainedConfig) -> Options:
     }
 
 
-def gemma_sizes(hf_config: PretrainedConfig) -> Options:
+def _gemma_sizes(hf_config: PretrainedConfig) -> Options:
     """Return the sizes of a Gemma, by TransformerLens's names."""
     sizes = {
         **_sizes(hf_config, hf_config.head_dim),
@@ -340,7 +342,7 @@ def gemma_sizes(hf_config: PretrainedConfig) -> Options:
     }
     if getattr(hf_config, "query_pre_attn_scalar", None) is not None:
         sizes["attn_scale"] = hf_config.query_pre_attn_scalar**0.5
-    # -1 means none. transformers reads the cap of scores in Gemma 2 only.
+    # -1 means no cap. In transformers, only Gemma 2 caps scores.
     scores_cap = hf_config.model_type == "gemma2" and hf_config.attn_logit_softcapping
     sizes["attn_scores_soft_cap"] = scores_cap or -1.0
     sizes["output_logits_soft_cap"] = getattr(hf_config, "final_logit_softcapping", None) or -1.0
@@ -353,31 +355,31 @@ def gemma_sizes(hf_config: PretrainedConfig) -> Options:
 
 
 def _gemma_activation(hf_config: PretrainedConfig) -> str:
-    """Return the activation of a Gemma; Gemma 1 has an older name for it."""
+    """Return the activation of a Gemma; Gemma 1 has it under an older name."""
     if hf_config.model_type != "gemma":
         return str(hf_config.hidden_activation)
-    # The first checkpoints said "gelu" but meant its approximation, as transformers 5 reads them.
+    # The first checkpoints say "gelu" and mean its approximation, which transformers 5 uses.
     activation = str(hf_config.hidden_act)
     return "gelu_pytorch_tanh" if activation == "gelu" else activation
 
 
 def _gemma_rope(hf_config: PretrainedConfig) -> Options:
-    """Return the rotary bases of a Gemma; Gemma 3 has another one for local attention."""
-    # transformers 5 has them in rope_parameters, for Gemma 3 by kind of attention.
+    """Return the rotary bases of a Gemma; Gemma 3 has a second one for local attention."""
+    # transformers 5 has them in rope_parameters; for Gemma 3, in one dict per kind of attention.
     rope = getattr(hf_config, "rope_parameters", None) or {}
-    everywhere = rope.get("full_attention", rope) or getattr(hf_config, "rope_scaling", None) or {}
+    full = rope.get("full_attention", rope) or getattr(hf_config, "rope_scaling", None) or {}
     local = rope.get("sliding_attention", {}).get("rope_theta")
     bases = {
-        "rotary_base": everywhere.get("rope_theta") or getattr(hf_config, "rope_theta", None),
+        "rotary_base": full.get("rope_theta") or getattr(hf_config, "rope_theta", None),
         "rotary_base_local": local or getattr(hf_config, "rope_local_base_freq", None),
     }
     settings = {name: int(value) for name, value in bases.items() if value is not None}
-    settings["rotary_scaling_factor"] = everywhere.get("factor", 1.0)
+    settings["rotary_scaling_factor"] = full.get("factor", 1.0)
     return {name: value for name, value in settings.items() if name in _config_fields()}
 
 
 def _rope(hf_config: PretrainedConfig) -> Options:
-    """Return rotary settings; TransformerLens takes a default base for names it does not list."""
+    """Return rotary settings: for unlisted names, TransformerLens uses a default base."""
     # transformers 5 has both in rope_parameters, 4 in rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
