@@ -1,4 +1,4 @@
-"""Attention of transformers without scores and pattern, and its masks."""
+"""Attention of transformers by SDPA, which builds no scores and no pattern, and its masks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ThisForward(NamedTuple):
     """Facts about the forward that a block is in; by default, it is not a Bridge's."""
 
     is_of_bridge: bool = False
-    """True in a Bridge's forward with usual masks, whose recorded outputs nobody reads."""
+    """True in a Bridge's forward with masks [batch, pos], in which layers may run alone."""
     config_of_sdpa: object = None
     """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
     is_cache_read: bool = True
@@ -45,7 +45,7 @@ def this_forward() -> ThisForward:
 
 
 def _looks_up(attention: nn.Module) -> bool:
-    """Return True if transformers' attention looks up its implementation in the config."""
+    """Return True if transformers' attention gets its implementation from the config."""
     code = getattr(inspect.unwrap(type(attention).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
@@ -61,7 +61,7 @@ def why_not_eager(attention: nn.Module) -> str | None:
 def why_own_mask(attention: nn.Module) -> str | None:
     """Return why attention masks in another way than a Bridge; None if it does not.
 
-    Such attention has a causal triangle of its own. A Bridge takes the given mask for everything.
+    Such attention has its own causal mask in a buffer. A Bridge only uses the mask it is given.
     """
     triangle = getattr(attention, "_buffers", {}).get("bias")
     if _looks_up(attention) or triangle is None or triangle.dim() != 4:
@@ -88,9 +88,9 @@ _SOFT_CAPS = ("attn_logit_softcapping", "softcap", "logits_soft_cap")
 
 
 def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
-    """Return True if TransformerLens's own attention takes masks for SDPA too.
+    """Return True if TransformerLens's own attention can read masks for SDPA.
 
-    That is a mask of bools, or None for a causal one.
+    Such a mask is boolean, or None for causal attention.
     """
     return class_of(wrapper) in (
         JointQKVAttentionBridge,
@@ -100,7 +100,7 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
 
 
 def makes_masks() -> bool:
-    """Return True if transformers makes masks for "eager" by its own function."""
+    """Return True if transformers makes eager masks by its own function: nobody replaced it."""
     makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     return getattr(makes, "func", None) is eager_mask
 
@@ -108,7 +108,7 @@ def makes_masks() -> bool:
 @patches(
     "AttentionMaskInterface",
     takes="self key",
-    why="transformers' masks: in a Bridge's forward by SDPA, those for SDPA",
+    why="within a Bridge's forward by SDPA, transformers makes masks for SDPA",
     since="4.0",
 )
 def __getitem__(original: Callable[..., Any], self: object, key: str) -> Any:
@@ -120,14 +120,11 @@ def __getitem__(original: Callable[..., Any], self: object, key: str) -> Any:
 def eager_mask(
     original: Callable[..., _Result], *args: Any, **kwargs: Any
 ) -> _Result | torch.Tensor | None:
-    """Make transformers' mask for "eager", or within a forward by SDPA the one for SDPA."""
+    """Make transformers' eager mask, or within a Bridge's forward by SDPA the mask for SDPA."""
     config = this_forward().config_of_sdpa
-    make = (
-        original
-        if config is None or kwargs.get("config") is not config
-        else masking_utils.sdpa_mask
-    )
-    return make(*args, **kwargs)
+    if config is not None and kwargs.get("config") is config:
+        return masking_utils.sdpa_mask(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
 _patches_kv_cache = functools.partial(
@@ -142,8 +139,8 @@ def with_kv_cache(
     original: Callable[..., _Result], self: nn.Module, *args: object, **kwargs: object
 ) -> _Result:
     """Rename `cache` to `past_key_values`, the name that the Bridge's attention reads."""
-    # Only where the cache is read: scores of cached keys differ from TransformerLens's uncached
-    # ones in the last bit, as they lie in memory in another way.
+    # Only if somebody reads the cache: cached keys have another layout in memory, so scores differ
+    # in the last bit from TransformerLens's, which caches none.
     if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
