@@ -1,7 +1,7 @@
-"""A block of a Bridge as transformers' own layer, without the Bridge's wrappers within it.
+"""A block of a Bridge as transformers' own layer, without the Bridge's wrappers in it.
 
-The embeddings, the final norm and the unembedding are fused in the same way. Hooks on the residual
-stream around a block are called around the layer. Any other hook in it runs the Bridge's block.
+The embeddings, the final norm and the unembedding are fused in the same way. Hooks on a block's
+input and output are called around the layer. If there is any other hook, the Bridge's block runs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ from tl_devicefix.transformer_bridge.unwrapping import NotPlain, is_wrapper, unw
 
 SINCE = Version("4.dev0")
 _PARTS = (
-    *(EmbeddingBridge, RotaryEmbeddingBridge, UnembeddingBridge),
-    *(NormalizationBridge, RMSNormalizationBridge),
+    EmbeddingBridge,
+    RotaryEmbeddingBridge,
+    UnembeddingBridge,
+    NormalizationBridge,
+    RMSNormalizationBridge,
 )
 _BLOCKS = ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge")
-"""Classes whose `forward` hooks the residual stream and calls the layer, and does nothing else."""
+"""Classes whose `forward` only hooks the residual stream and calls the layer."""
 
 
 class FusedWrapper(Fused):
@@ -69,7 +72,7 @@ class FusedWrapper(Fused):
         if hasattr(class_of(module), "is_remote"):
             return None
         bound = bound_of(module)
-        is_free = bound.may_run(but="itself")
+        is_free = bound.may_run(ignore="itself")
         return bound.why or unsupported_mode() or (None if is_free else "it has hooks")
 
     @classmethod
@@ -95,7 +98,7 @@ class FusedWrapper(Fused):
         return why_replaced((*_classes(GeneralizedComponent), HookPoint))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the layer alone, if nobody looks inside or hooks the wrapper itself."""
+        """Call the layer, unless there are hooks inside or torch hooks on the wrapper itself."""
         now = this_forward()
         if now.is_of_bridge and is_enabled():
             bound = bound_of(self)
@@ -110,12 +113,12 @@ class FusedWrapper(Fused):
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run transformers' own layer, or TransformerLens's forward if somebody looks inside."""
-        # Called by itself, a block makes by its wrappers what its layer would have to be given.
+        """Call transformers' own layer, or TransformerLens's forward if there are hooks inside."""
+        # A block that a user calls makes its mask and positions in wrappers that the layer lacks.
         if not this_forward().is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
-        if bound.may_run(but="itself"):
+        if bound.may_run(ignore="itself"):
             return bound.run(self, args, kwargs)
         output = super().forward(*args, **kwargs)
         _drop_pattern(self)
@@ -123,9 +126,9 @@ class FusedWrapper(Fused):
 
 
 def _drop_pattern(block: nn.Module) -> None:
-    """Drop the last pattern that attention keeps: layers without wrappers never replace it.
+    """Drop the last pattern of attention, which a layer without wrappers never replaces.
 
-    It may hold a graph, with which a block cannot be copied.
+    It may be part of a graph, and such a tensor cannot be copied with the block.
     """
     attention = block._modules.get("attn")
     if getattr(attention, "_pattern", None) is not None:
@@ -142,7 +145,7 @@ def _classes(of: type[nn.Module]) -> Iterator[type]:
 
 
 def bound_of(wrapper: nn.Module) -> BoundWrapper:
-    """Return a fused wrapper's `BoundWrapper`, made anew if a module or hook was replaced."""
+    """Return a fused wrapper's `BoundWrapper`; make a new one if a module was replaced."""
     attributes = wrapper.__dict__
     bound: BoundWrapper | None = attributes.get(BOUND)
     if bound is None or not bound.is_current(attributes):
@@ -151,9 +154,9 @@ def bound_of(wrapper: nn.Module) -> BoundWrapper:
 
 
 def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
-    """Return the config by which transformers makes masks, if it may make them for SDPA.
+    """Return the config for which transformers may make masks for SDPA; None for eager masks.
 
-    It may if all blocks can read them: those that run TransformerLens's forward, and hooks.
+    All blocks have to read such masks, also in TransformerLens's forward, and no hook may see one.
     """
     config = None
     for block in getattr(bridge, "blocks", ()):
@@ -162,13 +165,13 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
             if bound.config is None or bound.shows_mask():
                 return None
             config = config or bound.config
-        elif not hasattr(class_of(block), "is_remote"):  # its host knows that it is causal
+        elif not hasattr(class_of(block), "is_remote"):  # its own host makes its mask
             return None
     return config
 
 
 def forget(bridge: TransformerBridge) -> None:
-    """Drop the layers without wrappers: they hold weights that are about to be replaced."""
+    """Drop the layers without wrappers, whose weights are about to be replaced."""
     for module in bridge.modules():
         vars(module).pop(BOUND, None)
 
@@ -179,8 +182,8 @@ class BoundWrapper:
     Attributes:
         layer: the module without wrappers; None if it may not run.
         why: the reason why it may not run; None if it may.
-        config: the config by which transformers makes masks, if attention can read those for SDPA;
-            None otherwise.
+        config: the config for which transformers makes masks, if attention can read masks for
+            SDPA; None otherwise.
     """
 
     layer: Any = None
@@ -196,11 +199,11 @@ class BoundWrapper:
         modules = list(wrapper.modules())
         for module in modules:
             names.setdefault(module, "point" if isinstance(module, HookPoint) else "module")
-        self._harmless = {key for module in modules for key in _relays(module)}
-        # TransformerLens's list. It is read late: the block's first forward fills it.
-        self._wired = vars(wrapper).get("_capture_hook_handles", ())
+        self._harmless = {key for module in modules for key in _relay_hooks(module)}
+        # TransformerLens's list, which it fills in the block's first forward.
+        self._capture_handles = vars(wrapper).get("_capture_hook_handles", ())
         named = [(names[module], module) for module in modules]
-        self._listeners = Listeners(wrapper, named, self._only_wires)
+        self._listeners = Listeners(wrapper, named, self._are_harmless)
         try:
             by_sdpa = self._check_attention(wrapper) if wrapper.is_list_item else frozenset()
             self.layer = unwrap_layer(wrapper, by_sdpa)
@@ -208,13 +211,13 @@ class BoundWrapper:
             self.why = str(reason)
 
     def is_current(self, attributes: dict[str, object]) -> bool:
-        """Return True if nothing was replaced since this was made."""
+        """Return True if nothing was replaced since this object was created."""
         return self._training is attributes["training"] and self._listeners.is_current()
 
-    def may_run(self, but: str = "") -> bool:
-        """Return True if nobody looks inside; hooks on the wrapper count unless `but="itself"`."""
+    def may_run(self, ignore: str = "") -> bool:
+        """Return True if only hooks on input, output and `ignore` ("itself": the wrapper) exist."""
         hooked = self._listeners.look()
-        return self.why is None and (not hooked or hooked - {but} <= self._hookable)
+        return self.why is None and (not hooked or hooked - {ignore} <= self._hookable)
 
     def shows_mask(self) -> bool:
         """Return True if a hook may read or edit the attention mask."""
@@ -239,43 +242,47 @@ class BoundWrapper:
         as_tuple = block._is_standalone_hidden_state_call(args, kwargs)
         return block._apply_output_hook(output, force_tuple_for_bare_tensor=as_tuple)
 
-    def _only_wires(self, hooks: dict[int, Callable[..., object]]) -> bool:
-        """Return True if hooks are TransformerLens's or transformers' own, and pass things on."""
+    def _are_harmless(self, hooks: dict[int, Callable[..., object]]) -> bool:
+        """Return True for hooks of TransformerLens and transformers that only pass values on."""
         if not hooks.keys() <= self._harmless:
-            # TransformerLens asks for attentions in each forward, and gives them to nobody.
+            # TransformerLens requests attentions in each forward, but nobody reads them.
             self._harmless |= {key for key, hook in hooks.items() if records(hook)}
-            self._harmless |= {handle.id for handle in self._wired}
+            self._harmless |= {handle.id for handle in self._capture_handles}
         return hooks.keys() <= self._harmless
 
     def _check_attention(self, block: Any) -> frozenset[int]:
-        """Return the ids of the attention layers of a block that use SDPA."""
+        """Set `config` and `_hookable`; return the ids of the attention layers that use SDPA.
+
+        Raises:
+            NotPlain: if transformers' attention computes something else than the Bridge's.
+        """
         wrappers: list[Any] = [module for module in block.modules() if is_wrapper(module)]
         by_sdpa = [it for it in wrappers if why_no_sdpa(it.original_component) is None]
         if by_sdpa and all(map(reads_masks_of_sdpa, by_sdpa)):
             self.config = by_sdpa[0].original_component.config
         if not by_sdpa and any(weight.dtype == torch.float64 for weight in block.parameters()):
-            # In float32 the lowest float64 is minus infinity, and a fully masked row gives NaN.
+            # The lowest float64 becomes -inf in float32, and a fully masked row gives NaN.
             raise NotPlain("transformers' eager attention has a softmax in float32")
         for attention in (wrapper.original_component for wrapper in wrappers):
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
                 raise NotPlain(why)
-        if class_of(block).forward is BlockBridge.forward:  # others hook in ways of their own
+        if class_of(block).forward is BlockBridge.forward:  # others call hooks in other places
             self._hookable = frozenset(("hook_in", "hook_out"))
         return frozenset(id(it.original_component) for it in by_sdpa)
 
 
 def _runs_its_layer(kind: type) -> bool:
-    """Return True if a class of blocks ends up in the `forward` of one of `_BLOCKS`."""
+    """Return True if a class's `forward` is that of one of `_BLOCKS`, or reaches it by `super`."""
     for base in kind.__mro__:
         run = vars(base).get("forward")
         if run is not None and base.__name__ in _BLOCKS:
             return True
-        if run is not None and "__class__" not in run.__code__.co_freevars:  # no `super`
+        if run is not None and "__class__" not in run.__code__.co_freevars:  # calls no `super()`
             return False
     return False
 
 
-def _relays(point: nn.Module) -> Iterator[int]:
+def _relay_hooks(point: nn.Module) -> Iterator[int]:
     """Yield the ids of a hook point's hooks that only pass the value on to another hook point."""
     for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
         hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None

@@ -3,8 +3,8 @@
     Bridge   DecoderLayer  - AttentionBridge - Attention  - LinearBridge - Linear
     plain    DecoderLayer' ------------------- Attention' ---------------- Linear
 
-Modules that hold a wrapper are copied (marked '). All others are in both trees, so weights are
-never copied, and changes to them are seen.
+Modules that contain a wrapper are copied (marked '). All others are shared by both trees, so no
+weight is copied, and changes to weights show in both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def is_wrapper(module: nn.Module | None) -> TypeGuard[GeneralizedComponent]:
 
 
 def unwrap_layer(wrapper: nn.Module, by_sdpa: frozenset[int]) -> nn.Module:
-    """Return a wrapper's module without any wrapper in it; `by_sdpa` are ids of attention layers.
+    """Return a wrapper's module without any wrapper in it.
+
+    Args:
+        wrapper: the wrapper.
+        by_sdpa: the ids of the attention layers to run by SDPA.
 
     Raises:
         NotPlain: if the module would compute something else than the wrapper.
@@ -59,8 +63,9 @@ def unwrap_layer(wrapper: nn.Module, by_sdpa: frozenset[int]) -> nn.Module:
 class _Unwrapping:
     def __init__(self, block: nn.Module, by_sdpa: frozenset[int]) -> None:
         self._by_sdpa = by_sdpa
-        self._made: dict[int, nn.Module] = {}  # replacements by the ids of their modules
-        self._joint: dict[int, GeneralizedComponent] = {}  # wrappers by their modules' ids
+        self._replacements: dict[int, nn.Module] = {}  # id of a module -> its replacement
+        # id of an attention layer -> its wrapper, which splits the layer's projection
+        self._splitters: dict[int, GeneralizedComponent] = {}
         for module in block.modules():
             if (name := replaced_in(module)) is not None:
                 kind = class_of(module).__name__
@@ -69,16 +74,16 @@ class _Unwrapping:
                 _check_wrapper(module)
             if applies_dropout(module):  # the Bridge draws in another order
                 raise NotPlain("it applies dropout in training")
-        self._wrapped: set[int] = set()  # ids of modules that the layer has in place of wrappers
-        self.layer = self._of(block)
+        self._wrapped: set[int] = set()  # ids of wrapped modules that are used
+        self.layer = self._replacement(block)
         attach_parts(block, self.layer)
-        used = self._wrapped.union(map(id, self.layer.modules()), self._made)
+        used = self._wrapped.union(map(id, self.layer.modules()), self._replacements)
         for module in block.modules():
             own = module.original_component if is_wrapper(module) else None
             if own is not None and id(own) not in used:
                 raise NotPlain(f"a {type(module).__name__} wraps a module that its layer lacks")
 
-    def _of(self, module: nn.Module) -> nn.Module:
+    def _replacement(self, module: nn.Module) -> nn.Module:
         while is_wrapper(module):
             own: Any = module.original_component
             if own is None:
@@ -88,52 +93,53 @@ class _Unwrapping:
                 return NormOfBridge(module)
             if is_llama_rms_norm(own):
                 return RMSNorm(own)
-            self._note_parts(module)
+            self._replace_parts(module)
             module = own
-        if id(module) not in self._made:
-            self._made[id(module)] = self._copy(module)
-        return self._made[id(module)]
+        if id(module) not in self._replacements:
+            self._replacements[id(module)] = self._copy(module)
+        return self._replacements[id(module)]
 
     def _copy(self, module: nn.Module) -> nn.Module:
         kind: Any = type(module)
         has_wrappers = any(map(is_wrapper, module.modules()))
-        if not (has_wrappers or _is_carried_by_accelerate(module)):
+        if not (has_wrappers or _is_only_moved_by_accelerate(module)):
             return module
-        if package_of(kind) not in LIBRARIES:  # a user's code may keep its input
+        if package_of(kind) not in LIBRARIES:  # user code may depend on the original
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
-        copied: nn.Module = object.__new__(_twin_class(kind))
+        copied: nn.Module = object.__new__(_copy_class(kind))
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
-        attributes["_twin_of"], attributes["_joint"] = module, self._joint.get(id(module))
-        # Dicts of hooks are read from the module, as they may be replaced whole; but a wrapper
-        # calls no hooks of what it wraps.
+        attributes["_copy_of"], attributes["_splitter"] = module, self._splitters.get(id(module))
+        # Dicts of hooks are read from the module: they may be replaced by assignment. A wrapper
+        # calls no hooks of its module, so with wrappers they are empty.
         if has_wrappers:
             attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
-            name: None if child is None else self._of(child)
+            name: None if child is None else self._replacement(child)
             for name, child in module._modules.items()
         }
-        attributes.update(attributes["_modules"])  # `__getattr__` takes longer
-        if id(module) in self._by_sdpa:  # a config of its own: others share the model's
+        attributes.update(attributes["_modules"])  # faster than `__getattr__`
+        if id(module) in self._by_sdpa:  # other modules share the config
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
         return copied
 
-    def _note_parts(self, wrapper: GeneralizedComponent) -> None:
-        """Replace a projection that the Bridge has split by its parts."""
+    def _replace_parts(self, wrapper: GeneralizedComponent) -> None:
+        """Replace the projection that a wrapper splits, and the activation that it overrides."""
         owner: Any = wrapper.original_component
         is_mlp = isinstance(wrapper, JointGateUpMLPBridge)
-        # The names by which TransformerLens looks for the activation.
+        # The attributes in which TransformerLens looks for the activation.
         usual_names = ("activation_fn", "act_fn", "act", "activation") if is_mlp else ("act_fn",)
         found = (getattr(owner, name, None) for name in usual_names)
         activation = next((one for one in found if one is not None), None)
         if getattr(wrapper, "_use_processed_weights", False) and activation is not None:
-            self._made[id(activation)] = _Activation(wrapper.config)
+            self._replacements[id(activation)] = _Activation(wrapper.config)
         elif is_mlp and isinstance(wrapper._activation_fn, nn.Module):
-            self._made[id(activation)] = wrapper._activation_fn  # the layer's when it was booted
+            # The activation that the layer had at boot.
+            self._replacements[id(activation)] = wrapper._activation_fn
         names: tuple[str, ...]
         if isinstance(wrapper, JointQKVAttentionBridge):
-            self._joint[id(owner)] = wrapper
+            self._splitters[id(owner)] = wrapper
             split, names = wrapper.split_qkv_matrix, ("q", "k", "v")
             name = wrapper.submodules["qkv"].name if "qkv" in wrapper.submodules else None
         elif isinstance(wrapper, JointGateUpMLPBridge):
@@ -146,34 +152,34 @@ class _Unwrapping:
             joint = joint.original_component
         if joint is None or not set(names) <= wrapper._modules.keys():
             raise NotPlain(f"a {type(wrapper).__name__} has no known projection")
-        parts = [self._of(getattr(wrapper, part)) for part in names]
-        self._made[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
+        parts = [self._replacement(getattr(wrapper, part)) for part in names]
+        self._replacements[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
 
 
-# `training` changes, and is read from the module.
+# `training` may change, so it is read from the module.
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 _HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state" not in name]
 
 
-class _Twin:
-    """Mixin for the copy of a module that has other children and no hooks.
+class _Copy:
+    """Mixin for the copy of a module with other children.
 
-    All other attributes are read from the module, so that the copy follows changes.
+    All other attributes are read from the module, so the copy sees later changes.
     """
 
     def __getattr__(self, name: str) -> Any:
         attributes = self.__dict__
-        of_module = attributes["_twin_of"].__dict__
-        if name == "scaling" in of_module and attributes["_joint"] is not None:
-            return _scale_of(attributes["_joint"])
-        # Without accelerate's: the block's inputs are on its device already.
+        of_module = attributes["_copy_of"].__dict__
+        if name == "scaling" in of_module and attributes["_splitter"] is not None:
+            return _scale_of(attributes["_splitter"])
+        # Not accelerate's: the block's inputs are on its device already.
         if name in of_module and name not in ("_hf_hook", "_old_forward"):
             return of_module[name]
         return super().__getattr__(name)  # type: ignore[misc]
 
 
 def _scale_of(wrapper: GeneralizedComponent) -> float:
-    """Return the scale of scores, which a Bridge that splits a projection takes from its config."""
+    """Return the scale of scores, which a Bridge that splits a projection reads from its config."""
     config: Any = wrapper.config
     scale: float = config.d_head**-0.5
     has_positions = isinstance(wrapper, JointQKVPositionEmbeddingsAttentionBridge)
@@ -183,34 +189,34 @@ def _scale_of(wrapper: GeneralizedComponent) -> float:
 
 
 @functools.cache
-def _twin_class(kind: Any) -> Any:
-    # A module's own values come before its class's, such as that of `gradient_checkpointing`.
+def _copy_class(kind: Any) -> Any:
+    # Class attributes that a module may override (`gradient_checkpointing`) are read from it.
     values: dict[str, Any] = {
-        name: property(operator.attrgetter(f"_twin_of.{name}"))
+        name: property(operator.attrgetter(f"_copy_of.{name}"))
         for name in set(dir(kind)).difference(dir(nn.Module))
         if not (name.startswith("__") or hasattr(getattr(kind, name), "__get__"))
     }
-    twin: Any = type(kind.__name__, (_Twin, kind), {**values, "__module__": kind.__module__})
-    if "forward" in vars(twin):  # transformers wraps it for each subclass once more
+    twin: Any = type(kind.__name__, (_Copy, kind), {**values, "__module__": kind.__module__})
+    if "forward" in vars(twin):  # transformers wraps it again for each subclass
         del twin.forward
     return twin
 
 
 def replaced_in(module: nn.Module) -> str | None:
-    """Return the name of a method that replaces the class's, except accelerate's forward."""
+    """Return the name of a method that replaces the class's; None also for accelerate's forward."""
     name = own_method(module)
-    return None if name == "forward" and _is_carried_by_accelerate(module) else name
+    return None if name == "forward" and _is_only_moved_by_accelerate(module) else name
 
 
-def _is_carried_by_accelerate(module: nn.Module) -> bool:
-    """Return True if accelerate does no more than bring a module's inputs to its device."""
+def _is_only_moved_by_accelerate(module: nn.Module) -> bool:
+    """Return True if accelerate only moves a module's inputs to its device."""
     run, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
     is_its = getattr(getattr(run, "func", None), "__module__", None) == "accelerate.hooks"
     return is_its and type(hook) is AlignDevicesHook and not vars(hook)["offload"]
 
 
 def _check_wrapper(wrapper: GeneralizedComponent) -> None:
-    """Check that a wrapped module computes the same as its wrapper."""
+    """Raise NotPlain unless a wrapped module computes the same as its wrapper."""
     kind = class_of(wrapper)
     if package_of(kind) != "transformer_lens":
         raise NotPlain(f"it contains a {kind.__name__}, which is not TransformerLens's")
@@ -227,7 +233,7 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
 
 
 def _computes_itself(wrapper: GeneralizedComponent) -> bool:
-    """Return True if a norm's wrapper computes the norm itself."""
+    """Return True for the wrapper of a norm that computes the norm itself."""
     if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
     folds = getattr(wrapper.config, "layer_norm_folding", False)
@@ -235,7 +241,7 @@ def _computes_itself(wrapper: GeneralizedComponent) -> bool:
 
 
 class NormOfBridge(nn.Module):
-    """A norm that its wrapper computes, with the epsilon of the Bridge's config."""
+    """The norm that a wrapper computes: its epsilon is that of the Bridge's config."""
 
     def __init__(self, wrapper: GeneralizedComponent) -> None:
         super().__init__()
@@ -255,7 +261,7 @@ class NormOfBridge(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """An RMSNorm of transformers as one function of torch."""
+    """A transformers RMSNorm as one torch function."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -271,14 +277,14 @@ class RMSNorm(nn.Module):
 
 
 def is_llama_rms_norm(norm: nn.Module) -> bool:
-    """Return True for an RMSNorm like LlamaRMSNorm, as most of transformers' are."""
-    # Those of another formula, such as Gemma's, have no `variance_epsilon`.
+    """Return True for a transformers RMSNorm with LlamaRMSNorm's formula, as most are."""
+    # RMSNorms with another formula, such as Gemma's, have no `variance_epsilon`.
     is_like = type(norm).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(norm)
     return is_like and "weight" in norm._parameters and package_of(type(norm)) == "transformers"
 
 
 class _Activation(nn.Module):
-    """The activation that a Bridge's own gated MLP takes from its config, not from its layer."""
+    """The activation that a Bridge's gated MLP reads from its config, not from the layer."""
 
     def __init__(self, config: TransformerBridgeConfig | None) -> None:
         super().__init__()
@@ -294,8 +300,8 @@ class _Joined(nn.Module):
 
     Args:
         parts: the layers of queries, keys and values, or of gate and input.
-        order: the permutation from the concatenated outputs to the original layout; None if they
-            agree.
+        order: the permutation from the concatenated outputs to the original layout; None if it is
+            the identity.
     """
 
     _order: torch.Tensor | None
@@ -307,24 +313,24 @@ class _Joined(nn.Module):
 
     def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... n_out"]:
         """Return the projection's output."""
-        together = torch.cat([part(x) for part in self.parts], dim=-1)  # [..., n_out]
+        joined = torch.cat([part(x) for part in self.parts], dim=-1)  # [..., n_out]
         if self._order is None:
-            return together
-        if self._order.device != together.device:
+            return joined
+        if self._order.device != joined.device:
             with torch.inference_mode(False):  # later forwards may record gradients
-                self._order = self._order.to(together.device)
-        return together.index_select(-1, self._order)
+                self._order = self._order.to(joined.device)
+        return joined.index_select(-1, self._order)
 
 
 _orders: MutableMapping[object, dict[object, torch.Tensor | None]] = WeakIdKeyDictionary()
-"""Orders by the Bridge's config: it splits by heads, which sizes do not tell."""
+"""Orders by the Bridge's config: the split depends on its heads, which no size shows."""
 
 
 @torch.inference_mode(False)  # later forwards may record gradients
 def _order(
     wrapper: GeneralizedComponent, split: Callable[..., Any], name: str | None, joint: Any
 ) -> torch.Tensor | None:
-    """Find `_Joined`'s order by letting TransformerLens split a projection of numbered outputs."""
+    """Find `_Joined`'s order: let TransformerLens split a projection whose rows are numbered."""
     owner: Any = wrapper.original_component
     known = _orders.setdefault(wrapper.config or wrapper, {})
     is_in_out = type(joint).__name__ == "Conv1D"
