@@ -151,10 +151,8 @@ class BoundBlock:
         # An MLP of another kind, such as one of experts, is called as a module.
         self.calls_mlp = any(name.startswith("mlp") for name in whys)
         self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)
-        known = (module for name, module in named if not _why_unlisted(name, module))
-        self._parameters = [
-            (part._parameters, _PARAMETER_NAMES.get(type(part), ())) for part in known
-        ]
+        listed = (module for name, module in named if name not in whys)
+        self._parameters = [(m._parameters, _PARAMETER_NAMES.get(type(m), ())) for m in listed]
 
     def why_not(self) -> str | None:
         """Return why the block may not run as one function now; None if it may."""
