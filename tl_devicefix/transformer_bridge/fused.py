@@ -140,7 +140,7 @@ KINDS.append(FusedWrapper)
 
 def _classes(of: type[nn.Module]) -> Iterator[type]:
     yield of
-    for kind in of.__subclasses__():  # type: type[nn.Module]
+    for kind in of.__subclasses__():
         yield from _classes(kind)
 
 
@@ -216,8 +216,7 @@ class BoundWrapper:
 
     def may_run(self, ignore: str = "") -> bool:
         """Return True if only hooks on input, output and `ignore` ("itself": the wrapper) exist."""
-        hooked = self._listeners.look()
-        return self.why is None and (not hooked or hooked - {ignore} <= self._hookable)
+        return self.why is None and self._listeners.look() - {ignore} <= self._hookable
 
     def shows_mask(self) -> bool:
         """Return True if a hook may read or edit the attention mask."""
