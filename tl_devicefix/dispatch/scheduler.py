@@ -163,8 +163,8 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
-        # Elsewhere, a run only waits for the answer, and needs no turn. After MAX_WAIT it goes on
-        # without one: the run that has it may be waiting too, such as in a hook.
+        # A run on a device elsewhere only waits for an answer, and needs no turn. A run here
+        # goes on without the turn after MAX_WAIT: the one that has it may wait too, in a hook.
         if not is_elsewhere(device):
             self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
 
@@ -209,7 +209,7 @@ class Run:
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:
-        """On leaving a `with` block, go back to the device that the run held before, or to none."""
+        """On leaving a `with` block, hold the device again that the run held before, or none."""
         before = self.device
         try:
             yield
@@ -224,7 +224,7 @@ class _Context(NamedTuple):
     """The run of a thread, and the hook points that it may not use or has hooked.
 
     Attributes:
-        run: the run in flight; None in a loop, and outside of runs.
+        run: the run in flight; None outside of runs, and if they run one after the other.
         refused: the models and hook points that the run may not use, as it was given a view.
         hooked: the hook points that were hooked within `removing_hooks`, each with the handles
             that it had before; None outside.

@@ -1,7 +1,7 @@
 """KV caches that grow in place, and rotate each key once.
 
 TransformerLens copies a block's whole entry for each token, and rotates all of its keys again. Here
-each tensor of an entry is a view of a larger one:
+each tensor of an entry is a view of a larger one, with room for more tokens:
 
     past_keys     [k0 k1 ... k191 | room            ]   a view of the first 192
     rotated keys  [r0 r1 ... r191 | room            ]   cached here
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # TransformerLens 2 has it by another name
 
 Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
 prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
-"""Within `HookedTransformer.generate`: id of an entry -> the entry, and if its prompt is padded.
+"""Within `HookedTransformer.generate`: id of an entry -> (entry, True if its prompt is padded).
 
 The entry is kept alive, so that its id is not reused.
 """
@@ -96,7 +96,7 @@ def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
     # A graph may hold the tensors that would be written to.
     if torch.is_grad_enabled() or unsupported_mode() is not None:
         return False
-    if package_of(type(entry).append) != "transformer_lens":  # a user has replaced it
+    if package_of(type(entry).append) != "transformer_lens":  # a user's own
         return False
     return all(
         past.dim() == 4  # [batch, pos, kv_head, d_head]

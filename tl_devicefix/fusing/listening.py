@@ -51,7 +51,7 @@ def count_assignment() -> None:
 
 
 _handles: list[RemovableHandle] = []
-"""The handle of `_count` with torch, while blocks are fused."""
+"""The handle of `_count`, which torch calls while blocks are fused."""
 
 
 def _count_assignments() -> None:

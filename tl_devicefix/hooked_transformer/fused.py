@@ -119,10 +119,10 @@ class FusedBlock(Fused):
         if not is_enabled() or unsupported_mode() is not None:
             return super().forward(*given)
         bound = _bound_of(self)
-        hooked = bound.listeners.look()
-        by_sdpa = "pattern" not in hooked and bound.why_pattern() is None
         if not bound.has_usual_weights():
             return super().forward(*given)
+        hooked = bound.listeners.look()
+        by_sdpa = "pattern" not in hooked and bound.why_pattern() is None
         if hooked <= _OUTER_POINTS and bound.why_not() is None:
             return _block(bound, hooked, by_sdpa, resid_pre, past_kv_cache_entry, attention_mask)
         if not by_sdpa:
@@ -148,7 +148,7 @@ class BoundBlock:
         whys = {name: why for name, module in named if (why := _why_unlisted(name, module))}
         of_attention = (why for name, why in whys.items() if name.startswith("attn"))
         self._why_pattern = next(of_attention, None)
-        # An MLP of another kind, such as one of experts, is called as a module.
+        # An MLP of an unlisted class, such as one with experts, is called as a module.
         self.calls_mlp = any(name.startswith("mlp") for name in whys)
         self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)
         listed = (module for name, module in named if name not in whys)

@@ -165,7 +165,7 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
             if bound.config is None or bound.shows_mask():
                 return None
             config = config or bound.config
-        elif not hasattr(class_of(block), "is_remote"):  # its own host makes its mask
+        elif not hasattr(class_of(block), "is_remote"):  # SENT_FACTS tells its host
             return None
     return config
 

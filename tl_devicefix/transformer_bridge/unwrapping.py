@@ -196,10 +196,10 @@ def _copy_class(kind: Any) -> Any:
         for name in set(dir(kind)).difference(dir(nn.Module))
         if not (name.startswith("__") or hasattr(getattr(kind, name), "__get__"))
     }
-    twin: Any = type(kind.__name__, (_Copy, kind), {**values, "__module__": kind.__module__})
-    if "forward" in vars(twin):  # transformers wraps it again for each subclass
-        del twin.forward
-    return twin
+    copied: Any = type(kind.__name__, (_Copy, kind), {**values, "__module__": kind.__module__})
+    if "forward" in vars(copied):  # transformers wraps it again for each subclass
+        del copied.forward
+    return copied
 
 
 def replaced_in(module: nn.Module) -> str | None:
