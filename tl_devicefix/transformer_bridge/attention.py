@@ -101,8 +101,7 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
 
 def makes_masks() -> bool:
     """Return True if transformers makes eager masks by its own function: nobody replaced it."""
-    makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    return getattr(makes, "func", None) is eager_mask
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
 
 
 @patches(
@@ -113,18 +112,17 @@ def makes_masks() -> bool:
 )
 def __getitem__(original: Callable[..., Any], self: object, key: str) -> Any:
     makes = original(self, key)
-    # Not a user's own function.
-    return functools.partial(eager_mask, makes) if makes is masking_utils.eager_mask else makes
+    # Elsewhere, and for a function of the user's, nothing differs.
+    if this_forward().config_of_sdpa is None or makes is not masking_utils.eager_mask:
+        return makes
+    return _mask_for_sdpa
 
 
-def eager_mask(
-    original: Callable[..., _Result], *args: Any, **kwargs: Any
-) -> _Result | torch.Tensor | None:
-    """Make transformers' eager mask, or within a Bridge's forward by SDPA the mask for SDPA."""
-    config = this_forward().config_of_sdpa
-    if config is not None and kwargs.get("config") is config:
-        return masking_utils.sdpa_mask(*args, **kwargs)
-    return original(*args, **kwargs)
+def _mask_for_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Make the mask for SDPA for the Bridge whose forward it is, and for others the eager one."""
+    is_of_bridge = kwargs.get("config") is this_forward().config_of_sdpa
+    makes = masking_utils.sdpa_mask if is_of_bridge else masking_utils.eager_mask
+    return makes(*args, **kwargs)
 
 
 _patches_kv_cache = functools.partial(
