@@ -17,7 +17,6 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, TypeGuard
 
 import torch
-from accelerate.hooks import AlignDevicesHook
 from jaxtyping import Float
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -67,7 +66,7 @@ class _Unwrapping:
         # id of an attention layer -> its wrapper, which splits the layer's projection
         self._splitters: dict[int, GeneralizedComponent] = {}
         for module in block.modules():
-            if (name := replaced_in(module)) is not None:
+            if (name := own_method(module)) is not None:
                 kind = class_of(module).__name__
                 raise NotPlain(f"it contains a {kind} with a {name} of its own")
             if is_wrapper(module):
@@ -101,8 +100,7 @@ class _Unwrapping:
 
     def _copy(self, module: nn.Module) -> nn.Module:
         kind: Any = type(module)
-        has_wrappers = any(map(is_wrapper, module.modules()))
-        if not (has_wrappers or _is_only_moved_by_accelerate(module)):
+        if not any(map(is_wrapper, module.modules())):
             return module
         if package_of(kind) not in LIBRARIES:  # user code may depend on the original
             raise NotPlain(f"it contains a {kind.__name__}, which is not known")
@@ -110,10 +108,8 @@ class _Unwrapping:
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
         attributes["_copy_of"], attributes["_splitter"] = module, self._splitters.get(id(module))
-        # Dicts of hooks are read from the module: they may be replaced by assignment. A wrapper
-        # calls no hooks of its module, so with wrappers they are empty.
-        if has_wrappers:
-            attributes.update((name, OrderedDict()) for name in _HOOKS)
+        # A wrapper calls no hooks of its module.
+        attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
             name: None if child is None else self._replacement(child)
             for name, child in module._modules.items()
@@ -172,8 +168,7 @@ class _Copy:
         of_module = attributes["_copy_of"].__dict__
         if name == "scaling" in of_module and attributes["_splitter"] is not None:
             return _scale_of(attributes["_splitter"])
-        # Not accelerate's: the block's inputs are on its device already.
-        if name in of_module and name not in ("_hf_hook", "_old_forward"):
+        if name in of_module:
             return of_module[name]
         return super().__getattr__(name)  # type: ignore[misc]
 
@@ -200,19 +195,6 @@ def _copy_class(kind: Any) -> Any:
     if "forward" in vars(copied):  # transformers wraps it again for each subclass
         del copied.forward
     return copied
-
-
-def replaced_in(module: nn.Module) -> str | None:
-    """Return the name of a method that replaces the class's; None also for accelerate's forward."""
-    name = own_method(module)
-    return None if name == "forward" and _is_only_moved_by_accelerate(module) else name
-
-
-def _is_only_moved_by_accelerate(module: nn.Module) -> bool:
-    """Return True if accelerate only moves a module's inputs to its device."""
-    run, hook = vars(module).get("forward"), vars(module).get("_hf_hook")
-    is_its = getattr(getattr(run, "func", None), "__module__", None) == "accelerate.hooks"
-    return is_its and type(hook) is AlignDevicesHook and not vars(hook)["offload"]
 
 
 def _check_wrapper(wrapper: GeneralizedComponent) -> None:
