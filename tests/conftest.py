@@ -200,7 +200,7 @@ def no_network(tmp_path_factory):
     The trial takes as long as loading a tiny model; tests/twin has it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TL_DEVICEFIX_NUMBERS", "ignore")
+        patch.setenv("TL_DEVICEFIX_ON_MISMATCH", "ignore")
         go_offline(patch, tmp_path_factory.mktemp("hub"))
         yield
 

@@ -11,8 +11,8 @@ A call of blocks.8, which lives on cuda:1:
       BringHome.post_forward  brings the output home            a forward hook of torch's
       users' hooks            see it at home
 
-`RunWhereItIs.forward` wraps modules that users put into a block, and `OffloadedPart.forward` all
-modules in an offloaded block. `AlibiAt.pre_forward` is for blocks that need a table on their
+`PinnedModule.forward` wraps modules that users put into a block, and `OffloadedPart.forward` all
+modules in an offloaded block. `AlibiOnDevice.pre_forward` is for blocks that need a table on their
 device.
 
 Fused and remote blocks need no `Around`: their class has another forward, and copies and pickles

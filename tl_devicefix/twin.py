@@ -42,13 +42,13 @@ from tl_devicefix.tracebacks import is_own_bug
 
 _log = logging.getLogger(__name__)
 
-Numbers = Literal["warn", "refuse", "ignore"]
+OnMismatch = Literal["warn", "refuse", "ignore"]
 """The action of a load if the tiny model differs from transformers."""
 
 LIMIT = 1e-4
 """A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
 
-_SETTING = "TL_DEVICEFIX_NUMBERS"
+_SETTING = "TL_DEVICEFIX_ON_MISMATCH"
 _MOST_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
 _MOST_LAYERS = 6
 _MOST_PARAMETERS = 30_000_000  # so that a twin takes less than a second
@@ -231,48 +231,51 @@ def _randomise(model: nn.Module) -> None:
 
 
 def check_numbers(
-    measure: Callable[[], float], called: str, numbers: Numbers | None, advice: Callable[[], str]
+    measure: Callable[[], float],
+    called: str,
+    on_mismatch: OnMismatch | None,
+    advice: Callable[[], str],
 ) -> str | None:
     """Run a twin, and warn or refuse if it differs from transformers.
 
     Args:
         measure: makes the twin, and returns its difference from transformers.
         called: the model, as the message calls it.
-        numbers: "warn", "refuse" or "ignore"; None is the environment variable
-            TL_DEVICEFIX_NUMBERS, or "warn".
+        on_mismatch: "warn", "refuse" or "ignore"; None is the environment variable
+            TL_DEVICEFIX_ON_MISMATCH, or "warn".
         advice: what to do about a difference; called if there is one.
 
     Returns:
         The warning; None if there was none, or if the twin could not be made.
 
     Raises:
-        ValueError: if `numbers` is none of the three, or is "refuse" and the twin differs.
+        ValueError: if `on_mismatch` is none of the three, or is "refuse" and the twin differs.
     """
-    choice = choice_of_numbers(numbers)
+    choice = chosen_action(on_mismatch)
     difference = None if choice == "ignore" else _measured(measure, called)
     if difference is None or difference <= LIMIT:
         return None
     message = (
         f"{called} gives other numbers than transformers: log probabilities of a tiny model with "
         f"its config differ by {difference:.1e} of their spread; {advice()}, or silence this with "
-        "numbers='ignore'"
+        "on_mismatch='ignore'"
     )
     warn_or_refuse(message, choice)
     return message
 
 
 def warn_or_refuse(message: str, choice: str) -> None:
-    """Warn, or raise a ValueError if the choice of `numbers` is "refuse"."""
+    """Warn, or raise a ValueError if the choice of `on_mismatch` is "refuse"."""
     if choice == "refuse":
         raise ValueError(message)
     warnings.warn(message, stacklevel=3)
 
 
-def choice_of_numbers(numbers: str | None) -> str:
-    """Return the `numbers` that hold: the argument's, the environment's, or "warn"."""
-    chosen = numbers or os.environ.get(_SETTING) or "warn"
-    if chosen not in Numbers.__args__:  # type: ignore[attr-defined]
-        where = "numbers" if numbers else _SETTING
+def chosen_action(on_mismatch: str | None) -> str:
+    """Return what to do on a mismatch: the argument's, the environment's, or "warn"."""
+    chosen = on_mismatch or os.environ.get(_SETTING) or "warn"
+    if chosen not in OnMismatch.__args__:  # type: ignore[attr-defined]
+        where = "on_mismatch" if on_mismatch else _SETTING
         raise ValueError(f"{where} must be 'warn', 'refuse' or 'ignore', but is {chosen!r}")
     return chosen
 
@@ -287,7 +290,7 @@ def _measured(measure: Callable[[], float], called: str) -> float | None:
             warnings.warn(
                 f"{called} was not compared with transformers, by a fault of tl_devicefix "
                 f"({type(error).__name__}: {error}): report it, or silence this with "
-                "numbers='ignore'",
+                "on_mismatch='ignore'",
                 stacklevel=2,
             )
         _log.info(
@@ -339,7 +342,7 @@ def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
         raise ValueError(
             f"hf_model has parts that its config does not make ({beyond}), which a "
             "HookedTransformer would leave out: undo the change, use TransformerBridge without "
-            "compatibility mode, or pass numbers='ignore'"
+            "compatibility mode, or pass on_mismatch='ignore'"
         )
 
 

@@ -10,7 +10,7 @@ from hf_models import HF_CONFIGS, make_hf_model, save_checkpoint
 
 @pytest.fixture(autouse=True)
 def numbers_as_users_have_them(monkeypatch):
-    monkeypatch.delenv("TL_DEVICEFIX_NUMBERS")
+    monkeypatch.delenv("TL_DEVICEFIX_ON_MISMATCH")
 
 
 @pytest.fixture

@@ -33,10 +33,10 @@ def test_boot_of_a_right_model_says_nothing(checkpoints):
 
 def test_refused_compatibility_mode_changes_nothing(save, tokens):
     path, _ = save("gpt2", scale_attn_weights=False)
-    bridge = TransformerBridge.boot_transformers(path, numbers="ignore")
+    bridge = TransformerBridge.boot_transformers(path, on_mismatch="ignore")
     before = bridge(tokens)
     with pytest.raises(ValueError, match=f"in compatibility mode {OTHER_NUMBERS}"):
-        bridge.enable_compatibility_mode(numbers="refuse")
+        bridge.enable_compatibility_mode(on_mismatch="refuse")
     assert bridge(tokens).equal(before)
 
 

@@ -55,18 +55,18 @@ def test_load_warns_of_setting_without_a_place(save, difference, name, settings)
     assert difference(model, hf_model) > ROUNDING
 
 
-def test_numbers_refuse_raises_and_ignore_says_nothing(save, refused, monkeypatch):
+def test_on_mismatch_refuse_raises_and_ignore_says_nothing(save, refused, monkeypatch):
     path, _ = save("llama", attention_bias=True)
     with refused(OTHER_NUMBERS, "TransformerBridge"):
-        load(path, numbers="refuse")
-    monkeypatch.setenv("TL_DEVICEFIX_NUMBERS", "refuse")
+        load(path, on_mismatch="refuse")
+    monkeypatch.setenv("TL_DEVICEFIX_ON_MISMATCH", "refuse")
     with refused(OTHER_NUMBERS):
         load(path)
-    with refused("numbers must be 'warn', 'refuse' or 'ignore', but is 'refused'"):
-        load(path, numbers="refused")
+    with refused("on_mismatch must be 'warn', 'refuse' or 'ignore', but is 'refused'"):
+        load(path, on_mismatch="refused")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        load(path, numbers="ignore")
+        load(path, on_mismatch="ignore")
 
 
 def test_check_and_dry_run_repeat_the_warning(save):

@@ -38,7 +38,7 @@ def align(
     """Make a model run across the devices of `placement`, replacing any earlier alignment.
 
     A model in one memory gets no hooks. The outputs of components for whose names `brings_home` is
-    True come home. Without `is_own`, users' modules get no `RunWhereItIs`.
+    True come home. Without `is_own`, users' modules get no `PinnedModule`.
     """
     unalign(model)
     if len(placement.memories) > 1:

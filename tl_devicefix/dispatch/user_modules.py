@@ -39,7 +39,7 @@ IsOwn = Callable[[Any, str, nn.Module], bool]
 """Takes a model, a path and the module there. Returns True if the model's class puts one there."""
 
 
-class RunWhereItIs(Around):
+class PinnedModule(Around):
     """Runs a user's module where its weights are when it is called."""
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
@@ -62,7 +62,7 @@ def device_of_weights(module: nn.Module) -> torch.device | None:
 
 def runs_where_it_is(module: nn.Module) -> bool:
     """Return True for a module that runs on its own device."""
-    return RunWhereItIs.of(module) is not None
+    return PinnedModule.of(module) is not None
 
 
 def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
@@ -143,7 +143,7 @@ class Watch:
             if moved:  # some perhaps to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
-            for root in roots:  # outermost: `RunWhereItIs` asks where the weights are
+            for root in roots:  # outermost: `PinnedModule` asks where the weights are
                 attach_parts(root, root)
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
@@ -151,9 +151,9 @@ class Watch:
         self._warned_of |= {tensor.full_name for tensor in left}
 
     def _attach(self, model: Model, placement: Placement) -> None:
-        """Attach `RunWhereItIs` to users' modules, and detach it from all others."""
+        """Attach `PinnedModule` to users' modules, and detach it from all others."""
         for module in model.modules():
-            RunWhereItIs.detach(module)
+            PinnedModule.detach(module)
         if self._is_own is not None:
             for module in list(_attached(model, placement, self._is_own)):
                 _run_where_it_is(module)
@@ -161,7 +161,7 @@ class Watch:
 
 def _run_where_it_is(module: nn.Module) -> None:
     if not runs_where_it_is(module):
-        RunWhereItIs().attach(module)
+        PinnedModule().attach(module)
 
 
 @dataclass(frozen=True)

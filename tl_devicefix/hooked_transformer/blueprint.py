@@ -24,7 +24,7 @@ from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
-from tl_devicefix.twin import Numbers
+from tl_devicefix.twin import OnMismatch
 
 ConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
 
@@ -100,14 +100,14 @@ class HookedBlueprint:
         place(model, placement)  # moves the buffers, and makes it run there
         return model
 
-    def check_numbers(self, numbers: Numbers | None) -> None:
+    def check_numbers(self, on_mismatch: OnMismatch | None) -> None:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
             return  # transformers knows nothing about a HookedTransformerConfig
         arguments = bind_arguments(HookedTransformer, (self.name,), {})
         steps = applicable_steps(self._cfg, {**arguments, **self._options})
         hf_config = known_config(official_name(self.name)) or read_config(self.name)
-        check_hooked_numbers(hf_config, self._cfg, steps, numbers)
+        check_hooked_numbers(hf_config, self._cfg, steps, on_mismatch)
 
     def room_to_load(self, placement: Placement) -> int:
         """Return the most bytes that loading needs beside the weights: a slice in float32."""

@@ -47,7 +47,7 @@ from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import clear_frames
-from tl_devicefix.twin import Numbers, choice_of_numbers, refuse_parts_beyond_config
+from tl_devicefix.twin import OnMismatch, chosen_action, refuse_parts_beyond_config
 from tl_devicefix.weight_processing import Steps
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def from_pretrained(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     fuse_blocks: bool = False,
-    numbers: Numbers | None = None,
+    on_mismatch: OnMismatch | None = None,
     **kwargs: object,
 ) -> HookedTransformer:
     """Load a model, its weights folded, on one device or across several.
@@ -79,10 +79,10 @@ def from_pretrained(
             (`{0: "20GiB", 1: "40GiB"}`). All devices of the dict are used, unless `n_devices` says
             how many.
         fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
-        numbers: "warn" (the default), "refuse" or "ignore": what to do if the model would not give
-            transformers' numbers. A tiny random model of the same config shows that before weights
-            are read. "ignore" does not look at the parts of `hf_model` either. The environment
-            variable TL_DEVICEFIX_NUMBERS sets another default.
+        on_mismatch: "warn" (the default), "refuse" or "ignore": what to do if the model would not
+            give transformers' numbers. A tiny random model of the same config shows that before
+            weights are read. "ignore" does not look at the parts of `hf_model` either. The
+            environment variable TL_DEVICEFIX_ON_MISMATCH sets another default.
 
     `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
@@ -110,7 +110,7 @@ def from_pretrained(
     """
     handled = id(sys.exc_info()[1])  # the caller's own error may be its context
     try:
-        model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, numbers)
+        model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, on_mismatch)
     except BaseException as error:
         # Its frames would keep the loaded weights as long as the error.
         clear_frames(error, but_not=[handled])
@@ -125,11 +125,11 @@ def _load(
     arguments: Options,
     device_map: DeviceMap | None,
     max_memory: MaxMemory | None,
-    numbers: Numbers | None,
+    on_mismatch: OnMismatch | None,
 ) -> HookedTransformer:
     """Load a model by all arguments of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})  # TransformerLens passes them on
-    parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "numbers"]
+    parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "on_mismatch"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
     dtype = torch_dtype(hf_kwargs.pop("torch_dtype", arguments["dtype"]))
     check_model(arguments["model_name"], arguments["hf_model"])
@@ -139,13 +139,13 @@ def _load(
 
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
     steps = applicable_steps(cfg, arguments)
-    warning = _check_numbers(model_name, cfg, arguments, steps, numbers, hf_kwargs)
+    warning = _check_numbers(model_name, cfg, arguments, steps, on_mismatch, hf_kwargs)
     n_devices, device = arguments["n_devices"], arguments["device"]
     placement = decide_fitting(component_sizes(cfg), n_devices, device, device_map, max_memory)
     if not arguments["move_to_device"]:
         placement = placement.gathered_on(torch.device("cpu"))
     placement = placement.of_this_process
-    for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "numbers": "ignore"}
+    for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "on_mismatch": "ignore"}
     load = "transformer_lens:HookedTransformer.from_pretrained"
     with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:
         with one_load:  # methods of all models are replaced meanwhile
@@ -244,16 +244,16 @@ def _check_numbers(
     cfg: HookedTransformerConfig,
     arguments: Options,
     steps: Steps,
-    numbers: Numbers | None,
+    on_mismatch: OnMismatch | None,
     hf_kwargs: Options,
 ) -> str | None:
     """Check a tiny model of the same config, and return the warning, if any."""
-    if choice_of_numbers(numbers) == "ignore" or _has_own_format(model_name):
+    if chosen_action(on_mismatch) == "ignore" or _has_own_format(model_name):
         return None
     if arguments["hf_model"] is None:
         trusted = {"trust_remote_code": cfg.trust_remote_code}
         hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
-        return check_hooked_numbers(hf_config, cfg, steps, numbers)
+        return check_hooked_numbers(hf_config, cfg, steps, on_mismatch)
     model: Any = out_of_wrappers(arguments["hf_model"])
     n_layers = getattr(model.config, "text_config", model.config).num_hidden_layers
     if n_layers > cfg.n_layers and arguments.get("first_n_layers") is None:
@@ -264,7 +264,7 @@ def _check_numbers(
         )
     refuse_parts_beyond_config(model)
     hf_class = class_in_transformers(model)
-    return check_hooked_numbers(model.config, cfg, steps, numbers, hf_class)
+    return check_hooked_numbers(model.config, cfg, steps, on_mismatch, hf_class)
 
 
 def _has_own_format(model_name: str) -> bool:

@@ -211,11 +211,11 @@ def align(model: HookedTransformer, placement: Placement) -> None:
     if is_aligned(model):
         for component, module in placement.here.modules_of(model):
             if component.name.startswith("blocks."):
-                AlibiAt(component.device).attach(module)
+                AlibiOnDevice(component.device).attach(module)
 
 
 @dataclass(frozen=True)
-class AlibiAt(Around):
+class AlibiOnDevice(Around):
     """Makes a block's ALiBi table on its device.
 
     The installed attention would make it at home, the device of the config.

@@ -21,7 +21,7 @@ from tl_devicefix.hooked_transformer.processing import (
     processing_units,
 )
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.twin import NEURONS, Numbers, Twin, check_numbers, is_right
+from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers, is_right
 from tl_devicefix.weight_processing import Steps
 
 
@@ -29,7 +29,7 @@ def check_hooked_numbers(
     hf_config: PretrainedConfig,
     cfg: HookedTransformerConfig,
     steps: Steps,
-    numbers: Numbers | None = None,
+    on_mismatch: OnMismatch | None = None,
     hf_class: type[PreTrainedModel] | None = None,
 ) -> str | None:
     """Warn if a HookedTransformer with this config would not give transformers' numbers.
@@ -38,14 +38,14 @@ def check_hooked_numbers(
         hf_config: transformers' config of the model; not changed.
         cfg: the HookedTransformerConfig that was made for it, with all choices of the caller.
         steps: the processing of the load.
-        numbers: as for `check_numbers`.
+        on_mismatch: as for `check_numbers`.
         hf_class: the class of the model that is converted; by default transformers' own for it.
 
     Returns:
         The warning, or None.
 
     Raises:
-        ValueError: with `numbers="refuse"`, in place of the warning.
+        ValueError: with `on_mismatch="refuse"`, in place of the warning.
     """
 
     def run(steps: Steps = steps) -> float:
@@ -59,7 +59,7 @@ def check_hooked_numbers(
         return "load it as a TransformerBridge, which runs transformers' own code"
 
     called = f"{cfg.model_name} as a HookedTransformer"
-    return check_numbers(run, called, numbers, advice)
+    return check_numbers(run, called, on_mismatch, advice)
 
 
 def difference(

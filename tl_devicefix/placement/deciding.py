@@ -36,7 +36,7 @@ from tl_devicefix.placement.placement import (
     Placement,
     in_short,
     names_block,
-    placed_as,
+    place_component,
 )
 
 _log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ def _placed_in_order(
     placed = []
     for size in sizes:
         where = (devices[0], False) if not names_block(size.name) else of_block.pop(0)
-        placed.append(placed_as(size, *where))
+        placed.append(place_component(size, *where))
     return Placement(tuple(placed))
 
 
@@ -218,7 +218,7 @@ def _from_dict(
             missing.append(size.name)
             continue
         device = _device_for(size.name, device_map[max(keys, key=len)], like)
-        placed.append(placed_as(size, device))
+        placed.append(place_component(size, device))
         like = like or device  # the first component decides the home device
     if missing:
         raise ValueError(

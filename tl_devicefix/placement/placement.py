@@ -223,7 +223,7 @@ class Placement:
         for memory in self.memories:
             weights = gib(sum(c.weights for c in self.components if c.stored_on == memory))
             total = gib(self.bytes_on(memory))
-            rows.append((self.label(memory), self.held_in(memory), weights, total))
+            rows.append((self.label(memory), self.components_on(memory), weights, total))
         everything = sum(self.bytes_on(memory) for memory in self.memories)
         rows.append(("total", "", gib(sum(c.weights for c in self.components)), gib(everything)))
         return format_table(rows, "<<>>")
@@ -236,7 +236,7 @@ class Placement:
         is_offload = memory == CPU and any(c.offloaded for c in self.components)
         return f"{name} (offloaded)" if is_offload else name
 
-    def held_in(self, memory: torch.device) -> str:
+    def components_on(self, memory: torch.device) -> str:
         """Return the components there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))
@@ -252,7 +252,7 @@ def placement_of(model: object) -> Placement | None:
     return getattr(model, "placement", None)
 
 
-def placed_as(
+def place_component(
     size: ComponentSize, device: torch.device, offloaded: bool = False
 ) -> PlacedComponent:
     """Place a component of this size on a device."""

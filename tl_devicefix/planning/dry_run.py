@@ -28,7 +28,7 @@ from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.planning.plan import ConfigOrName, blueprint, check_options, device_request
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
-from tl_devicefix.twin import Numbers
+from tl_devicefix.twin import OnMismatch
 from tl_devicefix.types import Model
 
 
@@ -118,7 +118,7 @@ def dry_run(
     tokenizer: PreTrainedTokenizerBase | None = None,
     cls: type | None = None,
     fuse_blocks: bool = False,
-    numbers: Numbers | None = None,
+    on_mismatch: OnMismatch | None = None,
     **options: object,
 ) -> DryRun:
     """Try a function on a model at its full size, without its weights and without devices.
@@ -143,7 +143,7 @@ def dry_run(
             and may call `enable_compatibility_mode()`, to see how much memory that needs.
         fuse_blocks: have blocks run as one function each, which builds no pattern unless
             a hook sees it, see `tl_devicefix.fuse_blocks`. Assumes no padding.
-        numbers: what to do if a load would not give transformers' numbers: "warn", "refuse" or
+        on_mismatch: what to do if a load would not give transformers' numbers: "warn", "refuse" or
             "ignore", as for `from_pretrained`.
         options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
             `n_ctx`. For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
@@ -163,7 +163,7 @@ def dry_run(
     check_options(dry_run, config_or_model_name, options, cls)
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
-        planned.check_numbers(numbers)
+        planned.check_numbers(on_mismatch)
     grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # `run` may change it
     at_least = len(memory) if isinstance(memory, list | tuple) else 1  # one size for each
     request = device_request(n_devices, device_map, max_memory, at_least)
@@ -207,7 +207,7 @@ def record_run(
         devices=tuple(
             OnDevice(
                 device=placement.label(device).removeprefix(f"{DEVICE_TYPE}:"),
-                components=placement.held_in(device),
+                components=placement.components_on(device),
                 weights=weights[index],
                 peak=machine.max_memory_allocated(index),
                 module=at_peak[index],

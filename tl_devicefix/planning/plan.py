@@ -17,7 +17,7 @@ from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.simulation.session import check_number
-from tl_devicefix.twin import Numbers
+from tl_devicefix.twin import OnMismatch
 from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Blueprint(Protocol):
     def make(self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
         """Make the model on the devices of a `simulate(..., values=False)`."""
 
-    def check_numbers(self, numbers: Numbers | None) -> None:
+    def check_numbers(self, on_mismatch: OnMismatch | None) -> None:
         """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
 
     def room_to_load(self, placement: Placement) -> int:

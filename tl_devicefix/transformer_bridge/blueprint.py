@@ -25,7 +25,7 @@ from tl_devicefix.transformer_bridge.components import (
     layout_of,
 )
 from tl_devicefix.transformer_bridge.twin import check_bridge_numbers
-from tl_devicefix.twin import Numbers
+from tl_devicefix.twin import OnMismatch
 
 OPTIONS = ("n_ctx", "hf_config_overrides")
 """Options of `boot_transformers` on which the config depends."""
@@ -105,9 +105,9 @@ class BridgeBlueprint:
             settle_bridge(bridge, placement)
         return bridge
 
-    def check_numbers(self, numbers: Numbers | None) -> None:
+    def check_numbers(self, on_mismatch: OnMismatch | None) -> None:
         """Warn if a Bridge with this config would not give transformers' numbers."""
-        check_bridge_numbers(self._config, self.name, numbers)
+        check_bridge_numbers(self._config, self.name, on_mismatch)
 
     def room_to_load(self, placement: Placement) -> int:
         """Return 0: transformers reads each weight to its device."""

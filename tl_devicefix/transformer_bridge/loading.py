@@ -56,7 +56,7 @@ from tl_devicefix.transformer_bridge.components import (
     layout_of,
 )
 from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers, parts_beyond_config, warn_or_refuse
+from tl_devicefix.twin import OnMismatch, chosen_action, parts_beyond_config, warn_or_refuse
 
 _Boot = Callable[..., TransformerBridge]
 
@@ -70,16 +70,16 @@ def boot_transformers(
     original: _Boot,
     *args: object,
     fuse_blocks: bool = False,
-    numbers: Numbers | None = None,
+    on_mismatch: OnMismatch | None = None,
     **kwargs: object,
 ) -> TransformerBridge:
     """Boot a model from transformers, on one device or across several.
 
     The arguments are those of `TransformerBridge.boot_transformers`, and two more. `fuse_blocks`
-    runs each block as one function, see `tl_devicefix.fuse_blocks`. `numbers` says what to do if a
-    Bridge with this config would not give transformers' numbers, with hooks or without: "warn" (the
-    default), "refuse" or "ignore"; the environment variable TL_DEVICEFIX_NUMBERS sets another
-    default. `dtype` may also be a name ("bfloat16").
+    runs each block as one function, see `tl_devicefix.fuse_blocks`. `on_mismatch` says what to do
+    if a Bridge with this config would not give transformers' numbers, with hooks or without: "warn"
+    (the default), "refuse" or "ignore"; the environment variable TL_DEVICEFIX_ON_MISMATCH sets
+    another default. `dtype` may also be a name ("bfloat16").
 
     With `n_devices`, or one of the strategies "auto", "balanced" and "sequential" as `device_map`,
     blocks lie in contiguous ranges on `device` and the devices after it. The embeddings, the
@@ -99,7 +99,7 @@ def boot_transformers(
         raise TypeError(
             f"boot_transformers has no argument {name!r}: give it to enable_compatibility_mode()"
         )
-    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "fuse_blocks", "numbers"])
+    refuse_unknown("boot_transformers", kwargs, [*takes.parameters, "fuse_blocks", "on_mismatch"])
     bound = takes.bind(*args, **kwargs)
     options = bound.arguments
     check_model(options["model_name"], options.get("hf_model"))
@@ -107,8 +107,8 @@ def boot_transformers(
         refuse_directory(str(options["model_name"]))
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
         options["dtype"] = torch_dtype(options["dtype"])
-    warning = _check_numbers(options, numbers)
-    beyond = _check_parts(options, numbers)
+    warning = _check_numbers(options, on_mismatch)
+    beyond = _check_parts(options, on_mismatch)
     try:
         bridge = _boot(original, bound)
         _check_components(bridge)
@@ -140,24 +140,24 @@ def _check_components(bridge: TransformerBridge) -> None:
             )
 
 
-def _check_parts(options: Mapping[str, Any], numbers: Numbers | None) -> str:
+def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str:
     """Warn of parts of an `hf_model` that its config does not make, and return them."""
-    choice, hf_model = choice_of_numbers(numbers), options.get("hf_model")
+    choice, hf_model = chosen_action(on_mismatch), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
         return ""
     if beyond := parts_beyond_config(hf_model):
         message = (
             f"hf_model has parts that its config does not make ({beyond}), which a "
             "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "
-            "with numbers='ignore'"
+            "with on_mismatch='ignore'"
         )
         warn_or_refuse(message, choice)
     return beyond
 
 
-def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str | None:
+def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str | None:
     """Check a tiny model of the same config, and return the warning, if any."""
-    if choice_of_numbers(numbers) == "ignore" or not options.get("load_weights", True):
+    if chosen_action(on_mismatch) == "ignore" or not options.get("load_weights", True):
         return None
     name, hf_model = str(options["model_name"]), options.get("hf_model")
     if hf_model is not None:
@@ -171,7 +171,7 @@ def _check_numbers(options: Mapping[str, Any], numbers: Numbers | None) -> str |
     if hf_config is None:  # a module of another library
         return None
     vars(hf_config).update(options.get("hf_config_overrides") or {})
-    return check_bridge_numbers(hf_config, name, numbers)
+    return check_bridge_numbers(hf_config, name, on_mismatch)
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
@@ -279,7 +279,7 @@ class _PlannedClass:
         else:
             assert self.placement is not None
             options = {name: value for name, value in self._options.items() if name != "model_name"}
-            options["numbers"] = "ignore"
+            options["on_mismatch"] = "ignore"
             load = "transformer_lens.model_bridge:TransformerBridge.boot_transformers"
             hub = {name: options[name] for name in ("revision",) if name in options}
             placement = self.placement.of_this_process

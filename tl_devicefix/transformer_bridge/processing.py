@@ -43,7 +43,7 @@ from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.transformer_bridge.fused import forget
 from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
-from tl_devicefix.twin import Numbers, choice_of_numbers
+from tl_devicefix.twin import OnMismatch, chosen_action
 from tl_devicefix.weight_processing import (
     Steps,
     Weights,
@@ -73,7 +73,7 @@ def enable_compatibility_mode(
     original: Callable[..., None],
     self: TransformerBridge,
     *args: object,
-    numbers: Numbers | None = None,
+    on_mismatch: OnMismatch | None = None,
     **kwargs: object,
 ) -> None:
     """See TransformerLens's. Weights that cannot be processed are refused before any change.
@@ -82,8 +82,8 @@ def enable_compatibility_mode(
         original: TransformerLens's method.
         self: the Bridge.
         args: the method's arguments, as kwargs.
-        numbers: as for `boot_transformers`: what to do if a tiny model, processed in the same way,
-            does not give transformers' numbers.
+        on_mismatch: as for `boot_transformers`: what to do if a tiny model, processed in the same
+            way, does not give transformers' numbers.
         kwargs: see args.
 
     Raises:
@@ -93,24 +93,25 @@ def enable_compatibility_mode(
         RuntimeError: if weights are only partly processed because an earlier call failed.
     """
     takes = inspect.signature(original)
-    refuse_unknown("enable_compatibility_mode", kwargs, [*takes.parameters, "numbers"])
+    refuse_unknown("enable_compatibility_mode", kwargs, [*takes.parameters, "on_mismatch"])
     bound = takes.bind(self, *args, **kwargs)
     bound.apply_defaults()
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments[_REFACTORS])
     beyond = vars(self).get(PARTS_BEYOND)
-    if beyond and choice_of_numbers(numbers) != "ignore":
+    if beyond and chosen_action(on_mismatch) != "ignore":
         raise ValueError(
             "compatibility mode would leave out parts of hf_model that its config does not make "
-            f"({beyond}): undo the change, leave compatibility mode out, or pass numbers='ignore'"
+            f"({beyond}): undo the change, leave compatibility mode out, or pass "
+            "on_mismatch='ignore'"
         )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
-    self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, numbers, arguments)
+    self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, on_mismatch, arguments)
     forget(self)  # some modules compute differently in compatibility mode
     original(self, *args, **kwargs)
-    call_everywhere(self, "enable_compatibility_mode", {**arguments, "numbers": "ignore"})
+    call_everywhere(self, "enable_compatibility_mode", {**arguments, "on_mismatch": "ignore"})
 
 
 @patches(

@@ -17,7 +17,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import PretrainedConfig
 
 from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
-from tl_devicefix.twin import Numbers, Twin, check_numbers
+from tl_devicefix.twin import OnMismatch, Twin, check_numbers
 
 PARTS_BEYOND = "_tl_devicefix_parts_beyond"
 """The attribute of a Bridge that names parts of its `hf_model` which its config does not make."""
@@ -26,7 +26,7 @@ PARTS_BEYOND = "_tl_devicefix_parts_beyond"
 def check_bridge_numbers(
     hf_config: PretrainedConfig,
     name: str,
-    numbers: Numbers | None = None,
+    on_mismatch: OnMismatch | None = None,
     compatibility: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Warn if a Bridge with this config would not give transformers' numbers.
@@ -34,21 +34,21 @@ def check_bridge_numbers(
     Args:
         hf_config: transformers' config of the model; not changed.
         name: the model's name.
-        numbers: as for `check_numbers`.
+        on_mismatch: as for `check_numbers`.
         compatibility: the arguments of `enable_compatibility_mode`; None is a Bridge as booted.
 
     Returns:
         The warning, or None.
 
     Raises:
-        ValueError: with `numbers="refuse"`, in place of the warning.
+        ValueError: with `on_mismatch="refuse"`, in place of the warning.
     """
 
     called = f"{name} as a TransformerBridge"
     called += "" if compatibility is None else " in compatibility mode"
     advice = "compare what you need with transformers"
     measure = functools.partial(difference, hf_config, name, compatibility)
-    return check_numbers(measure, called, numbers, lambda: advice)
+    return check_numbers(measure, called, on_mismatch, lambda: advice)
 
 
 def difference(
@@ -69,7 +69,7 @@ def difference(
         model_name=name,
     )
     if compatibility is not None:
-        bridge.enable_compatibility_mode(**compatibility, numbers="ignore")
+        bridge.enable_compatibility_mode(**compatibility, on_mismatch="ignore")
     plain = twin.difference(bridge(twin.tokens))
     # Hooks that change nothing make the Bridge compute its own patterns.
     patterns = [
