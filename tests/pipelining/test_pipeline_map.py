@@ -236,6 +236,20 @@ def replace_forward(mlp):
     vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
+def run_nothing(blocks, activation, hook):
+    return activation
+
+
+class Holder:
+    def __init__(self, model):
+        self.model = model
+
+    def hook(self, activation, hook):
+        return activation
+
+    __call__ = hook
+
+
 def hook_of(model):
     return lambda activation, hook: activation + model.blocks[1].mlp(activation)
 
@@ -247,6 +261,10 @@ HOLDING = {
         partial(lambda block, *args: None, model.blocks[2])
     ),
     "a forward": lambda model: replace_forward(model.blocks[1].mlp),
+    "a default": lambda model: model.add_perma_hook(LAST, lambda x, hook, block=model.blocks[2]: x),
+    "a list": lambda model: model.add_perma_hook(LAST, partial(run_nothing, [model.blocks[2]])),
+    "a method's object": lambda model: model.add_perma_hook(LAST, Holder(model).hook),
+    "an object": lambda model: model.add_perma_hook(LAST, Holder(model)),
 }
 
 

@@ -8,18 +8,19 @@ counterpart in the view, of the same class, with the same tensors:
                                     dicts and lists of the counterpart's own
     lists, methods and handles that refer to a module; a library's closures
                                     rebuilt to refer to its counterpart
-    a closure or partial of the user's that refers to a module
+    a function, partial or object of the user's that refers to a module
                                     the same object, and `is_captured` is True
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from operator import is_
 from typing import Any, Generic, TypeVar
@@ -51,8 +52,8 @@ class View(Generic[Module]):
 
     Attributes:
         model: the view itself.
-        is_captured: True if a closure or partial of the user's, in a hook or attribute of the
-            model, holds a module of it. In the view, it uses the model's module all the same.
+        is_captured: True if a function, partial or object of the user's, in a hook or attribute of
+            the model, holds a module of it. In the view, it uses the model's module all the same.
     """
 
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
@@ -175,6 +176,7 @@ _PLAIN = frozenset(
     )
 )
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
+_COLLECTIONS = (dict, list, tuple, set)
 _REPLACED = frozenset((*_CONTAINERS, torch.Tensor, type(None), AroundForward))
 _MISSING = object()
 
@@ -339,22 +341,24 @@ class ViewBuilder:
     # user's has none, and what else a function refers to is shared, such as a list of results.
 
     def _in_function(self, value: object) -> Any:
-        # Not `isinstance`: a proxy of a module says that it is one.
-        is_foreign = issubclass(type(value), nn.Module) and id(value) not in self._of_model
-        if is_foreign or isinstance(value, (dict, list, tuple, set)):
+        kind = type(value)  # not `isinstance`: a proxy of a module says that it is one
+        is_module = issubclass(kind, nn.Module)
+        if (is_module and id(value) not in self._of_model) or issubclass(kind, _COLLECTIONS):
             return value
+        if not is_module and kind not in _RULES:
+            self._note_captured([value])
         return self(value)
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         self._counterparts[id(value)] = value  # a function may call itself
-        cells = tuple(map(self._cell, value.__closure__ or ()))
-        if all(map(is_, cells, value.__closure__ or ())):
-            return value
         if is_of_user(value):
-            self.is_captured = True
+            self._note_captured(_referents(value))
+            return value
+        counterparts = tuple(map(self._cell, value.__closure__ or ()))
+        if all(map(is_, counterparts, value.__closure__ or ())):
             return value
         counterpart = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, counterparts
         )
         counterpart.__kwdefaults__ = value.__kwdefaults__
         self._counterparts[id(value)] = counterpart
@@ -369,14 +373,30 @@ class ViewBuilder:
         return cell if counterpart is value else types.CellType(counterpart)
 
     def _method(self, value: types.MethodType) -> types.MethodType:
+        self(value.__func__)
         owner = self._in_function(value.__self__)
         return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
 
     def _partial(self, value: Any) -> object:
-        parts = value.func, *value.args, *value.keywords.values()
-        if not all(map(is_, parts, map(self._in_function, parts))):
-            self.is_captured = True
+        self._note_captured([value.func, *value.args, *value.keywords.values()])
         return value
+
+    def _note_captured(self, values: Iterable[Any]) -> None:
+        """Note if a value that users' code refers to is a module of the model, or holds one."""
+        for value in values:
+            kind = type(value)
+            parts: Iterable[object] = ()
+            if kind in _RULES:  # a function of the user's notes it itself, and has no counterpart
+                if self(value) is not value:
+                    self.is_captured = True
+            elif issubclass(kind, nn.Module):
+                parts = value.modules()
+            elif issubclass(kind, _COLLECTIONS):
+                parts = contents_of(value)
+            elif is_of_user(kind):
+                parts = getattr(value, "__dict__", {}).values()
+            if any(id(part) in self._of_model for part in parts):
+                self.is_captured = True
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
         counterpart = self._counterparts[id(value)] = object.__new__(type(value))
@@ -400,6 +420,16 @@ def _is_own(kind: type, name: str) -> bool:
         or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
         or (_is_of(kind, _LIBRARIES) and name.startswith("_"))
     )
+
+
+def _referents(function: types.FunctionType) -> Iterator[object]:
+    """Yield what a function refers to, besides globals."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # the variable is not assigned yet
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from vars(function).values()
 
 
 def contents_of(container: Any) -> list[Any]:
@@ -443,7 +473,7 @@ def _rule(kind: type) -> Callable[[ViewBuilder, Any], object]:
         return _RULES[kind]
     if issubclass(kind, nn.Module):
         return ViewBuilder._holder
-    if issubclass(kind, (dict, list, tuple, set)):
+    if issubclass(kind, _COLLECTIONS):
         return ViewBuilder._container
     # Frozen objects are shared: no run changes them.
     is_frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)

@@ -184,6 +184,11 @@ def _pipelined(
     def start(number: int, item: Item) -> Future[Result]:
         # The state of this moment: the caller may enter a mode between two results.
         viewed = views.pop() if views else (adapter_of(model).view_of(model), Streams())
+        if viewed[0].is_captured:
+            raise RuntimeError(
+                "a function that holds a module of the model was added to it between two results: "
+                f"add it before, or {ONE_AT_A_TIME}"
+            )
         return pool.submit(CallersState(devices).run, work, number, item, viewed)
 
     def work(number: int, item: Item, viewed: tuple[View[Model], Streams]) -> Result:

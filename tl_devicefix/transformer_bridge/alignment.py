@@ -50,8 +50,8 @@ def _replace_accelerates_hooks(bridge: TransformerBridge, placement: Placement) 
     hf_model = bridge.original_model
     known = {m for _, component in placement.modules_of(bridge) for m in component.modules()}
     for module in hf_model.modules():
-        hook = vars(module).get("_hf_hook")
-        if not isinstance(hook, AlignDevicesHook) or hook.offload:
+        hook: Any = vars(module).get("_hf_hook")
+        if type(hook) is not AlignDevicesHook or hook.offload:
             continue
         remove_hook_from_module(module)
         if vars(module).get("forward") == MethodType(type(module).forward, module):

@@ -101,7 +101,8 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
 
 def makes_masks() -> bool:
     """Return True if transformers makes eager masks by its own function: nobody replaced it."""
-    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"] is masking_utils.eager_mask
+    makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    return makes in (masking_utils.eager_mask, _mask_for_sdpa)  # ours in another Bridge's forward
 
 
 @patches(

@@ -262,7 +262,8 @@ def is_llama_rms_norm(norm: nn.Module) -> bool:
     """Return True for a transformers RMSNorm with LlamaRMSNorm's formula, as most are."""
     # RMSNorms with another formula, such as Gemma's, have no `variance_epsilon`.
     is_like = type(norm).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(norm)
-    return is_like and "weight" in norm._parameters and package_of(type(norm)) == "transformers"
+    is_of_transformers = package_of(type(norm)) == package_of(type(norm).forward) == "transformers"
+    return is_like and "weight" in norm._parameters and is_of_transformers
 
 
 class _Activation(nn.Module):
