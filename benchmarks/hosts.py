@@ -149,7 +149,7 @@ def show_call(connection: Any, repeats: int) -> None:
 
 def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> None:
     """Print the seconds from a fault until the caller that waits gets an error."""
-    from tl_devicefix.placement.devices import HostLost
+    from tl_devicefix.multihost.hosts import HostLost
 
     def show_fault(what: str, fault: Callable[[], Any]) -> None:
         waiting = threading.Thread(target=ask)

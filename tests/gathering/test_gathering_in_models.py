@@ -71,7 +71,8 @@ def keep(model, tokens, *layers):
 
 
 @pytest.mark.fails_unpatched
-def test_a_plain_dict_is_read_at_home_and_left_as_it_is(model, machine, tokens):
+def test_a_plain_dict_is_read_at_home_and_left_as_it_is(shared, machine, tokens):
+    model = shared("llama", 4)  # not a fixture: unpatched, the test fails and no fixture does
     kept, home = keep(model, tokens), machine.devices[0]
     as_it_was = {name: (id(value), value.device) for name, value in kept.items()}
     assert {device for _, device in as_it_was.values()} == set(machine.devices)

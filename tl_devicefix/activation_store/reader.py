@@ -121,7 +121,7 @@ class SavedActivations:
         Args:
             examples: an example's number, a slice, or a list of numbers.
             model: for methods that need one, such as `accumulated_resid`. Activations are
-            read to its first device; without a model, to the CPU.
+                read to its first device; without a model, to the CPU.
 
         Returns:
             A cache with TransformerLens's names, `[batch, pos, ...]`, or `[pos, ...]` of one

@@ -62,7 +62,7 @@ def pipeline_map(
     bit for bit.
 
     With ``max_in_flight=1`` (the default on one device) it is that loop: `run` gets the model
-    itself. So it is if a closure or partial on the model (a permanent hook, a ``forward``) holds
+    itself. So it is if a function or object on the model (a permanent hook, a ``forward``) holds
     one of the model's modules. Otherwise each run has a thread, and a view of the model: the same
     class, parameters, config and placement, and hooks of its own. A run may read `model` itself,
     but neither run nor hook it. Either way, hooks that a run adds to hook points are gone when it

@@ -132,7 +132,7 @@ def dry_run(
         run: your function of the model, as you write it for a loaded one: a forward,
             `run_with_cache`, `generate`, hooks, a backward, an optimizer's step.
         n_devices: how many devices to split the model across. If you leave it out, there are as
-        many as the other arguments name, and those that `max_memory` names are used.
+            many as the other arguments name, and those that `max_memory` names are used.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
         max_memory: as for `plan`.
         dtype: of the weights; by default float32, as for loading.
