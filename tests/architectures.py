@@ -168,7 +168,7 @@ solu_config = partial(toy_config, act_fn="solu_ln", d_mlp=D_MLP)
 def build_toy(
     cfg: HookedTransformerConfig, tokenizer: Any = None, device: str = "cpu", n_devices: int = 1
 ) -> HookedTransformer:
-    """A model of a config over devices, always with the same values."""
+    """A model of a config across devices, always with the same values."""
     # As an argument of the config, TransformerLens would count CUDA devices.
     cfg.device, cfg.n_devices = device, n_devices
     model = HookedTransformer(cfg, tokenizer)

@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--asynchronous": "run on simulated devices that run behind the host (tests/racing)",
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
-        "--full": "run every combination of what tests are parametrised over, and what other "
+        "--full": "run every combination of what tests are parametrised by, and what other "
         "versions run; by default, each value runs (tests/parameters.py)",
     }.items():
         parser.addoption(option, action="store_true", help=meaning)
@@ -298,9 +298,9 @@ def load(
     tokenizer: Any,
     request: pytest.FixtureRequest,
 ) -> Callable[..., Any]:
-    """`load("llama", 2)`: a new model over two devices, as users load it.
+    """`load("llama", 2)`: a new model across two devices, as users load it.
 
-    Without a number, it lies where the options say, such as `device_map`, or else over four
+    Without a number, it lies where the options say, such as `device_map`, or else across four
     devices, a Bridge as accelerate's "balanced" has it. `folded` is as for `on_one`. A
     HookedTransformer has the weights of `hf_model`, if one is given.
     """

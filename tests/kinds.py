@@ -1,4 +1,4 @@
-"""Kinds of models, and ways to spread them over devices."""
+"""Kinds of models, and ways to split them across devices."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tl_devicefix.simulation.machine import Machine
 def transformer_lens_alone(machine: Machine) -> Iterator[None]:
     """Within it, unpatched TransformerLens takes the machine's devices for its CUDA devices.
 
-    It spreads a model over devices whose type is called "cuda", and asks torch.cuda how many there
+    It splits a model across devices whose type is called "cuda", and asks torch.cuda how many there
     are and how full they are. Here it gets the simulated devices' answers instead.
     """
     import transformer_lens.loading_from_pretrained as tl_loading

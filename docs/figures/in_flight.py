@@ -1,4 +1,4 @@
-"""Draw eight runs over four simulated devices, as a loop and in flight, as an SVG.
+"""Draw eight runs across four simulated devices, as a loop and in flight, as an SVG.
 
 python docs/figures/in_flight.py docs/figures/in_flight.svg
 """

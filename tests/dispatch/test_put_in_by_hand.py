@@ -59,7 +59,7 @@ come from."""
 @contextlib.contextmanager
 def no_warning():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(put in from another device|are shared)")
+        warnings.filterwarnings("error", message=".*(assigned from another device|are shared)")
         yield
 
 
@@ -85,7 +85,7 @@ def test_part_put_in_from_another_device_runs_with_one_warning(
     put(model)
     put(reference)
     expected = logits_and_gradients(reference, tokens)
-    how = "are shared" if put in SHARED else "put in from another device"
+    how = "are shared" if put in SHARED else "assigned from another device"
 
     with pytest.warns(UserWarning, match=how) as warned:
         actual = logits_and_gradients(model, tokens.to(device(0)))
@@ -103,7 +103,7 @@ def test_forward_moves_the_same_parameter_with_its_grad(load, machine, tokens):
     parameter.grad = torch.ones_like(parameter)
     assert "device" in {finding.kind for finding in check(model).findings}
 
-    with pytest.warns(UserWarning, match="put in from another device"):
+    with pytest.warns(UserWarning, match="assigned from another device"):
         model(tokens.to(device(0)))
 
     assert held[name] is parameter
@@ -137,7 +137,7 @@ def test_tensors_put_into_an_offloaded_block_move_to_the_host(load, on_one, toke
         owner.blocks[3].attn.mask = owner.blocks[4].attn.mask
         owner.blocks[4].mlp.W_out = nn.Parameter(2 * owner.blocks[3].mlp.W_out.detach())
 
-    with pytest.warns(UserWarning, match="put in from another device"):
+    with pytest.warns(UserWarning, match="assigned from another device"):
         actual = model(tokens)
 
     assert_agrees(actual, reference(tokens))

@@ -89,14 +89,14 @@ def test_remote_block_refuses_local_edits(put_in, spread, tokens):
     model = spread("llama")
     with torch.no_grad():
         expected = model(tokens)
-        with pytest.raises(RuntimeError, match=r"^blocks\.2 runs on node-b, .* put into it here"):
+        with pytest.raises(RuntimeError, match=r"^blocks\.2 runs on node-b, .* assigned to it"):
             put_in(model.blocks[2])
         assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: View(model).model])
 def test_copies_of_remote_blocks_refuse_local_edits(copied, spread):
-    with pytest.raises(RuntimeError, match="mlp was put into it here"):
+    with pytest.raises(RuntimeError, match="mlp was assigned to it here"):
         copied(spread("gpt2")).blocks[2].mlp = nn.Identity()
 
 
@@ -239,7 +239,7 @@ def test_edit_a_remote_host_would_miss_is_refused_before_it_acts(run, message, s
 
 def test_hf_model_in_memory_cannot_be_loaded_over_hosts(load, host):
     host.calls.clear()
-    refused = "hf_model cannot be loaded over several hosts: save it|When passing hf_model"
+    refused = "hf_model cannot be loaded across several hosts: save it|When passing hf_model"
     where = {"": "cpu", "blocks.2": "node-b/cpu"}
     with pytest.raises(ValueError, match=refused):
         load("llama", hf_model=make_hf_model(HF_CONFIGS["llama"]()), device_map=where)

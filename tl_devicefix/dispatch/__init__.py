@@ -1,1 +1,1 @@
-"""Running over several devices: carrying the residual stream, and hooks that mix devices."""
+"""Running across several devices: carrying the residual stream, and hooks that mix devices."""

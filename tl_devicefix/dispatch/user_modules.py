@@ -234,7 +234,7 @@ def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
         # torch refuses a tensor in a parameter's place, but not as its .data.
         put = ".data" if first.is_weight else ""
         sentences.append(
-            "tensors were put in from another device, and are moved to their component's: "
+            "tensors were assigned from another device, and are moved to their component's: "
             f"{_named(moved)}; to do without the copy, write "
             f'{expression(first.full_name)}{put} = value.to("{first.planned}")'
         )

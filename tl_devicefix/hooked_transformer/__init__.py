@@ -1,1 +1,1 @@
-"""HookedTransformer over several devices: loading, processing, moving, and running it."""
+"""HookedTransformer across several devices: loading, processing, moving, and running it."""

@@ -57,7 +57,7 @@ def _record(model: Any, placement: Placement) -> None:
 
 
 def _tell_accelerate(model: HookedTransformer, placement: Placement) -> None:
-    """Mark a spread model as transformers does, so that accelerate and Trainer do not move it."""
+    """Mark a split model as transformers does, so that accelerate and Trainer do not move it."""
     vars(model).pop("hf_device_map", None)
     if len(placement.memories) > 1:
         vars(model)["hf_device_map"] = {c.name: c.stored_on for c in placement.components}

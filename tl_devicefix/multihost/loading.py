@@ -1,4 +1,4 @@
-"""Load a model over several hosts, each worker its own blocks from its own files.
+"""Load a model across several hosts, each worker its own blocks from its own files.
 
 First, each worker compares its files with the driver's: `checkpoint_files.py`. Then the driver and
 all workers load at the same time.
@@ -49,7 +49,7 @@ def loading_elsewhere(
         return
     if arguments.get("hf_model") is not None:
         raise ValueError(
-            "hf_model cannot be loaded over several hosts: save it with save_pretrained() to a "
+            "hf_model cannot be loaded across several hosts: save it with save_pretrained() to a "
             "directory that all hosts see, and give that directory's name"
         )
     hosts = list(dict.fromkeys(host for host, _ in places.values()))

@@ -174,7 +174,7 @@ class RemoteModule(nn.Module):
 
     def _refuse(self, what: str) -> None:
         record: _Record = vars(self)[_REMOTE]
-        raise record.refusal(f"{what} put into it here", "use a hook on a hook point")
+        raise record.refusal(f"{what} assigned to it here", "use a hook on a hook point")
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_note = name.startswith("_") and not isinstance(value, nn.Module)
@@ -186,7 +186,7 @@ class RemoteModule(nn.Module):
         super().__setattr__(name, value)
 
     def _check_name(self, name: str) -> None:
-        if not name.startswith("hook_"):  # a module may be put in a hook point's place
+        if not name.startswith("hook_"):  # a module may replace a hook point
             self._refuse(f"{name} was")
 
     def _apply(

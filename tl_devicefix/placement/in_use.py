@@ -15,7 +15,7 @@ from tl_devicefix.placement.placement import Placement
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
-# By identity, because two models may have equal placements. In the order of placing.
+# By id: two models may have equal placements. In the order of placing.
 _placements: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 
@@ -40,7 +40,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
-    # An index stays one, because it means a device of home's type, which is not known yet.
+    # An index means a device of home's type, which is not known yet.
     with setting(_chosen, device if isinstance(device, int) else resolve(device)):
         yield
 
@@ -100,6 +100,6 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
 
 def placements_in_use() -> list[Placement]:
     """Return the placements that anybody holds, oldest first."""
-    # Not `values()`, because other threads may place models meanwhile.
+    # `values()` would fail if another thread places a model meanwhile.
     references = (reference() for reference in _placements.valuerefs())
     return [placement for placement in references if placement is not None]

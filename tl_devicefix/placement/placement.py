@@ -81,7 +81,7 @@ class Placement:
         """The same placement without components that are elsewhere."""
         return self if self._here is None else self._here
 
-    # None for itself, because a placement that refers to itself would outlive its model, and
+    # None stands for itself: a placement that refers to itself would outlive its model, and
     # `in_use.py` counts those that are alive.
     @cached_property
     def _here(self) -> Placement | None:
@@ -150,7 +150,7 @@ class Placement:
             return self.components[0]
         component = component_of(str(name))
         if component not in self._by_name:
-            # No suggestion for "blocks" and "blocks.99", because the list says enough.
+            # No suggestion for "blocks" and "blocks.99": the list says enough.
             kinds = {name.partition(".")[0] for name in self._by_name}
             is_listed = component.partition(".")[0] in kinds
             meant = "" if is_listed else did_you_mean(component, self._by_name)
@@ -180,11 +180,11 @@ class Placement:
         return stored + sum(self._visiting(device)) + shared_buffer_bytes(running)
 
     def _device(self, named: DeviceLike) -> torch.device:
-        """Resolve a device; one in use is found by name, because simulated ones cease to exist."""
+        """Resolve a device; one in use is found by name: simulated ones cease to exist."""
         if has_slash(named):
             return self.others.find(str(named))
         for memory in self.memories:
-            # A text, because an index may come as "1"; the CPU has none.
+            # Compare texts: an index may come as "1". The CPU has none.
             if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
                 return memory
         return resolve(named, self.home)
@@ -215,7 +215,7 @@ class Placement:
         """Yield the components that a model has, each with its module."""
         modules = dict(model.named_modules())
         for component in self.components:
-            if component.name in modules:  # because a user may have cut `model.blocks`
+            if component.name in modules:  # a user may have cut `model.blocks`
                 yield component, modules[component.name]
 
     def __repr__(self) -> str:

@@ -21,14 +21,14 @@ from torch.utils import _python_dispatch as dispatching
 _Unit = TypeVar("_Unit")
 _Result = TypeVar("_Result")
 
-# Held
-# 1. while an empty model or a twin is made, because torch, transformers, accelerate and we replace
-#    classes' methods and settings for that;
-# 2. while components are brought to devices, because `torch.set_num_threads` also sets how many
-#    threads new ones begin with;
-# 3. while TransformerLens reads a config, because its name for AutoConfig is replaced for that;
-# 4. while hosts join, because a load that began meanwhile would miss them.
-# The workers of a load may not take it, because the thread that waits for them holds it.
+# The lock is held
+# 1. while an empty or a tiny model is made: torch, transformers, accelerate and this package
+#    replace classes' methods and settings for that;
+# 2. while components move to devices: `torch.set_num_threads` also sets how many threads new ones
+#    begin with;
+# 3. while TransformerLens reads a config: its name for AutoConfig is replaced for that;
+# 4. while hosts join: a load that began meanwhile would miss them.
+# The workers of a load may not take it: the thread that waits for them holds it.
 one_load = threading.RLock()
 """The lock of loads, which change what all threads see."""
 
@@ -45,7 +45,7 @@ def each_on_its_device(
     fail, the error of the first one is raised.
 
     Args:
-        do: called with each unit. Not a closure, because tracebacks would keep its cells alive.
+        do: called with each unit. Not a closure: tracebacks would keep its cells alive.
         units: the units, in order.
         devices: the device of each unit.
         done: called in this thread after each unit.
@@ -58,14 +58,14 @@ def each_on_its_device(
         return
     begun: list[Future[None]] = []
     with one_load, contextlib.ExitStack() as stack:
-        # Share the cores between the threads, because torch would split each small operation over
-        # all cores and wait for the slowest one: ten times slower on a busy machine.
+        # The threads share the cores. Otherwise torch splits each small operation across all cores
+        # and waits for the slowest one: ten times slower on a busy machine.
         all_cores = torch.get_num_threads()
         stack.callback(torch.set_num_threads, all_cores)
         cores = max(1, all_cores // len(distinct))
         caller = CallersState(distinct)
         workers = {device: stack.enter_context(threads(1)) for device in distinct}
-        # Called before the pools end, because the others would go on while we wait for one.
+        # Called before the pools end: while we wait for one, the others would go on.
         stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
@@ -80,7 +80,7 @@ def each_on_its_device(
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # because the traceback of one would keep the others alive
+        errors.clear()  # the traceback of one would keep the others alive
 
 
 def _on_cores(cores: int, do: Callable[[_Unit], None], unit: _Unit) -> None:
@@ -117,7 +117,7 @@ class CallersState:
         self._set: list[Callable[[], object]] = [
             functools.partial(torch.set_num_threads, torch.get_num_threads()),
             *(setting for device in devices for setting in _current_stream(device)),
-            # After the streams, because setting a stream makes its device the current one.
+            # After the streams: setting a stream makes its device the current one.
             *(setting for kind in types for setting in _current_device(kind)),
         ]
         multithreading = torch._C._is_multithreading_enabled()
@@ -125,14 +125,14 @@ class CallersState:
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
-            # Only enabled types, because some types of device do not support autocast.
+            # Only enabled types: some types of device do not support autocast.
             *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
         ]
         autograd: Any = torch._C._autograd
         hooks = autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None:  # the innermost, because only that one is called
+        if hooks is not None:  # the innermost: torch calls no other
             self._enter.append(functools.partial(saved_tensors_hooks, *hooks))
-        # Pushed without __enter__, because its effects belong to the caller's thread.
+        # Pushed without __enter__, whose effects belong to the caller's thread.
         self._modes = [
             *((_push_mode, _pop_mode, mode) for mode in _get_current_function_mode_stack()),
             *(
@@ -143,8 +143,8 @@ class CallersState:
 
     def run(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in this thread with these settings."""
-        # A copy, because only one thread at a time may run within a context. No lambda, because its
-        # cells would keep the arguments alive after an error, when the frames are cleared.
+        # A copy: only one thread at a time may run within a context. A lambda's cells would keep
+        # the arguments alive after an error, when the frames are cleared.
         return self._context.copy().run(self._run, function, args)
 
     def _run(self, function: Callable[..., _Result], args: tuple[object, ...]) -> _Result:

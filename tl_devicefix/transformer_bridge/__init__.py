@@ -1,4 +1,4 @@
-"""TransformerBridge over several devices.
+"""TransformerBridge across several devices.
 
 A Bridge wraps a Hugging Face model and runs its modules, but a HookedTransformer has modules of its
 own. Code that does not depend on this difference is in other packages.

@@ -103,7 +103,7 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
         except AttributeError as error:
             raise ValueError(
                 f"a {type(hf_model).__name__} has no {component.name!r}, where "
-                f"{type(adapter).__name__} has its {name}: spread it by a device_map of its own "
+                f"{type(adapter).__name__} has its {name}: split it by a device_map of its own "
                 "modules"
             ) from error
         indices = [index for index, _ in enumerate(blocks.children())]
