@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tl_devicefix import load_activations
-from tl_devicefix.activation_store.format import MASK, TOKENS, Entry, Index, write_index
+from tl_devicefix.activation_store.format import MASK, TOKENS, Index, StoredTensor, write_index
 from tl_devicefix.activation_store.reader import SavedActivations
 from tl_devicefix.activation_store.resume import LOCK
 from tl_devicefix.activation_store.writer import Copied, Writer
@@ -27,10 +27,10 @@ def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Saved
     directory.mkdir(exist_ok=True)
     name = str(dtype).removeprefix("torch.")
     entries = (
-        Entry(TOKENS, "int64", (WIDTH,)),
-        Entry(MASK, "bool", (WIDTH,)),
-        Entry(RESID, name, (WIDTH, D_MODEL)),
-        Entry(REDUCED, "float32", (1,)),
+        StoredTensor(TOKENS, "int64", (WIDTH,)),
+        StoredTensor(MASK, "bool", (WIDTH,)),
+        StoredTensor(RESID, name, (WIDTH, D_MODEL)),
+        StoredTensor(REDUCED, "float32", (1,)),
     )
     index = Index(MODEL, {}, entries, PER_SHARD)
     write_index(directory, index)

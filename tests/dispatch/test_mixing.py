@@ -19,7 +19,7 @@ pytestmark = pytest.mark.hooked
 def of_this_module_only():
     """Models of other modules' tests may live on, and their devices be in use."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_use, "_placements", weakref.WeakValueDictionary())
+        patch.setattr(in_use, "_in_use", weakref.WeakValueDictionary())
         yield
 
 

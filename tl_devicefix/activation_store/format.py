@@ -45,7 +45,7 @@ CODES = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """The tensors that are stored under one name."""
 
     name: str  # a cache's key
@@ -83,7 +83,7 @@ class Shard:
         """The range of examples, in the words of the file's metadata."""
         return f"{self.start}:{self.stop}"
 
-    def rows(self, entry: Entry) -> int:
+    def rows(self, entry: StoredTensor) -> int:
         """Return the number of an entry's rows in this shard."""
         return self.tokens if entry.axis == "token" else self.stop - self.start
 
@@ -104,7 +104,7 @@ class Index:
 
     model: dict[str, object]
     made_by: dict[str, str]
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredTensor, ...]
     examples_per_shard: int
     shards: tuple[Shard, ...] = ()
     is_complete: bool = False
@@ -158,7 +158,9 @@ def read_index(directory: Path) -> Index:
             f"the activations in {directory} are of version {fields['version']} of the format, but "
             f"this tl_devicefix reads version {VERSION}: save them again to another directory"
         )
-    entries = [Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["entries"]]
+    entries = [
+        StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["entries"]
+    ]
     shards = [Shard(**shard) for shard in fields["shards"]]
     return Index(**{**fields, "entries": tuple(entries), "shards": tuple(shards)})
 
@@ -256,7 +258,7 @@ class Stored:
     tokens of one example after the other.
     """
 
-    def __init__(self, directory: Path, index: Index, entry: Entry) -> None:
+    def __init__(self, directory: Path, index: Index, entry: StoredTensor) -> None:
         self._directory, self._index, self.entry = directory, index, entry
         # Shard -> the row at which each example's tokens end: `token_mask` varies their number.
         self._ends: dict[int, list[int]] = {}

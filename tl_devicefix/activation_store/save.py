@@ -16,8 +16,8 @@ import transformers.utils.logging as hf_logging
 
 from tl_devicefix.activation_store import resume as on_disk
 from tl_devicefix.activation_store.format import (
-    Entry,
     Index,
+    StoredTensor,
     dtype_name,
     path_of,
     read_index,
@@ -187,7 +187,10 @@ class _Save:
                 on_disk.check_disk(self._directory, self._n_bytes - written)
 
         entries = (
-            *(Entry(n, dtype_name(t.dtype), tuple(t.shape[1:])) for n, t in batch.stored.items()),
+            *(
+                StoredTensor(n, dtype_name(t.dtype), tuple(t.shape[1:]))
+                for n, t in batch.stored.items()
+            ),
             *self._entries.values(),
         )
         rows = {"example": 1, "token": self._width}  # an upper bound: fewer tokens may be saved
@@ -297,6 +300,8 @@ class _Save:
         )
         return self._selection.select(cache, len(batch.inputs), batch.saved)
 
-    def _entries_of(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
+    def _entries_of(
+        self, batch: Batch, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, StoredTensor]:
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
         return self._selection.entries_of(tensors, n_rows)

@@ -16,7 +16,7 @@ from tl_devicefix.activation_store.format import (
     TOKEN_MASK,
     TOKENS,
     Axis,
-    Entry,
+    StoredTensor,
     dtype_name,
 )
 from tl_devicefix.gathering.caches import CacheAtHome
@@ -121,7 +121,9 @@ class Selection:
         rows = saved.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)
 
-    def entries_of(self, tensors: Mapping[str, torch.Tensor], n_rows: int) -> dict[str, Entry]:
+    def entries_of(
+        self, tensors: Mapping[str, torch.Tensor], n_rows: int
+    ) -> dict[str, StoredTensor]:
         """Return the index entries of a batch's activations, with `n_rows` examples or tokens.
 
         Raises:
@@ -145,7 +147,7 @@ class Selection:
                     f"{axis}s: remove it from names_filter, or have transform return [batch, ...]"
                 )
         return {
-            name: Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
+            name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
             for name, tensor in tensors.items()
         }
 

@@ -70,7 +70,7 @@ def config_findings(model: Model) -> Iterator[Finding]:
         yield Finding("config", "cfg.n_devices", message, f"model.cfg.n_devices = {count}")
 
 
-def _attached(model: Model) -> dict[nn.Module, str]:
+def _attached_modules(model: Model) -> dict[nn.Module, str]:
     """Return the modules of attached SAEs and the like, with the path of their root."""
     roots = [(path, module) for path, module in model.named_modules() if runs_where_it_is(module)]
     return {module: path for path, root in roots for module in root.modules()}
@@ -95,14 +95,14 @@ def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTen
 def bring_back(model: Model) -> None:
     """Move each misplaced tensor, with its gradient, to its device."""
     mover = Mover()
-    for tensor in list(_tensors(model, _attached(model))):
+    for tensor in list(_tensors(model, _attached_modules(model))):
         if tensor.is_misplaced:
             mover.move(tensor.module, tensor.name, tensor.planned)
 
 
 def device_findings(model: Model) -> Iterator[Finding]:
     """Find misplaced tensors, joined to the largest modules that are misplaced as a whole."""
-    attached = _attached(model)
+    attached = _attached_modules(model)
     tensors = list(_tensors(model, attached))
     modules = _misplaced_modules(tensors, set(attached.values()))
     groups: dict[str, list[PlacedTensor]] = defaultdict(list)

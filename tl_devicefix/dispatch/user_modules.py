@@ -65,7 +65,7 @@ def runs_where_it_is(module: nn.Module) -> bool:
     return PinnedModule.of(module) is not None
 
 
-def _attached(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
+def _users_modules(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
     """Return the outermost modules in the components that are not TransformerLens's."""
     # TransformerLens has modules of torch's classes, too. Such a module counts only if it is
     # elsewhere and `is_own` does not know it.
@@ -155,7 +155,7 @@ class Watch:
         for module in model.modules():
             PinnedModule.detach(module)
         if self._is_own is not None:
-            for module in list(_attached(model, placement, self._is_own)):
+            for module in list(_users_modules(model, placement, self._is_own)):
                 _run_where_it_is(module)
 
 

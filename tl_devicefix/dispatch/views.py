@@ -207,7 +207,7 @@ def _noting(kind: type) -> type:
 
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
 
-_LIBRARIES = (*LIBRARIES, "sae_lens")
+_KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
 # Other objects in a model are shared: they may be a user's lists of results.
 _WITH_STATE = (
@@ -418,7 +418,7 @@ def _is_own(kind: type, name: str) -> bool:
         not issubclass(kind, nn.Module)
         or name in _OF_MODULES
         or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
-        or (_is_of(kind, _LIBRARIES) and name.startswith("_"))
+        or (_is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_"))
     )
 
 

@@ -281,12 +281,12 @@ def setup(original: Callable[..., object], self: HookedTransformer) -> object:
 
 # By the id of a model's config: TransformerLens asks for a block's device by config alone.
 # torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
-_placements: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
+_placement_by_config: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
 
 
 def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
     """Return the placement of the model with this very config; None if it has none."""
-    of_config, placement = _placements.get(id(cfg), (None, None))
+    of_config, placement = _placement_by_config.get(id(cfg), (None, None))
     # A freed config's id may be reused before it is forgotten.
     return placement if of_config is not None and of_config() is cfg else None
 
@@ -294,7 +294,10 @@ def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
 def remember(cfg: HookedTransformerConfig, placement: Placement) -> None:
     """Make `placement_by` find a placement by a config, as long as the config exists."""
     key = id(cfg)
-    _placements[key] = weakref.ref(cfg, lambda _: _placements.pop(key, None)), placement
+    _placement_by_config[key] = (
+        weakref.ref(cfg, lambda _: _placement_by_config.pop(key, None)),
+        placement,
+    )
 
 
 @patches(None, takes="index cfg device", why="the placement says where blocks lie", until="3")

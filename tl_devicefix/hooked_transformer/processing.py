@@ -108,7 +108,7 @@ def one_step(
     result: Weights = {}
     for unit in dict.fromkeys(map(processing_unit, state_dict)):
         weights = source.read(unit, torch.device("cpu"))
-        device, stored_on = _devices_of(self, unit)
+        device, stored_on = _device_and_storage(self, unit)
         dtype = slicing.working_dtype(weights, torch.float32)
         copies = slicing.WorkingCopies(weights, device, dtype)
         step(unit, copies, *args, **kwargs)
@@ -237,7 +237,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
         model.placement = placement
         units = [unit for unit in units if unit in placement.here.device_map]  # not other hosts'
     # Where it runs: on the host, an offloaded block is processed slowly.
-    devices = [_devices_of(model, unit)[0] for unit in units]
+    devices = [_device_and_storage(model, unit)[0] for unit in units]
     if source.computes:
         devices = devices[:1] * len(units)  # memory allows one at a time
     elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
@@ -253,11 +253,11 @@ def _fill_one(
     model: HookedTransformer, source: Source, placement: Placement | None, steps: Steps, unit: str
 ) -> None:
     with naming_full_devices(model, placement, unit):
-        weights = source.read(unit, _devices_of(model, unit)[0])
+        weights = source.read(unit, _device_and_storage(model, unit)[0])
         load_component(model, unit, complete_unit(model, unit, weights), steps)
 
 
-def _devices_of(model: HookedTransformer, unit: str) -> tuple[torch.device, torch.device]:
+def _device_and_storage(model: HookedTransformer, unit: str) -> tuple[torch.device, torch.device]:
     """Return the devices that run a component and store its weights."""
     placement = placement_of(model)
     if placement is not None:
@@ -271,7 +271,7 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
 
     It takes slice after slice, so that only one slice is held beyond the model and the source.
     """
-    device, stored_on = _devices_of(model, unit)
+    device, stored_on = _device_and_storage(model, unit)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = slicing.working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE

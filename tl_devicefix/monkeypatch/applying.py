@@ -47,10 +47,10 @@ def enable(table: Sequence[Patch]) -> None:
     disable()  # finish a `disable` that was interrupted
     for patch in table:
         check_target(patch)
-    _replace(table)
+    _apply_table(table)
 
 
-def _replace(table: Sequence[Patch]) -> None:
+def _apply_table(table: Sequence[Patch]) -> None:
     """Apply a table that was checked and is not applied."""
     global _applied, _functions, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
@@ -110,7 +110,7 @@ def disabled() -> Iterator[None]:
     finally:
         if were_enabled and not is_enabled():
             disable()  # one that was interrupted may have left some
-            _replace(_applied)
+            _apply_table(_applied)
 
 
 def is_enabled() -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 _Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer"
-Entry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
+CacheEntry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 
 _LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
 # By name: older versions of transformers lack these classes.
@@ -25,7 +25,7 @@ _GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache
 _SENT = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-def layer_of_cache(cache: cache_utils.Cache, index: int) -> Entry | None:
+def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
     """Return a layer's entry of transformers' cache; None if it does not grow by appending."""
     # The exact class: subclasses store keys and values elsewhere, or quantised.
     if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
@@ -38,18 +38,18 @@ def layer_of_cache(cache: cache_utils.Cache, index: int) -> Entry | None:
     return layer if type(layer) in _GROWING else None
 
 
-def attributes_of(entry: Entry) -> dict[str, object]:
+def attributes_of(entry: CacheEntry) -> dict[str, object]:
     """Return an entry's keys and values, and its plain attributes, such as `frozen`."""
     return {name: value for name, value in vars(entry).items() if isinstance(value, _SENT)}
 
 
-def set_attributes(entry: Entry, attributes: dict[str, object], device: torch.device) -> None:
+def set_attributes(entry: CacheEntry, attributes: dict[str, object], device: torch.device) -> None:
     """Set an entry's attributes, with `device` in the place of the other side's."""
     is_device = {name: isinstance(value, torch.device) for name, value in attributes.items()}
     vars(entry).update({k: device if is_device[k] else v for k, v in attributes.items()})
 
 
-def as_argument(entry: Entry, index: int) -> cache_utils.Cache:
+def as_argument(entry: CacheEntry, index: int) -> cache_utils.Cache:
     """Return a cache of transformers' that has one layer's entry alone."""
     cache = cache_utils.DynamicCache()
     # None for the layers before: a layer reads its own entry only, by its index.

@@ -515,7 +515,7 @@ class _RemoteRun(RemoteHandle):
         token: torch.Tensor | None = None
         while True:
             if torch.is_grad_enabled():
-                value, token = _Part.apply(self, ask, token, *inputs)
+                value, token = _RemoteBackward.apply(self, ask, token, *inputs)
             else:
                 value = ask()
             reply = self._reply
@@ -574,7 +574,7 @@ class _RemoteRun(RemoteHandle):
             return torch.empty(0) if first is None else first.to(self._remote.home)
 
 
-class _Part(torch.autograd.Function):
+class _RemoteBackward(torch.autograd.Function):
     """One part of a run, in home's graph.
 
     Each takes a token from the part before, so that autograd runs them in order, the last first:

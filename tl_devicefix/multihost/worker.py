@@ -28,7 +28,7 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
-from tl_devicefix.multihost.kv_caches import Entry, as_argument, attributes_of, set_attributes
+from tl_devicefix.multihost.kv_caches import CacheEntry, as_argument, attributes_of, set_attributes
 from tl_devicefix.multihost.messages import (
     EntryState,
     KeptTensor,
@@ -195,7 +195,7 @@ class _Ended(BaseException):  # no Exception: code in a block may catch these
 
 
 @dataclass
-class _Part:
+class _GraphPart:
     """The computation of a run between two replies.
 
     Attributes:
@@ -220,7 +220,7 @@ class _PausableRun:
         self._arrivals = queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]()
         self._cached: list[tuple[int, str, KeptTensor]] = []
         self._grown: list[tuple[int, dict[str, object]]] = []
-        self._parts: list[_Part] = []
+        self._parts: list[_GraphPart] = []
         # The tensors that home has too, in its order: x, then the activation of each tap.
         self._shared: list[torch.Tensor] = []
         self._task = -1
@@ -230,7 +230,7 @@ class _PausableRun:
         steps = self._request.steps
         given = tree_leaves([self._request.x, [step.arguments for step in steps]])
         leaves = [given[index].requires_grad_() for index in self._request.leaves]
-        self._parts.append(_Part(leaves))
+        self._parts.append(_GraphPart(leaves))
         if not any(step.taps for step in steps):
             return self._run()
         # In a thread of its own: the call that begins a run returns at the first tap, with the
@@ -244,7 +244,9 @@ class _PausableRun:
         """Run up to the next tap, or the end."""
         if activation is not None:
             activation.requires_grad_(needs_gradient)
-        self._parts.append(_Part([activation] if activation is not None and needs_gradient else []))
+        self._parts.append(
+            _GraphPart([activation] if activation is not None and needs_gradient else [])
+        )
         self._arrivals.put((activation, in_place))
         return self._reply()
 
@@ -281,7 +283,7 @@ class _PausableRun:
     ) -> Output:
         layer, block = step.layer, self._model.blocks[step.layer]
         device = self._model.module.placement.device_of(f"blocks.{layer}")
-        entries: list[tuple[EntryState, Entry, dict[str, object]]] = []
+        entries: list[tuple[EntryState, CacheEntry, dict[str, object]]] = []
 
         def appended_to(state: EntryState) -> object:
             entry = self._entry(state, device)
@@ -316,17 +318,17 @@ class _PausableRun:
             self._keep(number, state.new, entry, before)
         return output
 
-    def _entry(self, state: EntryState, device: torch.device) -> Entry:
+    def _entry(self, state: EntryState, device: torch.device) -> CacheEntry:
         """Make the entry that home has; what is appended to it makes new tensors."""
         # Without `__init__`, whose arguments differ between classes and versions.
-        entry: Entry = object.__new__(state.kind)
+        entry: CacheEntry = object.__new__(state.kind)
         given = tree_map_only(
             KeptTensor, lambda one: self._kept.tensor(one.number, one.name), state.attributes
         )
         set_attributes(entry, given, device)
         return entry
 
-    def _keep(self, number: int, new: int, entry: Entry, before: dict[str, object]) -> None:
+    def _keep(self, number: int, new: int, entry: CacheEntry, before: dict[str, object]) -> None:
         """Keep the tensors of an entry if it has grown; a frozen one has not."""
         attributes = attributes_of(entry)
         tensors = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}

@@ -155,7 +155,7 @@ def refuse_arguments(
 
 def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     """Return the largest number of runs in flight; see `pipeline_map`."""
-    n_devices = len(_devices_of(model))
+    n_devices = len(_computing_devices(model))
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1  # so one is ready when a device is free
     if not isinstance(max_in_flight, int) or max_in_flight < 1:
@@ -178,7 +178,7 @@ def _pipelined(
 ) -> Generator[Result, None, None]:
     """Start as many runs as may be in flight, and one more for each result that is fetched."""
     _refuse_dropout(model)
-    devices, pauses = _devices_of(model, here=True), not runs_users_code(model)
+    devices, pauses = _computing_devices(model, here=True), not runs_users_code(model)
     queue = DeviceQueue()
 
     def start(number: int, item: Item) -> Future[Result]:
@@ -341,7 +341,7 @@ class HooksSnapshot:
                 )
 
 
-def _devices_of(model: Model, here: bool = False) -> tuple[torch.device, ...]:
+def _computing_devices(model: Model, here: bool = False) -> tuple[torch.device, ...]:
     """Return the devices that a model computes on, or those on this host."""
     placement = placement_of(model)
     if placement is not None:

@@ -207,7 +207,7 @@ _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
 # Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
-_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
+_STEADY_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
 _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
 
@@ -267,7 +267,7 @@ class _FirstBlock:
         """Return True if a module may act differently in another run, or a hook sees it."""
         attributes = vars(module)
         hooks = [hook for kind in hooks_of(attributes) for hook in kind.values()]
-        if any(_is_of_user(module, hook) for hook in hooks):
+        if any(_is_users_hook(module, hook) for hook in hooks):
             return True
         if type(module) is HookPoint:
             return "forward" in attributes
@@ -275,7 +275,9 @@ class _FirstBlock:
             return True
         if module is self._model:  # `_is_known` has checked it, and allows a user's subclass
             return False
-        if package_of(type(module)) not in _LIBRARIES or attributes.get("_compiled_call_impl"):
+        if package_of(type(module)) not in _STEADY_LIBRARIES or attributes.get(
+            "_compiled_call_impl"
+        ):
             return True
         # An instance's own forward is by an `Around`, by accelerate, or by the user.
         by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
@@ -316,13 +318,13 @@ def _beside_blocks(model: Model) -> Iterator[nn.Module]:
             yield module
 
 
-def _is_of_user(module: nn.Module, hook: object) -> bool:
+def _is_users_hook(module: nn.Module, hook: object) -> bool:
     """Return True if a PyTorch hook is neither this package's nor a library's own."""
     package = package_of(hook)
     if package == "tl_devicefix":
         return False
     # On a hook point, TransformerLens's own functions call a user's.
-    return isinstance(module, HookPoint) or package not in _LIBRARIES
+    return isinstance(module, HookPoint) or package not in _STEADY_LIBRARIES
 
 
 class _ResidualStreams:

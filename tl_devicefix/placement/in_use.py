@@ -16,7 +16,7 @@ from tl_devicefix.placement.placement import Placement
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
 # By id: two models may have equal placements. In the order of placing.
-_placements: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
+_in_use: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -63,8 +63,8 @@ def chosen_device(home: torch.device | None) -> torch.device | None:
 
 def use(placement: Placement) -> None:
     """Count a placement's devices as in use, as long as a model (or anyone) holds it."""
-    _placements.pop(id(placement), None)
-    _placements[id(placement)] = placement
+    _in_use.pop(id(placement), None)
+    _in_use[id(placement)] = placement
 
 
 def devices_in_use(beside: torch.device | None = None) -> frozenset[torch.device]:
@@ -101,5 +101,5 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
 def placements_in_use() -> list[Placement]:
     """Return the placements that anybody holds, oldest first."""
     # `values()` would fail if another thread places a model meanwhile.
-    references = (reference() for reference in _placements.valuerefs())
+    references = (reference() for reference in _in_use.valuerefs())
     return [placement for placement in references if placement is not None]

@@ -255,7 +255,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
             processing.of_unembed(processed)
         elif unit.name.startswith("blocks."):
             processing.of_block(processed, unit.components[unit.name])
-        _replace(unit, originals, processed)
+        _assign_processed(unit, originals, processed)
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
             _fold_into_batched_experts(bridge, unit)
@@ -269,7 +269,7 @@ def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
     return next((weight.device for weight in unit.weights.values()), CPU)
 
 
-def _replace(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
+def _assign_processed(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
     """Round processed weights, and put them in the place of the old ones."""
     by_component: dict[str, Weights] = {name: {} for name in unit.components}
     for named in list(processed):
