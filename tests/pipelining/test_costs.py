@@ -101,7 +101,7 @@ def test_one_more_run_costs_as_many_calls_at_8_and_80_blocks(
             uncounted(View, "__init__")
             uncounted(DeviceQueue, "acquire")  # one call more each time that it wakes up
         at_home = tokens.to(model.cfg.device)
-        runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 3
+        runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 4
 
         def sweep(n, model=model, at_home=at_home, runs=runs):
             list(tl_devicefix.sweep(model, at_home, runs[:n]))
@@ -112,7 +112,7 @@ def test_one_more_run_costs_as_many_calls_at_8_and_80_blocks(
 
         with torch.no_grad():
             model(at_home)  # a Bridge's blocks wire their hooks in the first forward
-            of_runs += [calls_of(call, 3) - calls_of(call, 2) for call in (sweep, pipeline_map)]
+            of_runs += [calls_of(call, 4) - calls_of(call, 3) for call in (sweep, pipeline_map)]
     assert min(of_runs) > 0
     # The threads' timing decides whether a run gets the view of one that has ended.
     assert of_runs[:2] == pytest.approx(of_runs[2:], abs=8)

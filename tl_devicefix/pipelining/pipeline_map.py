@@ -183,13 +183,15 @@ def _pipelined(
 
     def start(number: int, item: Item) -> Future[Result]:
         # The state of this moment: the caller may enter a mode between two results.
-        viewed = views.pop() if views else (adapter_of(model).view_of(model), Streams())
-        if viewed[0].is_captured:
+        if not free:
+            made.append(adapter_of(model).view_of(model))
+            free.append((made[-1], Streams()))
+        if made[-1].is_captured:
             raise RuntimeError(
                 "a function that holds a module of the model was added to it between two results: "
                 f"add it before, or {ONE_AT_A_TIME}"
             )
-        return pool.submit(CallersState(devices).run, work, number, item, viewed)
+        return pool.submit(CallersState(devices).run, work, number, item, free.pop())
 
     def work(number: int, item: Item, viewed: tuple[View[Model], Streams]) -> Result:
         view, streams = viewed
@@ -205,10 +207,11 @@ def _pipelined(
             return result
         finally:
             view.restore()
-            views.append(viewed)  # making a view takes longer than restoring one
+            free.append(viewed)  # making a view takes longer than restoring one
 
-    views = [(view, Streams())]  # those of runs that have ended, and the first
-    with checking_at_end(lambda: _refuse_settings(views)), contextlib.ExitStack() as within:
+    made = [view]
+    free = [(view, Streams())]  # a run that is cancelled before it begins keeps its view
+    with checking_at_end(lambda: _refuse_settings(made)), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         # Called before the pool waits for its threads, which may wait in the queue.
         within.callback(queue.end)
@@ -242,9 +245,9 @@ def checking_at_end(check: Callable[[], None]) -> Iterator[None]:
     check()
 
 
-def _refuse_settings(views: list[tuple[View[Model], Streams]]) -> None:
+def _refuse_settings(views: list[View[Model]]) -> None:
     """Refuse attributes that a run has set in its view, once all runs have ended."""
-    for view, _ in views:
+    for view in views:
         if (setting := view.kept_setting()) is not None:
             raise RuntimeError(
                 f"a run set {setting} in its view, which later runs got too: set it on the "
