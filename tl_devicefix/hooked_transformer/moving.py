@@ -20,11 +20,10 @@ from tl_devicefix.fusing.one_forward import is_in_forward
 from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
-from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import resolve, resolve_to_move
-from tl_devicefix.placement.elsewhere import is_elsewhere
+from tl_devicefix.placement.elsewhere import TensorElsewhere, is_elsewhere
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import Placement, placement_of
@@ -192,7 +191,7 @@ def share_buffers(model: nn.Module) -> None:
     for module in model.modules():
         kind = getattr(module, "attn_type", None)
         for name, buffer in module._buffers.items() if kind is not None else ():
-            if buffer is not None and not buffer.is_meta and type(buffer) is not RemoteTensor:
+            if not (buffer is None or buffer.is_meta or isinstance(buffer, TensorElsewhere)):
                 key = (type(module), kind, name, buffer.shape, buffer.dtype, buffer.device)
                 first = shared.setdefault(key, buffer)
                 # A user may have given one block other values.

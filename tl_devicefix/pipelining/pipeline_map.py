@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from inspect import signature
 from operator import length_hint
@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
+from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.mixing import runs_users_code
@@ -35,9 +36,9 @@ from tl_devicefix.dispatch.scheduler import (
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import applies_dropout
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
-from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.devices import stamp
+from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.workers import CallersState, threads
 from tl_devicefix.tracebacks import note
@@ -184,13 +185,14 @@ def _pipelined(
     def start(number: int, item: Item) -> Future[Result]:
         # The state of this moment: the caller may enter a mode between two results.
         if not free:
-            made.append(adapter_of(model).view_of(model))
-            free.append((made[-1], Streams()))
-        if made[-1].is_captured:
-            raise RuntimeError(
-                "a function that holds a module of the model was added to it between two results: "
-                f"add it before, or {ONE_AT_A_TIME}"
-            )
+            another = adapter_of(model).view_of(model)
+            if another.is_captured:
+                raise RuntimeError(
+                    "a function that holds a module of the model was added to it between two "
+                    f"results: add it before, or {ONE_AT_A_TIME}"
+                )
+            made.append(another)
+            free.append((another, Streams()))
         return pool.submit(CallersState(devices).run, work, number, item, free.pop())
 
     def work(number: int, item: Item, viewed: tuple[View[Model], Streams]) -> Result:
@@ -215,7 +217,7 @@ def _pipelined(
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         # Called before the pool waits for its threads, which may wait in the queue.
         within.callback(queue.end)
-        weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
+        weights, hooks = WeightsSnapshot(model), HooksSnapshot(model.hook_dict)
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
         number = 0
@@ -290,7 +292,7 @@ class WeightsSnapshot:
             (module._parameters, name, weight, stamp(weight))
             for module in each_module(model)
             for name, weight in module._parameters.items()
-            if weight is not None and type(weight) is not RemoteTensor
+            if weight is not None and not isinstance(weight, TensorElsewhere)
         ]
         self._next = 1  # the number of the result to check at
 
@@ -324,10 +326,10 @@ class WeightsSnapshot:
 class HooksSnapshot:
     """The hooks on a model's hook points when runs began; the runs have these."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, points: Mapping[str, HookPoint]) -> None:
         self._of_points = [
             (name, point, list(point.fwd_hooks), list(point.bwd_hooks))
-            for name, point in model.hook_dict.items()
+            for name, point in points.items()
         ]
         self._with_hooks = [row for row in self._of_points if row[2] or row[3]]
         self._n_hooked = hooked_outside()

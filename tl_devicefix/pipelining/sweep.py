@@ -162,7 +162,7 @@ def _sweep(
                 note(error, f"{n_runs} runs are one batch: lower batch_size={batch_size}")
             raise
 
-    weights, hooks = WeightsSnapshot(model), HooksSnapshot(model)
+    weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
     results = run_all(model, run_from, starts(), n_in_flight(model, None))
     at_end = checking_at_end(lambda: weights.check(number, is_last=True))
@@ -275,9 +275,8 @@ class _FirstBlock:
             return True
         if module is self._model:  # `_is_known` has checked it, and allows a user's subclass
             return False
-        if package_of(type(module)) not in _STEADY_LIBRARIES or attributes.get(
-            "_compiled_call_impl"
-        ):
+        is_compiled = attributes.get("_compiled_call_impl") is not None
+        if is_compiled or package_of(type(module)) not in _STEADY_LIBRARIES:
             return True
         # An instance's own forward is by an `Around`, by accelerate, or by the user.
         by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"

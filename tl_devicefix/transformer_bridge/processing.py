@@ -34,9 +34,9 @@ from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import call_everywhere
-from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.devices import CPU
+from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.workers import each_on_its_device
@@ -168,7 +168,7 @@ def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     names = {name for name, _ in bridge_components(bridge)}
     is_in_part = placement is not None and not names <= placement.device_map.keys()
     for name, parameter in bridge.original_model.named_parameters():
-        if type(parameter) is RemoteTensor or (is_in_part and parameter.is_meta):
+        if isinstance(parameter, TensorElsewhere) or (is_in_part and parameter.is_meta):
             continue  # another host processes it
         require_readable_weight(
             parameter,
@@ -226,7 +226,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
 
     todo = []  # without units of other hosts, whose weights have no values here
     for unit in units(bridge):
-        if not any(w.is_meta or type(w) is RemoteTensor for w in unit.weights.values()):
+        if not any(w.is_meta or isinstance(w, TensorElsewhere) for w in unit.weights.values()):
             todo.append(unit)
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
