@@ -31,6 +31,8 @@ import tl_devicefix
 from tl_devicefix.demo import CHECKPOINT, devices_for
 
 MODEL = "meta-llama/Llama-2-70b-hf"
+BATCH_SIZE = 8
+"""Patched runs in one forward."""
 
 # Clean, corrupted, the answer to each. All prompts of a set are equally long.
 STORY = "When {0} and {1} went to the {3}, {2} gave a {4} to"
@@ -107,7 +109,7 @@ def plan(options: argparse.Namespace) -> None:
         options.n_devices,
         dtype=options.dtype,
         max_memory=free or "80GiB",
-        batch_size=len(STORIES),
+        batch_size=BATCH_SIZE * len(STORIES),
         seq_len=32,
         cache="resid_pre,resid_post",
     )
@@ -192,7 +194,8 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
     step(5, f"patch the residual stream: {n_layers} layers at {length} positions")
     recovered = torch.zeros(n_layers, length)
     runs = (patch(cache, layer, at) for layer in range(n_layers) for at in range(length))
-    swept = tl_devicefix.sweep(model, corrupted_tokens, runs)  # each from the block that it patches
+    # Each batch of runs starts at the block that it patches.
+    swept = tl_devicefix.sweep(model, corrupted_tokens, runs, batch_size=BATCH_SIZE)
     for layer in range(n_layers):
         for position in range(length):
             patched = difference(next(swept))

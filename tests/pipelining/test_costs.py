@@ -98,7 +98,8 @@ def test_one_more_run_costs_as_many_calls_at_8_and_80_blocks(
         model = deep(n_layers, **where)
         if not of_runs:
             uncounted(type(model), "forward")
-            uncounted(View, "__init__")
+            uncounted(View, "__init__")  # this and the next, for each view and not for each run
+            uncounted(View, "kept_setting")
             uncounted(DeviceQueue, "acquire")  # one call more each time that it wakes up
         at_home = tokens.to(model.cfg.device)
         runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 4

@@ -84,8 +84,8 @@ _OF_TEXT = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 def names() -> list[str]:
     """The architectures of text that transformers has a class for, by its name."""
-    present = (name for name in SUPPORTED_ARCHITECTURES if name.endswith(_OF_TEXT))
-    return sorted(name for name in present if hasattr(transformers, name))
+    present = set(dir(transformers))  # `hasattr` would import each model's code
+    return sorted(name for name in present & {*SUPPORTED_ARCHITECTURES} if name.endswith(_OF_TEXT))
 
 
 def make(name: str) -> Any:
