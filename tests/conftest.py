@@ -98,7 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--full"):
         left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
     if config.getoption("--unpatched"):
-        left_out |= {item for item in items if not fails_unpatched(item)}
+        tests = [item for item in items if item not in left_out and fails_unpatched(item)]
+        if not config.getoption("--full"):  # of each test, one combination of parameters
+            tests = list({(test.path, test.originalname): test for test in tests}.values())
+        left_out |= set(items).difference(tests)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
