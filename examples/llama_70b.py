@@ -1,4 +1,4 @@
-"""A whole job on a 70B model over several GPUs: plan, self-check, load, cache, patch, save.
+"""A whole job on a 70B model across several GPUs: plan, self-check, load, cache, patch, save.
 
     python examples/llama_70b.py --output results.safetensors
     python examples/llama_70b.py --shipped
@@ -129,7 +129,7 @@ def selfcheck() -> None:
 
 
 def load(options: argparse.Namespace) -> Any:
-    """The model, folded, over the devices, and checked."""
+    """Load the model across the devices, folded and checked."""
     step(3, "load")
     dtype = getattr(torch, options.dtype)
     with contextlib.redirect_stdout(io.StringIO()):  # where from is said already
@@ -209,7 +209,7 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
 
 
 def patch(cache: Any, layer: int, position: int) -> list[tuple[str, Any]]:
-    """The hooks of one run: the residual stream before a block, at a position, is the clean one."""
+    """Return one run's hook: it replaces one position of the residual stream with the clean one."""
     name = f"blocks.{layer}.hook_resid_pre"
     clean = cache[name][:, position]  # read once, because each read is a copy
 

@@ -1,8 +1,8 @@
-"""Many runs over four devices, all of them at work: save activations, and sweep.
+"""Many runs across four devices, which compute at the same time: save activations, and sweep.
 
     python examples/save_activations_and_sweep.py
 
-It runs on the small model that ships with the package, over four simulated devices. Each block
+It runs on the small model that ships with the package, across four simulated devices. Each block
 sleeps for a moment, as if the model were large. Where there are four GPUs, leave out `simulate` and
 `take_time`, and load your own model: the rest is the same.
 """

@@ -1,4 +1,4 @@
-"""One model over the devices of several hosts, from one script: cache, hook, gradient, text.
+"""One model across the devices of several hosts, from one script: cache, hook, gradient, text.
 
     python examples/several_hosts.py
     sbatch examples/several_hosts.sbatch

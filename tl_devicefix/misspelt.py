@@ -43,11 +43,13 @@ def which_hook_point(name: object, hook_points: Collection[str]) -> str:
     for full_name in hook_points:
         if full_name.endswith((f".{name}", f".hook_{name}")):
             return f"; did you mean {full_name!r}, or that of another block?"
-    first, _, rest = str(name).partition(".")
-    _, _, point = rest.partition(".")
-    in_blocks = [full_name for full_name in hook_points if full_name.endswith(f".{point}")]
-    if point and f"{first}.0.{point}" in in_blocks:
-        return f"; the model has blocks 0 to {len(in_blocks) - 1}"
+    first, index, *_ = f"{name}..".split(".")
+    numbers = (
+        full_name.split(".")[1] for full_name in hook_points if full_name.startswith(f"{first}.")
+    )
+    last = max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    if index.isdecimal() and -1 < last < int(index):
+        return f"; the model has blocks 0 to {last}"
     return did_you_mean(name, hook_points, _NEAR)
 
 

@@ -49,9 +49,9 @@ LIMIT = 1e-4
 """A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
 
 _SETTING = "TL_DEVICEFIX_ON_MISMATCH"
-_MOST_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
-_MOST_LAYERS = 6
-_MOST_PARAMETERS = 30_000_000  # so that a twin takes less than a second
+_MAX_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
+_MAX_LAYERS = 6
+_MAX_PARAMETERS = 30_000_000  # so that a twin takes less than a second
 _VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by them
 _CLIP = 0.1  # random projections never reach a published clip_qkv, so the twin's is smaller
 _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
@@ -103,7 +103,7 @@ class Twin:
         windows = sorted(size for size in found if size is not None)
         # A window that no text of the load can fill stays.
         shrunk = {w: w if w >= n_ctx else _WINDOW + 3 * i for i, w in enumerate(windows)}
-        n_ctx = min(n_ctx, _MOST_TOKENS)
+        n_ctx = min(n_ctx, _MAX_TOKENS)
         layers = _layers(config, attn_types)
         sizes = _sizes(config, layers, shrunk)
         if has_positions:
@@ -116,7 +116,7 @@ class Twin:
         make = getattr(of_class, "from_config", None) or of_class._from_config
         with EmptyOnMeta():
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
-        if count > _MOST_PARAMETERS:
+        if count > _MAX_PARAMETERS:
             raise ValueError(f"a tiny model of it would have {count} parameters")
         hf_model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
         _randomise(hf_model)
@@ -170,7 +170,7 @@ def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[
     """Return the first layer of each kind. Equal entries in all lists make layers alike."""
     lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
     kinds = [repr(entries) for entries in zip(*lists)]
-    layers = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:_MOST_LAYERS]
+    layers = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:_MAX_LAYERS]
     return sorted({*layers, *([0, 1][: len(kinds)] if len(layers) < 2 else [])})
 
 
@@ -365,7 +365,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     beyond = {str(path) for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
-        # Loosely: a model in half precision has rounded frequencies.
+        # A model in half precision has rounded frequencies.
         if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
     )
     if not beyond:

@@ -66,6 +66,11 @@ STYLES = (
     Style('"what ..."', r"\bwhat\b", at_most=3),
     Style('"you"', r"\b(?:you|your|yours|yourself)\b", at_least=10),
     Style("reasons", r"\b(?:because|for example|so that)\b", at_least=2),
+    Style(
+        "words of ours",  # for across, a tiny model, fixed
+        r"\bover (?:several|\w+|the) (?:simulated )?(?:devices|GPUs)\b|\b(?:twins?|mended)\b",
+        at_most=0,
+    ),
     Style("code blocks", r"^ *```[ \w{].*$", at_least=6),
 )
 

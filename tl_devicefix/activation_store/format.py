@@ -313,7 +313,7 @@ class Stored:
 
     def map_shard(self, number: int) -> torch.Tensor:
         """Map all rows of a shard; the disk is read when they are used."""
-        # Not cached: a caller may change the tensor in place.
+        # Map it anew: a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file
         verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"

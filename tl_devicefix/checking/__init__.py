@@ -102,15 +102,15 @@ class Report:
         return "\n".join([*lines, *_listed(self.findings)])
 
 
-_MOST_OF_A_KIND = 8  # a model that `.to` moved has hundreds
+_MAX_OF_A_KIND = 8  # a model that `.to` moved has hundreds
 
 
 def _listed(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield a line for each finding, up to `_MOST_OF_A_KIND` of each kind."""
+    """Yield a line for each finding, up to `_MAX_OF_A_KIND` of each kind."""
     by_kind: dict[str, list[str]] = defaultdict(list)
     for finding in findings:
         by_kind[finding.kind].append(f"- {finding}")
     for lines in by_kind.values():
-        yield from lines[:_MOST_OF_A_KIND]
-        if len(lines) > _MOST_OF_A_KIND:
-            yield f"- and {len(lines) - _MOST_OF_A_KIND} more of this kind"
+        yield from lines[:_MAX_OF_A_KIND]
+        if len(lines) > _MAX_OF_A_KIND:
+            yield f"- and {len(lines) - _MAX_OF_A_KIND} more of this kind"

@@ -67,7 +67,7 @@ def check_model(model_name: object, hf_model: object) -> None:
 def refuse_directory(model_name: str) -> None:
     """Refuse a local directory that is not there, or in which there is no checkpoint."""
     directory = Path(model_name)
-    # As no name on the hub is.
+    # No name on the hub looks like this.
     is_path = model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1
     if is_path and not directory.exists():
         raise ValueError(f"there is no directory {model_name!r}: give one with a checkpoint")

@@ -78,7 +78,7 @@ def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def each_module(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it, each once, in no certain order.
+    """Yield a module and those in it, each once, in no fixed order.
 
     `modules()` yields them in order, which takes ten times as long for a model of 80 blocks.
     """

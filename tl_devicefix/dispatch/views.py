@@ -145,7 +145,7 @@ class _State:
         """Give the counterpart what it had."""
         for container, contents in zip(self.containers, self.contents):
             now = contents_of(container)
-            # By identity: `==` of two tensors is a tensor.
+            # Compare by identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
                 if container is self.as_made.get("_modules"):

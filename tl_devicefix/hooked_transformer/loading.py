@@ -283,7 +283,7 @@ def _open_source(
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
     if _has_own_format(model_name):
-        # In float32 at least: rounding comes once, after folding.
+        # Read in float32 at least: rounding comes once, after folding.
         hf_kwargs = {**hf_kwargs, "dtype": torch.promote_types(dtype, torch.float32)}
         return StateDictSource(tl_loading.get_pretrained_state_dict(model_name, cfg, **hf_kwargs))
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)

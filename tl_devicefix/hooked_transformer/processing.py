@@ -46,7 +46,7 @@ from tl_devicefix.weight_processing.steps import (
 _log = logging.getLogger(__name__)
 _FOLDS = "each component on its own device, in float32 or wider, rounded once"
 _NORM_SUFFIXES = (".ln1.w", ".ln2.w", "ln_final.w")
-_MOST_AT_ONCE = 8  # more threads do not copy faster: memory is the limit
+_MAX_CONCURRENT = 8  # more threads do not copy faster: memory is the limit
 
 
 def _fold_norms(
@@ -241,7 +241,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     if source.computes:
         devices = devices[:1] * len(units)  # memory allows one at a time
     elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
-        at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)
+        at_once = min(torch.get_num_threads(), _MAX_CONCURRENT)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
     # No closure: a traceback would keep it, and so the model.
     fill_one = functools.partial(_fill_one, model, source, placement, steps)

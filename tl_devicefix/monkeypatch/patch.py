@@ -151,7 +151,7 @@ _OF_BRIDGE = (
 
 def named(name: str) -> Any:
     """Find a class or a function of a module with patches, by name; None if there is none."""
-    # Where there is a Bridge, importing `utils` warns.
+    # In versions with a Bridge, importing `utils` warns.
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
             # TransformerLens 4 raises ImportError at the names that it has dropped.

@@ -20,7 +20,7 @@ _Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_ut
 CacheEntry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 
 _LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
-# By name: older versions of transformers lack these classes.
+# Look them up by name: older versions of transformers lack them.
 _GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache_utils, name))
 _SENT = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 

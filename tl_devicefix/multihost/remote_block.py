@@ -306,7 +306,7 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
         weights: list[KeptTensor] = remote.host.call("apply", remote.number, method, arguments)
         for weight in weights:
             path, _, key = weight.name.rpartition(".")
-            # Not by setattr, which a remote block refuses.
+            # A remote block refuses setattr.
             parameters: dict[str, Any] = model.get_submodule(path)._parameters
             parameters[key] = remote.weight(weight.name, weight)
     for block in blocks:
@@ -365,7 +365,7 @@ class _Step:
         if why is not None:
             raise record.refusal(why)
         self._used: list[RemoteHandle] = []  # kept until the block has run
-        # With the state of an entry in the place of each KV cache.
+        # Each KV cache is replaced by the state of its entry.
         self.arguments = (
             [self._sent(argument) for argument in args],
             {name: self._sent(argument) for name, argument in kwargs.items()},

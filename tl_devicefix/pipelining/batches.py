@@ -71,7 +71,10 @@ class Batch:
         self._arguments: dict[str, Any] = {
             # One row is for all rows of the batch.
             name: repeated(value, self._n)
-            if name in _REPEATED and value is not None and value.shape[:-1] == (self._rows,)
+            if name in _REPEATED
+            and value is not None
+            and value.dim() > 1
+            and len(value) == self._rows
             else value
             for name, value in arguments.items()
         }

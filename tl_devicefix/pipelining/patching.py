@@ -57,6 +57,9 @@ class batch_sweeps:
         self._batch_size = batch_size
         self._before, _batch_size = _batch_size, batch_size
 
+    def __repr__(self) -> str:
+        return f"batch_sweeps({self._batch_size})"
+
     def __enter__(self) -> None:
         global _batch_size
         _batch_size = self._batch_size

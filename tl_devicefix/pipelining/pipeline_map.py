@@ -72,7 +72,7 @@ def pipeline_map(
     What runs in flight share, they may not change. A run raises if it draws torch's random numbers
     (without a ``torch.Generator`` of its own), calls ``backward``, reads or sets a leaf's
     ``.grad``, changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and
-    numpy's random numbers come in no certain order: draw them for the items. Weights, and
+    numpy's random numbers come in no fixed order: draw them for the items. Weights, and
     attributes of modules, may not change either: that is checked now and then and at the end, and
     raises. Between results you may run the model; hooks that you leave on it are refused: runs keep
     the hooks of the start.

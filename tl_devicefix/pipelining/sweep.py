@@ -41,6 +41,7 @@ from tl_devicefix.pipelining.pipeline_map import (
     refuse_arguments,
     run_all,
 )
+from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
@@ -69,11 +70,11 @@ def sweep(
 
     The results are the same and come sooner. Each run starts at the first block that its hooks
     change, from the residual stream of the unpatched run. On several devices, several runs are in
-    flight. A sweep of all layers runs half of the blocks. A run starts no later than at a block
-    that has other hooks (permanent or not, PyTorch's too), or a module that is not
-    TransformerLens's, such as an SAE. It starts at the first block
+    flight. A sweep of all layers runs half of the blocks. If an earlier block has other hooks
+    (permanent or not, PyTorch's too), or a module that is not TransformerLens's, such as an SAE,
+    the run starts there. It starts at the first block
 
-    - if there is one on the embedding;
+    - if the embedding has such hooks or modules;
     - if autograd is on and a parameter of a skipped block needs a gradient (so use
       `torch.no_grad()`);
     - if you pass a KV cache or another argument that a run changes;
@@ -158,7 +159,7 @@ def _sweep(
         except Exception as error:
             last = f" to {number + n_runs - 1}" if n_runs > 1 else ""
             note(error, f"this error is from run {number}{last} of the sweep")
-            if isinstance(error, torch.OutOfMemoryError) and n_runs > 1:
+            if n_runs > 1 and is_out_of_memory(error):
                 note(error, f"{n_runs} runs are one batch: lower batch_size={batch_size}")
             raise
 
@@ -339,7 +340,7 @@ class _ResidualStreams:
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._blocks = list(getattr(model, "blocks", ()))
         self._skipping = Skipping(self._blocks)
-        # By the block that takes it: [batch, pos, d_model]
+        # Block -> the stream that it takes: [batch, pos, d_model]
         self._kept: dict[int, BlockOutput] = {}
         self._stride = 1
         self._asked = 0  # the block whose input is kept until the next one is asked for

@@ -18,7 +18,7 @@ size for each device."""
 Limits = Mapping[torch.device, int]
 """The same with each device by its full name, and sizes in bytes."""
 
-_PREFIXES, _MOST = " KMGT", 2**60
+_PREFIXES, _MAX_BYTES = " KMGT", 2**60
 
 
 def by_device(
@@ -75,7 +75,7 @@ def parse_bytes(size: int | str, called: str = "memory") -> int:
             n_bytes = float(match[1]) * base**power if match else -1
         if match and match[2].endswith("b") and "i" not in match[2].lower():
             n_bytes = -1  # accelerate reads "Gb" as bits, but its writer means bytes
-    if not 0 <= n_bytes <= _MOST:
+    if not 0 <= n_bytes <= _MAX_BYTES:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
             f"capital B, but is {shown(size)}"

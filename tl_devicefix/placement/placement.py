@@ -1,4 +1,4 @@
-"""`Placement`: where each component of a model lives, and its size in bytes.
+"""`Placement`: where each component of a model is, and its size in bytes.
 
 Loading, routing, moving and reporting all read the same `Placement`. `deciding.py` makes it.
 """
@@ -43,7 +43,7 @@ class PlacedComponent(ComponentSize):
 
     device: torch.device
     offloaded: bool = False
-    """True if its weights live in CPU memory, and are copied to its device while it runs."""
+    """True if its weights are in CPU memory, and are copied to its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
@@ -53,7 +53,7 @@ class PlacedComponent(ComponentSize):
 
 @dataclass(frozen=True, repr=False)
 class Placement:
-    """Where each component of a model lives. You cannot change it; printing it shows a table."""
+    """Where each component of a model is. You cannot change it; printing it shows a table."""
 
     components: tuple[PlacedComponent, ...]
     others: Elsewhere = field(default_factory=others, compare=False)

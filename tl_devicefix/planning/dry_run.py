@@ -130,7 +130,7 @@ def dry_run(
     Args:
         config_or_model_name: as for `plan`: a name, a local checkpoint directory, or a config.
         run: your function of the model, as you write it for a loaded one: a forward,
-            `run_with_cache`, `generate`, hooks, a backward, an optimizer's step.
+            `run_with_cache`, `generate`, a `sweep`, hooks, a backward, an optimizer's step.
         n_devices: how many devices to split the model across. If you leave it out, there are as
             many as the other arguments name, and those that `max_memory` names are used.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
@@ -153,7 +153,7 @@ def dry_run(
 
     Raises:
         ValueError: if the model does not fit, or the arguments do not fit together.
-        TypeError: if there is no such argument; it names what may be meant.
+        TypeError: for an unknown argument; the message suggests a similar one.
     """
     if not callable(run):
         raise ValueError(

@@ -179,7 +179,7 @@ def estimate(
 
     Raises:
         ValueError: if the arguments do not fit together, or the model's config cannot be had.
-        TypeError: if there is no such argument; it names what may be meant.
+        TypeError: for an unknown argument; the message suggests a similar one.
     """
     with enabled():
         check_options(estimate, config_or_model_name, options)

@@ -1,4 +1,4 @@
-"""`plan(...)`: where each component of a model would live, on devices that need not exist."""
+"""`plan(...)`: where each component of a model would be, on devices that need not exist."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ def plan(
     max_memory: MaxMemory | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Placement:
-    """Return where each component of a model would live, without loading or allocating it.
+    """Return where each component of a model would be, without loading or allocating it.
 
     Blocks lie in contiguous ranges on the first device (home) and those after it. Home also has the
     embeddings, the final norm and the unembedding, so it gets fewer blocks. A device with more free
-    memory gets more. Weights of offloaded blocks live in CPU memory, and are copied to a device
+    memory gets more. Weights of offloaded blocks are in CPU memory, and are copied to a device
     while the block runs.
 
     Args:

@@ -86,12 +86,12 @@ def boot_transformers(
     final norm and the unembedding are all on the first, so that tied weights are together.
     `device_map` may also name components ("embed", "blocks.3", "blocks"), or modules of the Hugging
     Face model, as in transformers. With "cpu" in `max_memory`, or for blocks in `device_map`,
-    blocks are offloaded: their weights live in CPU memory, and are copied to the device that runs
+    blocks are offloaded: their weights are in CPU memory, and are copied to the device that runs
     them. The Bridge's `placement` says where its components are.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model does not fit.
-        TypeError: if an argument has an unknown name; it suggests a known one.
+        TypeError: if an argument has an unknown name; the message suggests a similar one.
     """
     takes = inspect.signature(original)
     later = inspect.signature(TransformerBridge.enable_compatibility_mode).parameters
