@@ -163,7 +163,7 @@ class _State:
             # By `eval()`, which TransformerLens's `generate` calls: no run in flight has dropout.
             is_eval = name == "training" and value is False
             if not (is_kept or is_eval):
-                return f"{name} of a {self.kind.__name__}"
+                return f"{name} of {self.kind.__name__}"
         return None
 
 

@@ -104,8 +104,8 @@ def sweep(
         What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
 
     Raises:
-        TypeError: for a model of neither class, `runs` that are no iterable, and an argument that
-            does not exist.
+        TypeError: for a model of neither class, `tokens` of several batches, `runs` that are no
+            iterable, and an argument that does not exist.
         ValueError: for a run that is no list of hooks, or a hook point that the model lacks. In
             batches, also for an argument that cannot be repeated, a hook point whose first
             dimension is not the batch, and a hook that returns another shape.
@@ -113,6 +113,12 @@ def sweep(
             between two runs; on several devices, if a hook runs or hooks the model.
     """
     adapter_of(model)  # raises for anything but a model
+    texts = tokens if isinstance(tokens, list) else [tokens]
+    if not isinstance(tokens, torch.Tensor) and not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            f"tokens must be a tensor, a text or a list of texts, but is {shown(tokens)}: for "
+            "several batches, call sweep for each"
+        )
     check_iterable("runs", runs)
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -190,8 +196,8 @@ def _checked(
         for item in hooks:
             if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
                 raise ValueError(
-                    f"run {number} must be a list of (name, function), but {shown(item)} in "
-                    f"{shown(run)} is none"
+                    f"run {number} must be a list of (name, function), but has {shown(item)} in "
+                    f"{shown(run)}"
                 )
             if isinstance(item[0], str) and item[0] not in points:
                 raise ValueError(
