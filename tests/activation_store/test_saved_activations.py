@@ -120,7 +120,8 @@ def test_masks_reach_the_forward_and_are_stored(machine, load, tokens, run):
 def test_texts_are_tokenised_padded_and_stored_with_their_masks(on_one, run):
     model, texts = on_one("llama", folded=True), ["w4 w5 w6", "w7"]
     _, cache = model.run_with_cache(texts, names_filter=RESID)
-    result = run(model, [texts, texts], RESID)
+    result = run(model, [texts, texts], lambda name: name == RESID)
+    assert result.names == [RESID]
     tokens = model.to_tokens(texts).cpu()
     mask = tokens != model.tokenizer.pad_token_id
     assert torch.equal(result.tokens[:2], tokens)
