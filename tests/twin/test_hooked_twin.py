@@ -104,7 +104,7 @@ def test_no_setting_of_the_caller_reaches_the_twin(checkpoints, monkeypatch):
 
 
 def test_twin_that_cannot_be_made_says_nothing(checkpoints, caplog):
-    with mock.patch("tl_devicefix.twin._MOST_PARAMETERS", 10), caplog.at_level("INFO"):
+    with mock.patch("tl_devicefix.twin._MAX_PARAMETERS", 10), caplog.at_level("INFO"):
         load(str(checkpoints("llama")))
     assert (
         "is not checked on a tiny model: ValueError: a tiny model of it would have" in caplog.text
