@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tl_devicefix.planning.plan import plan
     from tl_devicefix.simulation import simulate
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"
 __all__ = [
     "DryRun",
     "Estimate",
