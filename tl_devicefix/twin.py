@@ -357,7 +357,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
     try:
         with undisturbed(), EmptyOnMeta():
             made: nn.Module = cls._from_config(config)
-    except Exception as error:  # noqa: BLE001  # a class that cannot be made by its config
+    except Exception as error:  # a class that cannot be made by its config
         if is_own_bug(error):
             raise
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
