@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import runpy
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -15,15 +16,17 @@ import torch
 
 import tl_devicefix
 
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+RUN = runpy.run_path(str(ROOT / "docs" / "building" / "run_page.py"))["run"]
 SHOWN = "3.9."
 """The TransformerLens whose outputs the notebooks show; others print other class names."""
 
 
-def printed(cell, names, file):
+def printed(cell, names):
     """What a cell writes to stdout."""
     with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        exec(compile(cell["source"], file, "exec"), names)
+        RUN(cell["source"], names)
     return stdout.getvalue()
 
 
@@ -47,6 +50,6 @@ def test_a_notebook_prints_what_it_shows(path, tmp_path, monkeypatch):
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", DeprecationWarning)  # of libraries; Jupyter hides them too
         for cell in cells:
-            output = printed(cell, names, path.name).replace(installed, "...")
+            output = printed(cell, names).replace(installed, "...")
             if version("transformer_lens").startswith(SHOWN):
                 assert output == shown(cell), cell["id"]

@@ -68,7 +68,7 @@ STYLES = (
     Style("reasons", r"\b(?:because|for example|so that)\b", at_least=2),
     Style(
         "words of ours",  # for across, a tiny model, fixed
-        r"\bover (?:several|\w+|the) (?:simulated )?(?:devices|GPUs)\b|\b(?:twins?|mended)\b",
+        r"\bover \w+ (?:simulated )?(?:devices|GPUs)\b|\b(?:twins?|mended)\b",
         at_most=0,
     ),
     Style("code blocks", r"^ *```[ \w{].*$", at_least=6),
