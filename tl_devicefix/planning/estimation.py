@@ -178,7 +178,7 @@ def estimate(
         Each device's need in bytes, and whether it fits; printing it shows a table.
 
     Raises:
-        ValueError: if the arguments do not fit together, or the model's config cannot be had.
+        ValueError: if the arguments do not fit together, or the model's config cannot be read.
         TypeError: for an unknown argument; the message suggests a similar one.
     """
     with enabled():
