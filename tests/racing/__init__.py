@@ -18,6 +18,6 @@ write different halves of one storage, and only reads of values wait, not shapes
 """
 
 from racing.machine import asynchronous
-from racing.ordering import RaceError
+from racing.ordering import HOST, RaceError
 
-__all__ = ["RaceError", "asynchronous"]
+__all__ = ["HOST", "RaceError", "asynchronous"]

@@ -7,6 +7,8 @@ number up to which operations are done before what comes next:
     wait_event, wait_stream the stream's clock takes in the other's, as it was when recorded
     synchronize             the host's clock takes in the stream's
 
+If each operation takes one unit of time, and the host none, what is on a timeline ends at `ends`.
+
 Two uses of a memory, one of which writes, are a race if the later one's clock lacks the earlier.
 """
 
@@ -37,12 +39,14 @@ class Timeline:
         self.name = name
         self.clock: Counter[Timeline] = Counter()
         self.last: Operation | None = None
+        self.ends = 0
 
     def wait_stream(self, other: Timeline) -> None:
         """Have what comes next here wait for what is on another timeline, or before an event."""
         with _lock:
             _check_freed()
             self.clock |= other.clock
+            self.ends = max(self.ends, other.ends)
 
     wait_event = wait_stream
 
@@ -60,6 +64,7 @@ class Timeline:
         with _lock:
             self.wait_stream(HOST)
             self.clock[self] += 1
+            self.ends += 1
             self.last = Operation(name, self, self.clock[self])
             written = memories_of(writes)
             for memory in memories_of(reads):

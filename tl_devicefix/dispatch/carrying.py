@@ -17,7 +17,7 @@ from torch import nn
 
 from tl_devicefix.around import Args, Around, AroundForward, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import mapped
-from tl_devicefix.dispatch.scheduler import current_run, moving_to
+from tl_devicefix.dispatch.scheduler import copied, moving_to, run_ahead
 from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.placement.elsewhere import is_elsewhere, plain
 from tl_devicefix.placement.placement import Placement
@@ -32,8 +32,7 @@ def move(value: T, device: torch.device) -> T:
     """Bring a tensor to a device, from elsewhere too; leave anything else alone."""
     moved: Any = plain(value)
     if isinstance(moved, torch.Tensor) and moved.device != device:
-        run = current_run()
-        moved = moved.to(device) if run is None else run.send(moved, device)
+        moved = copied(moved, device)
     return moved
 
 
@@ -55,6 +54,9 @@ class CarryTo(Around):
         skip = SkipBlock.of(module)
         if skip is not None and not skip.is_over:  # it reads none of them
             return args, kwargs
+        ahead = run_ahead()
+        if ahead is not None:
+            ahead.begin(module)
         if is_elsewhere(self.device):
             # No tensor can be there: a run in flight only waits for its turn.
             with moving_to(self.device):

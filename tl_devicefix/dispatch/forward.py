@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import noting_unlike, pausing_modes
-from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run
+from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run, run_ahead
 from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
 from tl_devicefix.offload.prefetch import offload_blocks, prefetching
 from tl_devicefix.placement.devices import CPU
@@ -86,6 +86,9 @@ def _forward(original: Callable[..., T], self: Model, *args: object, **kwargs: A
                 layers = kwargs.get("start_at_layer"), kwargs.get("stop_at_layer")
                 stack.enter_context(prefetching(self, *layers, is_in_flight=run is not None))
             output = original(self, *args, **kwargs)
+        ahead = run_ahead()
+        if ahead is not None:
+            ahead.return_home()
         with moving_to(placement.home):
             return bring_home(output, placement.home)
 

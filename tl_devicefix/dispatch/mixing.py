@@ -26,7 +26,7 @@ from torch.overrides import (
 from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs, innermost
-from tl_devicefix.dispatch.scheduler import note_hooked
+from tl_devicefix.dispatch.scheduler import launching, note_hooked, run_ahead
 from tl_devicefix.fusing.listening import hooks_of
 from tl_devicefix.fusing.one_forward import forward_cache
 from tl_devicefix.misspelt import shown
@@ -94,9 +94,15 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context for a user's hook or module, in which the paused modes are on again."""
-    if not _paused.modes:
+    if not _paused.modes and run_ahead() is None:
         return contextlib.nullcontext()
-    return _within([*_get_current_function_mode_stack(), *_paused.modes], ())
+    return _resuming([*_get_current_function_mode_stack(), *_paused.modes])
+
+
+@contextlib.contextmanager
+def _resuming(stack: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    with launching(None), _within(stack, ()):  # a forward in it is not launched ahead
+        yield
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import NamedTuple, TypeVar
 
@@ -220,17 +220,94 @@ class Run:
                     self.acquire(before)
 
 
+class RunAhead:
+    """A run that the host launches without waiting for it: devices compute it later, in order.
+
+    The residual stream returns to the first device for the final norm. On the stream that computes
+    there, this would wait for the other devices, and the next run would wait for it. So the end of
+    the run has a stream of its own:
+
+        home, computing stream    run 0   run 1   run 2   run 3
+        cuda:1                            run 0   run 1   run 2   run 3
+        home, streams of runs                     0       1       2       3
+
+    Args:
+        home: the first device.
+        last: the modules that run after the blocks.
+    """
+
+    def __init__(self, home: torch.device, last: frozenset[nn.Module]) -> None:
+        self._home, self._last = home, last
+        self._points = [p for m in last for p in m.modules() if isinstance(p, HookPoint)]
+        self._module = torch.get_device_module(home.type)
+        self._streams = Streams()
+        self._computing: torch.Stream | None = None  # of home, once the run has left it
+        self._end = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._computing = None
+
+    def __exit__(self, *_: object) -> None:
+        self._end.close()
+
+    def begin(self, module: nn.Module) -> None:
+        """Use the run's own stream, if `module` runs after the blocks, where there are no hooks.
+
+        A hook may free tensors of the computing stream, whose memory is then used again there.
+        """
+        if module in self._last and not any(point._forward_hooks for point in self._points):
+            self.return_home()
+
+    def return_home(self) -> None:
+        """Compute on the run's own stream of the first device from here on."""
+        if self._computing is None:
+            self._computing = self._module.current_stream(self._home)
+            stream = self._streams[self._home]
+            stream.wait_stream(self._computing)
+            self._end.enter_context(self._module.stream(stream))
+
+    def join(self, results: Iterable[torch.Tensor] = ()) -> None:
+        """Have what the caller computes next on the first device wait for what was launched."""
+        if self._computing is None:
+            return
+        own, results = self._streams[self._home], list(results)
+        # The stream of the launch, and the one that is current when the result is fetched.
+        for stream in {self._computing, self._module.current_stream(self._home)} - {own}:
+            stream.wait_stream(own)
+            for tensor in results:
+                tensor.record_stream(stream)
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy a tensor to a device on the run's own streams."""
+        if tensor.device.type != device.type:
+            return tensor.to(device)
+        # torch has the streams of both devices wait for each other.
+        source, target = self._streams[tensor.device], self._streams[device]
+        computing = self._module.current_stream(device)
+        source.wait_stream(self._module.current_stream(tensor.device))
+        target.wait_stream(computing)
+        with self._module.stream(source), self._module.stream(target):
+            copy = tensor.to(device)
+        # Freed memory is used again when the stream is done that it was allocated on.
+        tensor.record_stream(source)
+        copy.record_stream(computing)
+        computing.wait_stream(target)
+        return copy
+
+
 class _Context(NamedTuple):
     """The run of a thread, and the hook points that it may not use or has hooked.
 
     Attributes:
         run: the run in flight; None outside of runs, and if they run one after the other.
+        ahead: the run that this thread launches ahead; None outside of one, and in its hooks.
         refused: the models and hook points that the run may not use, as it was given a view.
         hooked: the hook points that were hooked within `removing_hooks`, each with the handles
             that it had before; None outside.
     """
 
     run: Run | None = None
+    ahead: RunAhead | None = None
     refused: frozenset[nn.Module] = frozenset()
     hooked: dict[HookPoint, tuple[LensHandle, ...]] | None = None
 
@@ -242,6 +319,23 @@ _current: ContextVar[_Context] = ContextVar("run", default=_OUTSIDE)
 def current_run() -> Run | None:
     """Return this thread's run in flight; None outside of one."""
     return _current.get().run
+
+
+def run_ahead() -> RunAhead | None:
+    """Return the run that this thread launches ahead; None outside of one, and in its hooks."""
+    return _current.get().ahead
+
+
+def launching(run: RunAhead | None) -> contextlib.AbstractContextManager[None]:
+    """Make `run` the one that this thread launches ahead within a `with` block."""
+    return setting(_current, _current.get()._replace(ahead=run))
+
+
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on another device, on the streams of this thread's run, if any."""
+    context = _current.get()
+    run = context.run or context.ahead
+    return tensor.to(device) if run is None else run.send(tensor, device)
 
 
 @contextlib.contextmanager

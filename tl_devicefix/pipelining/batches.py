@@ -19,6 +19,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.carrying import repeated
 from tl_devicefix.misspelt import shown
+from tl_devicefix.pipelining.launching import replaced_loss
 from tl_devicefix.types import Model
 
 Hooks = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
@@ -91,14 +92,8 @@ class Batch:
             for names, hook in run
         ]
         # The model's own loss, of each run's rows.
-        attributes, own = vars(model), vars(model).get("loss_fn")
-        attributes["loss_fn"] = partial(self._losses, model.loss_fn)
-        try:
+        with replaced_loss(model, partial(self._losses, model.loss_fn)):
             output = model.run_with_hooks(self._tokens, fwd_hooks=hooks, **self._arguments)
-        finally:
-            del attributes["loss_fn"]
-            if own is not None:
-                attributes["loss_fn"] = own
         return self._split(output)
 
     def _losses(

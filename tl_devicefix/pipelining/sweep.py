@@ -33,6 +33,7 @@ from tl_devicefix.fusing.listening import hooks_of
 from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
+from tl_devicefix.pipelining.launching import launch_all
 from tl_devicefix.pipelining.pipeline_map import (
     HooksSnapshot,
     WeightsSnapshot,
@@ -41,6 +42,7 @@ from tl_devicefix.pipelining.pipeline_map import (
     refuse_arguments,
     run_all,
 )
+from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.tracebacks import note
@@ -171,7 +173,11 @@ def _sweep(
 
     weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
-    results = run_all(model, run_from, starts(), n_in_flight(model, None))
+    # A block elsewhere keeps this thread waiting, so runs across hosts have a thread each.
+    placement = placement_of(model)
+    spans_hosts = placement is not None and any(map(is_elsewhere, placement.devices))
+    run_each = run_all if spans_hosts else launch_all
+    results = run_each(model, run_from, starts(), n_in_flight(model, None))
     at_end = checking_at_end(lambda: weights.check(number, is_last=True))
     with contextlib.closing(results), at_end:
         for of_group in results:

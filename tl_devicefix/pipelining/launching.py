@@ -1,0 +1,130 @@
+"""Runs of one model that are launched one after the other, before earlier ones have been computed.
+
+The host launches a run's operations, and the devices compute them later. Four runs on two devices:
+
+    host     run 0, 1, 2, 3
+    cuda:0     run 0   run 1   run 2   run 3
+    cuda:1             run 0   run 1   run 2   run 3
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tl_devicefix.dispatch.mixing import runs_users_code, tensors_in
+from tl_devicefix.dispatch.scheduler import (
+    RunAhead,
+    current_run,
+    launching,
+    removing_hooks,
+)
+from tl_devicefix.monkeypatch.patch import is_of_user
+from tl_devicefix.placement.devices import module_with_streams
+from tl_devicefix.placement.placement import Placement, names_block, placement_of
+from tl_devicefix.types import Model
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def launch_all(
+    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], n_ahead: int
+) -> Generator[Result, None, None]:
+    """Yield `run(model, item)` for each item, in order; all run in this thread.
+
+    After an error, the results before it are yielded first.
+
+    Args:
+        model: a model whose blocks are all on this host.
+        run: runs the model once, and returns its output.
+        n_ahead: the most runs that are launched and not yielded. It is 1 on devices without
+            streams, and if a forward calls code of the user's at other places than hook points: on
+            another stream, memory that such code frees could be used again too early.
+    """
+    placement = placement_of(model)
+    ahead: list[RunAhead | None] = [None]
+    if placement is not None and n_ahead > 1 and _may_launch_ahead(model, placement.home):
+        last = _after_blocks(model, placement)
+        ahead = [RunAhead(placement.home, last) for _ in range(n_ahead)]
+    launches = (
+        (_launch(model, run, item, run_ahead), run_ahead)
+        for item, run_ahead in zip(items, itertools.cycle(ahead))
+    )
+    launched = deque[tuple[Result, RunAhead | None]]()
+    errors: list[Exception] = []
+    while True:
+        try:
+            launched.extend(itertools.islice(launches, len(ahead) - len(launched)))
+        except Exception as error:  # noqa: BLE001  # raised after the results before it
+            errors.append(error)
+        if not launched:
+            break
+        # Without a name, which would keep the result alive during the next run.
+        yield _joined(*launched.popleft())
+    if errors:
+        raise errors.pop()
+
+
+def _may_launch_ahead(model: Model, home: torch.device) -> bool:
+    if module_with_streams(home) is None or current_run() is not None:
+        return False
+    users = is_of_user(type(model)) or is_of_user(model.loss_fn)
+    return not users and not runs_users_code(model)
+
+
+def _after_blocks(model: Model, placement: Placement) -> frozenset[nn.Module]:
+    """Return the modules that run after the blocks; none if the last block is on home as well."""
+    after: list[nn.Module] = []
+    for component, module in reversed(list(placement.modules_of(model))):
+        if names_block(component.name):
+            return frozenset(after if component.device != placement.home else ())
+        after.append(module)
+    return frozenset()
+
+
+def _launch(
+    model: Model, run: Callable[[Model, Item], Result], item: Item, ahead: RunAhead | None
+) -> Result:
+    with removing_hooks():
+        if ahead is None:
+            return run(model, item)
+        with ahead, launching(ahead), replaced_loss(model, partial(_loss, model.loss_fn)):
+            return run(model, item)
+
+
+def _joined(result: Result, ahead: RunAhead | None) -> Result:
+    if ahead is not None:
+        ahead.join(tensors_in(result))
+    return result
+
+
+def _loss(
+    loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Call `loss_fn` on the current stream, which may be another than that of the tokens."""
+    stream = torch.get_device_module(logits.device.type).current_stream(logits.device)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.device == logits.device:
+            value.record_stream(stream)
+    return loss_fn(logits, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def replaced_loss(model: Any, loss_fn: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Give a model another `loss_fn` within a `with` block."""
+    attributes, own = vars(model), vars(model).get("loss_fn")
+    attributes["loss_fn"] = loss_fn
+    try:
+        yield
+    finally:
+        del attributes["loss_fn"]
+        if own is not None:
+            attributes["loss_fn"] = own
