@@ -1,18 +1,13 @@
-"""What `pipeline_map`, and sweeps by it, gain on several devices, and cost on one.
+"""What `pipeline_map` gains on several devices, and costs on one.
 
     python benchmarks/pipeline_map.py [PART ...] [--n 2 4 8] [--m 1 4 16 64] [--seconds 0.3] ...
 
-Parts: `busy`, `sweep`, `clock`, `overhead`, `views`; all by default.
+Parts: `busy`, `clock`, `overhead`, `views`; all by default.
 
 `busy`: m runs of the shipped model on n simulated devices. The blocks sleep, so that each device is
 busy for `--seconds` with its share of them: a stage. m runs pass n stages in m + n - 1 stages at
 best. The default is 300 stages: 5 minutes with --seconds 1. Python's time for a run, which is
 printed, comes on top, so a stage has to be longer.
-
-`sweep`: `transformer_lens.patching.get_act_patch_resid_pre` on four such devices, and the same by
-TransformerLens's own loop. Every run passes the last device, which limits the speed: with 8 layers
-and 16 positions it is busy for 120 of the loop's 512 stages, and the first run arrives there after
-three. What a sweep saves on one device: benchmarks/sweeps.py.
 
 `clock`: a Llama-shaped model on two simulated devices, which compute on a core each; a loop and
 `pipeline_map` alternate. `of_matrix_products` is what two threads gain at the same time with matrix
@@ -39,12 +34,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported
 
 import torch
-from transformer_lens import patching
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_devicefix
@@ -52,7 +45,6 @@ from tl_devicefix import pipeline_map
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.demo import CHECKPOINT
 from tl_devicefix.demo.demo import load_checkpoint
-from tl_devicefix.pipelining import patching as patches
 
 Rows = list[dict[str, Any]]
 
@@ -113,39 +105,6 @@ def show_busy(rows: Rows) -> None:
             f"{row['n']:>3} {row['m']:>3} {row['wall']:>8.2f} {row['of_ideal']:>9.3f} "
             f"{row['python']:>15.3f}"
         )
-
-
-def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the time of a patching sweep by TransformerLens's loop / by runs in flight.
-
-    Raises:
-        RuntimeError: if the results are not equal, bit for bit.
-    """
-    tokens = torch.arange(1, 1 + arguments.positions)[None]
-    with tl_devicefix.simulate(4):
-        model = shipped(4)
-        _, clean = model.run_with_cache(tokens.flip(1))
-        keep_busy(model, 4, arguments.seconds)
-
-        def call() -> tuple[torch.Tensor, float]:
-            start = time.perf_counter()
-            found = patching.get_act_patch_resid_pre(
-                model, tokens, clean, lambda logits: logits[0, -1, 5] - logits[0, -1, 7]
-            )
-            return found, time.perf_counter() - start
-
-        found, wall = call()
-        with mock.patch.object(patches, "is_model", return_value=False):
-            expected, loop_wall = call()
-        del model, clean
-        if not torch.equal(found, expected):
-            raise RuntimeError("the results are not equal, bit for bit: report it")
-    return {
-        "loop_over_sweep": loop_wall / wall,
-        "runs": found.numel(),
-        "wall_s": wall,
-        "loop_s": loop_wall,
-    }
 
 
 # Devices that compute on a core each
@@ -271,7 +230,6 @@ def views(arguments: argparse.Namespace) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "busy": busy,
-    "sweep": sweep,
     "clock": clock,
     "overhead": overhead,
     "views": views,
@@ -282,7 +240,6 @@ def main() -> None:
     """Measure and print tables; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--positions", type=int, default=16, help="that sweep patches, each layer")
     parser.add_argument("--n", nargs="+", type=int, default=[2, 4, 8], help="numbers of devices")
     parser.add_argument("--m", nargs="+", type=int, default=[1, 4, 16, 64], help="numbers of runs")
     parser.add_argument("--seconds", type=float, default=0.3, help="that a stage takes")

@@ -14,7 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ def _joined(result: Result, ahead: RunAhead | None) -> Result:
 
 
 def _loss(
-    loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, *args: Any, **kwargs: Any
+    loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, *args: object, **kwargs: object
 ) -> torch.Tensor:
     """Call `loss_fn` on the current stream, which may be another than that of the tokens."""
     stream = torch.get_device_module(logits.device.type).current_stream(logits.device)
@@ -118,7 +118,7 @@ def _loss(
 
 
 @contextlib.contextmanager
-def replaced_loss(model: Any, loss_fn: Callable[..., torch.Tensor]) -> Iterator[None]:
+def replaced_loss(model: Model, loss_fn: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Give a model another `loss_fn` within a `with` block."""
     attributes, own = vars(model), vars(model).get("loss_fn")
     attributes["loss_fn"] = loss_fn

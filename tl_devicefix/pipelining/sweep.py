@@ -71,10 +71,12 @@ def sweep(
             ...
 
     The results are the same and come sooner. Each run starts at the first block that its hooks
-    change, from the residual stream of the unpatched run. On several devices, several runs are in
-    flight. A sweep of all layers runs half of the blocks. If an earlier block has other hooks
-    (permanent or not, PyTorch's too), or a module that is not TransformerLens's, such as an SAE,
-    the run starts there. It starts at the first block
+    change, from the residual stream of the unpatched run, so a sweep of all layers runs half of the
+    blocks. On n devices, n + 1 runs have been launched when you get the first result, and each
+    device computes another one; a hook that reads a value (`.item()`, `print`) waits for its run,
+    and so do later runs. If an earlier block has other hooks (permanent or not, PyTorch's too), or
+    a module that is not TransformerLens's, such as an SAE, the run starts there. It starts at the
+    first block
 
     - if the embedding has such hooks or modules;
     - if autograd is on and a parameter of a skipped block needs a gradient (so use
@@ -96,8 +98,8 @@ def sweep(
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. They and the model (weights, buffers, modules,
             settings, hooks) may not change until the last run has ended.
-        runs: lists of (name, hook), read no further than needed. Hooks may read the model. On
-            several devices they may neither run nor hook it.
+        runs: lists of (name, hook), read no further than needed. Hooks may read the model. Across
+            hosts, where each run has a thread, they may neither run nor hook it.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
@@ -112,7 +114,7 @@ def sweep(
             batches, also for an argument that cannot be repeated, a hook point whose first
             dimension is not the batch, and a hook that returns another shape.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
-            between two runs; on several devices, if a hook runs or hooks the model.
+            between two runs; across hosts, if a hook runs or hooks the model.
     """
     adapter_of(model)  # raises for anything but a model
     texts = tokens if isinstance(tokens, list) else [tokens]
