@@ -7,8 +7,10 @@ from hf_models import padded
 
 import tl_devicefix
 from racing import HOST
+from tl_devicefix.dispatch.scheduler import RunAhead
 
-ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
+OFFLOADED = {"": 0, "blocks": "cpu", "blocks.2": 1}
+ENDS_AT_HOME = {"": 0, "blocks.1": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,12 @@ def in_turn(model, tokens, runs, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("where", "sizes"), [({"n_devices": 3}, (1, 3)), ({"device_map": ON_TWO}, (1,))]
+    ("where", "sizes"),
+    [
+        ({"n_devices": 3}, (1, 3)),
+        ({"device_map": OFFLOADED}, (1,)),
+        ({"device_map": ENDS_AT_HOME}, (1,)),
+    ],
 )
 def test_a_sweep_on_async_devices_equals_a_loop(where, sizes, machine, load, tokens):
     model, home = load("llama", **where), machine.devices[0]
@@ -52,13 +59,13 @@ def test_a_sweep_on_async_devices_equals_a_loop(where, sizes, machine, load, tok
 
 
 def test_a_hook_runs_the_model_in_a_run_that_is_launched_ahead(machine, load, tokens):
-    model = load("gpt2", 3)
+    model = load("gpt2", device_map={"": 0, "blocks.4": 1})
     home, inner = machine.devices[0], []
 
     def hook(activation, hook):
-        inner.append(model(tokens, stop_at_layer=2))
+        inner.append(model(tokens, stop_at_layer=1))
 
-    runs = [[(f"blocks.{layer}.hook_resid_post", hook)] for layer in (2, 4, 3)]
+    runs = [[(f"blocks.{layer}.hook_resid_pre", hook)] for layer in (2, 3, 2)]
     expected = in_turn(model, tokens, runs)
     assert_bit_equal(list(tl_devicefix.sweep(model, tokens, runs)), expected)
     assert_agrees(inner, [inner[0]] * 6, home, tolerance=0)
@@ -76,6 +83,16 @@ def test_results_before_an_error_come_first(machine, load, tokens):
         next(results)
 
 
+def test_the_end_of_a_run_waits_for_what_was_computed_before(machine):
+    tripled = torch.ones(3, device=machine.devices[0]) * 3
+    ahead = RunAhead(machine.devices[0], frozenset())
+    with ahead:
+        ahead.return_home()
+        result = tripled + 1  # a RaceError if nothing orders it after the product
+    ahead.join([result])
+    assert result.tolist() == [4, 4, 4]
+
+
 def took(machine, sim, run):
     """Return the time of the devices, if each operation takes one unit."""
     for device in machine.devices:
@@ -87,14 +104,13 @@ def took(machine, sim, run):
     return HOST.ends - start
 
 
-@pytest.mark.parametrize("return_type", ["logits", "loss"])
-def test_runs_of_a_sweep_overlap_on_the_devices(return_type, machine, sim, load, tokens):
+@pytest.mark.parametrize("arguments", [{"return_type": "loss"}, {"stop_at_layer": 4}])
+def test_runs_of_a_sweep_overlap_on_the_devices(arguments, machine, sim, load, tokens):
     """At best, 6 runs take 6 + 3 - 1 stages of three devices; a loop takes 6 * 3."""
     model = load("llama", 3)
     tokens = tokens.to(machine.devices[0])
     runs = [[("blocks.0.hook_resid_pre", lambda activation, hook: activation / 2)]] * 6
-    arguments = {"return_type": return_type}
     loop = took(machine, sim, lambda: in_turn(model, tokens, runs, **arguments))
     swept = took(machine, sim, lambda: list(tl_devicefix.sweep(model, tokens, runs, **arguments)))
     print("RATIO", swept / loop)
-    assert swept < 0.55 * loop
+    assert swept < 0.65 * loop

@@ -281,11 +281,9 @@ class RunAhead:
         """Copy a tensor to a device on the run's own streams."""
         if tensor.device.type != device.type:
             return tensor.to(device)
-        # torch has the streams of both devices wait for each other.
         source, target = self._streams[tensor.device], self._streams[device]
         computing = self._module.current_stream(device)
         source.wait_stream(self._module.current_stream(tensor.device))
-        target.wait_stream(computing)
         with self._module.stream(source), self._module.stream(target):
             copy = tensor.to(device)
         # Freed memory is used again when the stream is done that it was allocated on.
