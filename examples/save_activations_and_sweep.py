@@ -1,4 +1,4 @@
-"""Many runs across four devices, which compute at the same time: save activations, and sweep.
+"""Many runs across four devices: save activations, with all devices busy, and sweep.
 
     python examples/save_activations_and_sweep.py
 
@@ -49,7 +49,7 @@ def main() -> None:
         print(f"in a loop {middle - start:.1f} s, in flight {end - middle:.1f} s")
 
         show(model, sweep_heads(model, prompts[0]))
-        print(f"a sweep over all heads, in flight: {time.perf_counter() - end:.1f} s")
+        print(f"a sweep over all heads: {time.perf_counter() - end:.1f} s")
 
 
 def load(n_devices: int) -> Any:

@@ -55,8 +55,8 @@ class CarryTo(Around):
         if skip is not None and not skip.is_over:  # it reads none of them
             return args, kwargs
         ahead = run_ahead()
-        if ahead is not None:
-            ahead.begin(module)
+        if ahead is not None and args:
+            ahead.begin(module, args[0])
         if is_elsewhere(self.device):
             # No tensor can be there: a run in flight only waits for its turn.
             with moving_to(self.device):

@@ -94,14 +94,14 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context for a user's hook or module, in which the paused modes are on again."""
-    if not _paused.modes and run_ahead() is None:
-        return contextlib.nullcontext()
+    if not _paused.modes:  # a forward in it is not launched ahead
+        return contextlib.nullcontext() if run_ahead() is None else launching(None)
     return _resuming([*_get_current_function_mode_stack(), *_paused.modes])
 
 
 @contextlib.contextmanager
 def _resuming(stack: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    with launching(None), _within(stack, ()):  # a forward in it is not launched ahead
+    with launching(None), _within(stack, ()):
         yield
 
 

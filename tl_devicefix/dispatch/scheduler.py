@@ -1,6 +1,7 @@
 """Runs in flight: a run holds the device that it computes on, and queues for the next one.
 
-Each run is a thread. When its residual stream moves to another device, the run
+Each run is a thread (for a sweep's, see `RunAhead`). When its residual stream moves to another
+device, the run
 
 1. releases its device,
 2. waits until the copies have arrived, and
@@ -233,7 +234,7 @@ class RunAhead:
 
     Args:
         home: the first device.
-        last: the modules that run after the blocks.
+        last: modules that run after the blocks, on the first device.
     """
 
     def __init__(self, home: torch.device, last: frozenset[nn.Module]) -> None:
@@ -241,7 +242,8 @@ class RunAhead:
         self._points = [p for m in last for p in m.modules() if isinstance(p, HookPoint)]
         self._module = torch.get_device_module(home.type)
         self._streams = Streams()
-        self._computing: torch.Stream | None = None  # of home, once the run has left it
+        self._pairs = defaultdict[tuple[torch.device, torch.device], Streams](Streams)
+        self._computing: torch.Stream | None = None  # of home, once the run has returned there
         self._end = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -250,12 +252,14 @@ class RunAhead:
     def __exit__(self, *_: object) -> None:
         self._end.close()
 
-    def begin(self, module: nn.Module) -> None:
-        """Use the run's own stream, if `module` runs after the blocks, where there are no hooks.
+    def begin(self, module: nn.Module, stream: torch.Tensor) -> None:
+        """Use the run's own stream, if the residual stream comes to one of the last modules.
 
-        A hook may free tensors of the computing stream, whose memory is then used again there.
+        Not if hooks are there: one may free tensors of the computing stream, whose memory is then
+        used again there.
         """
-        if module in self._last and not any(point._forward_hooks for point in self._points):
+        comes_home = module in self._last and stream.device != self._home
+        if comes_home and not any(point._forward_hooks for point in self._points):
             self.return_home()
 
     def return_home(self) -> None:
@@ -281,13 +285,16 @@ class RunAhead:
         """Copy a tensor to a device on the run's own streams."""
         if tensor.device.type != device.type:
             return tensor.to(device)
-        source, target = self._streams[tensor.device], self._streams[device]
-        computing = self._module.current_stream(device)
-        source.wait_stream(self._module.current_stream(tensor.device))
+        # A pair of streams for each pair of devices: a mask of the first device's would otherwise
+        # wait for the residual stream, which is on its way to the same device.
+        pair = self._pairs[tensor.device, device]
+        source, target = pair[tensor.device], pair[device]
+        computing, before = map(self._module.current_stream, (device, tensor.device))
+        source.wait_stream(before)
         with self._module.stream(source), self._module.stream(target):
             copy = tensor.to(device)
+        before.wait_stream(source)  # which reads the tensor: it may be edited, or freed
         # Freed memory is used again when the stream is done that it was allocated on.
-        tensor.record_stream(source)
         copy.record_stream(computing)
         computing.wait_stream(target)
         return copy

@@ -28,7 +28,7 @@ from tl_devicefix.dispatch.scheduler import (
 )
 from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import module_with_streams
-from tl_devicefix.placement.placement import Placement, names_block, placement_of
+from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 Item = TypeVar("Item")
@@ -52,7 +52,7 @@ def launch_all(
     placement = placement_of(model)
     ahead: list[RunAhead | None] = [None]
     if placement is not None and n_ahead > 1 and _may_launch_ahead(model, placement.home):
-        last = _after_blocks(model, placement)
+        last = _last_modules(model)
         ahead = [RunAhead(placement.home, last) for _ in range(n_ahead)]
     launches = (
         (_launch(model, run, item, run_ahead), run_ahead)
@@ -60,15 +60,19 @@ def launch_all(
     )
     launched = deque[tuple[Result, RunAhead | None]]()
     errors: list[Exception] = []
-    while True:
-        try:
-            launched.extend(itertools.islice(launches, len(ahead) - len(launched)))
-        except Exception as error:  # noqa: BLE001  # raised after the results before it
-            errors.append(error)
-        if not launched:
-            break
-        # Without a name, which would keep the result alive during the next run.
-        yield _joined(*launched.popleft())
+    try:
+        while True:
+            try:
+                launched.extend(itertools.islice(launches, len(ahead) - len(launched)))
+            except Exception as error:  # noqa: BLE001  # raised after the results before it
+                errors.append(error)
+            if not launched:
+                break
+            # Without a name, which would keep the result alive during the next run.
+            yield _joined(*launched.popleft())
+    finally:
+        for each in filter(None, ahead):  # also of runs that failed, or were not fetched
+            each.join()
     if errors:
         raise errors.pop()
 
@@ -80,14 +84,11 @@ def _may_launch_ahead(model: Model, home: torch.device) -> bool:
     return not users and not runs_users_code(model)
 
 
-def _after_blocks(model: Model, placement: Placement) -> frozenset[nn.Module]:
-    """Return the modules that run after the blocks; none if the last block is on home as well."""
-    after: list[nn.Module] = []
-    for component, module in reversed(list(placement.modules_of(model))):
-        if names_block(component.name):
-            return frozenset(after if component.device != placement.home else ())
-        after.append(module)
-    return frozenset()
+def _last_modules(model: Model) -> frozenset[nn.Module]:
+    """Return the modules after the blocks; none if one of them has a user's module."""
+    last = [getattr(model, name) for name in ("ln_final", "unembed") if hasattr(model, name)]
+    users = (is_of_user(type(each)) for module in last for each in module.modules())
+    return frozenset() if any(users) else frozenset(last)
 
 
 def _launch(

@@ -73,7 +73,7 @@ class batch_sweeps:
     None,
     takes="model corrupted_tokens clean_cache patching_metric patch_setter activation_name "
     "index_axis_names index_df",
-    why="each run starts at the block that it patches; several are in flight on several devices",
+    why="each run starts at the block that it patches; several devices compute different runs",
 )
 def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs: object) -> T:
     """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""

@@ -42,6 +42,7 @@ from tl_devicefix.pipelining.pipeline_map import (
     refuse_arguments,
     run_all,
 )
+from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import placement_of
@@ -72,11 +73,11 @@ def sweep(
 
     The results are the same and come sooner. Each run starts at the first block that its hooks
     change, from the residual stream of the unpatched run, so a sweep of all layers runs half of the
-    blocks. On n devices, n + 1 runs have been launched when you get the first result, and each
-    device computes another one; a hook that reads a value (`.item()`, `print`) waits for its run,
-    and so do later runs. If an earlier block has other hooks (permanent or not, PyTorch's too), or
-    a module that is not TransformerLens's, such as an SAE, the run starts there. It starts at the
-    first block
+    blocks. On n devices, up to n + 1 runs have been launched when you get the first result, and
+    each device computes a different one; a hook that reads a value (`.item()`, `print`) waits for
+    its run, and so do later runs. If an earlier block has other hooks (permanent or not, PyTorch's
+    too), or a module that is not TransformerLens's, such as an SAE, the run starts there. It starts
+    at the first block
 
     - if the embedding has such hooks or modules;
     - if autograd is on and a parameter of a skipped block needs a gradient (so use
@@ -99,7 +100,8 @@ def sweep(
         tokens: as its `run_with_hooks` takes them. They and the model (weights, buffers, modules,
             settings, hooks) may not change until the last run has ended.
         runs: lists of (name, hook), read no further than needed. Hooks may read the model. Across
-            hosts, where each run has a thread, they may neither run nor hook it.
+            hosts, and on several devices with offloaded blocks, each run has a thread, and they may
+            neither run nor hook it.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
@@ -114,7 +116,7 @@ def sweep(
             batches, also for an argument that cannot be repeated, a hook point whose first
             dimension is not the batch, and a hook that returns another shape.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
-            between two runs; across hosts, if a hook runs or hooks the model.
+            between two runs; if a hook runs or hooks the model, where each run has a thread.
     """
     adapter_of(model)  # raises for anything but a model
     texts = tokens if isinstance(tokens, list) else [tokens]
@@ -140,6 +142,9 @@ def _sweep(
     progress: bool,
     arguments: dict[str, Any],
 ) -> Generator[Any, None, None]:
+    placement = placement_of(model)
+    if placement is not None and isinstance(tokens, torch.Tensor):
+        tokens = tokens.to(placement.home)  # once: the host waits for a copy from the CPU
     # A Bridge makes this dict anew for each call.
     points: dict[str, HookPoint] = dict(model.hook_dict)
     first_block = _FirstBlock(model, points, tokens, arguments)
@@ -175,10 +180,11 @@ def _sweep(
 
     weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
-    # A block elsewhere keeps this thread waiting, so runs across hosts have a thread each.
-    placement = placement_of(model)
-    spans_hosts = placement is not None and any(map(is_elsewhere, placement.devices))
-    run_each = run_all if spans_hosts else launch_all
+    # Blocks elsewhere, or offloaded, keep a thread waiting, so these runs have a thread each.
+    waits = placement is not None and (
+        any(map(is_elsewhere, placement.devices)) or CPU in placement.memories
+    )
+    run_each = run_all if waits else launch_all
     results = run_each(model, run_from, starts(), n_in_flight(model, None))
     at_end = checking_at_end(lambda: weights.check(number, is_last=True))
     with contextlib.closing(results), at_end:
