@@ -110,7 +110,7 @@ class DeviceQueue:
 
 
 class Streams(dict[torch.device, torch.Stream]):
-    """The copy streams of one view: one for each device, created on first use."""
+    """Streams to copy on: one for each device, created on first use."""
 
     def __missing__(self, device: torch.device) -> torch.Stream:
         stream = self[device] = torch.get_device_module(device.type).Stream(device)
@@ -241,7 +241,7 @@ class RunAhead:
         self._home, self._last = home, last
         self._points = [p for m in last for p in m.modules() if isinstance(p, HookPoint)]
         self._module = torch.get_device_module(home.type)
-        self._streams = Streams()
+        self._stream: torch.Stream = self._module.Stream(home)
         self._pairs = defaultdict[tuple[torch.device, torch.device], Streams](Streams)
         self._computing: torch.Stream | None = None  # of home, once the run has returned there
         self._end = contextlib.ExitStack()
@@ -266,18 +266,17 @@ class RunAhead:
         """Compute on the run's own stream of the first device from here on."""
         if self._computing is None:
             self._computing = self._module.current_stream(self._home)
-            stream = self._streams[self._home]
-            stream.wait_stream(self._computing)
-            self._end.enter_context(self._module.stream(stream))
+            self._stream.wait_stream(self._computing)
+            self._end.enter_context(self._module.stream(self._stream))
 
     def join(self, results: Iterable[torch.Tensor] = ()) -> None:
         """Have what the caller computes next on the first device wait for what was launched."""
         if self._computing is None:
             return
-        own, results = self._streams[self._home], list(results)
+        results = list(results)
         # The stream of the launch, and the one that is current when the result is fetched.
-        for stream in {self._computing, self._module.current_stream(self._home)} - {own}:
-            stream.wait_stream(own)
+        for stream in {self._computing, self._module.current_stream(self._home)}:
+            stream.wait_stream(self._stream)
             for tensor in results:
                 tensor.record_stream(stream)
 

@@ -20,50 +20,55 @@ import torch
 from torch import nn
 
 from tl_devicefix.dispatch.mixing import runs_users_code, tensors_in
-from tl_devicefix.dispatch.scheduler import (
-    RunAhead,
-    current_run,
-    launching,
-    removing_hooks,
-)
+from tl_devicefix.dispatch.scheduler import RunAhead, current_run, launching, removing_hooks
 from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import module_with_streams
-from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.types import Model
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def may_launch_ahead(model: Model, home: torch.device) -> bool:
+    """Return True if the device has streams, and a forward calls users' code in hooks only.
+
+    On another stream, memory that other code of the user's frees could be used again too early.
+    """
+    if module_with_streams(home) is None or current_run() is not None:
+        return False
+    users = is_of_user(type(model)) or is_of_user(model.loss_fn)
+    return not users and not runs_users_code(model)
+
+
 def launch_all(
-    model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], n_ahead: int
+    model: Model,
+    home: torch.device,
+    run: Callable[[Model, Item], Result],
+    items: Iterable[Item],
+    n_ahead: int,
 ) -> Generator[Result, None, None]:
     """Yield `run(model, item)` for each item, in order; all run in this thread.
 
     After an error, the results before it are yielded first.
 
     Args:
-        model: a model whose blocks are all on this host.
+        model: a model that `may_launch_ahead`, whose blocks are all on this host.
+        home: its first device.
         run: runs the model once, and returns its output.
-        n_ahead: the most runs that are launched and not yielded. It is 1 on devices without
-            streams, and if a forward calls code of the user's at other places than hook points: on
-            another stream, memory that such code frees could be used again too early.
+        n_ahead: the most runs that are launched and not yielded.
     """
-    placement = placement_of(model)
-    ahead: list[RunAhead | None] = [None]
-    if placement is not None and n_ahead > 1 and _may_launch_ahead(model, placement.home):
-        last = _last_modules(model)
-        ahead = [RunAhead(placement.home, last) for _ in range(n_ahead)]
+    last = _last_modules(model)
+    ahead = [RunAhead(home, last) for _ in range(n_ahead)]
     launches = (
         (_launch(model, run, item, run_ahead), run_ahead)
         for item, run_ahead in zip(items, itertools.cycle(ahead))
     )
-    launched = deque[tuple[Result, RunAhead | None]]()
+    launched = deque[tuple[Result, RunAhead]]()
     errors: list[Exception] = []
     try:
         while True:
             try:
-                launched.extend(itertools.islice(launches, len(ahead) - len(launched)))
+                launched.extend(itertools.islice(launches, n_ahead - len(launched)))
             except Exception as error:  # noqa: BLE001  # raised after the results before it
                 errors.append(error)
             if not launched:
@@ -71,17 +76,10 @@ def launch_all(
             # Without a name, which would keep the result alive during the next run.
             yield _joined(*launched.popleft())
     finally:
-        for each in filter(None, ahead):  # also of runs that failed, or were not fetched
+        for each in ahead:  # also of runs that failed, or were not fetched
             each.join()
     if errors:
         raise errors.pop()
-
-
-def _may_launch_ahead(model: Model, home: torch.device) -> bool:
-    if module_with_streams(home) is None or current_run() is not None:
-        return False
-    users = is_of_user(type(model)) or is_of_user(model.loss_fn)
-    return not users and not runs_users_code(model)
 
 
 def _last_modules(model: Model) -> frozenset[nn.Module]:
@@ -92,18 +90,15 @@ def _last_modules(model: Model) -> frozenset[nn.Module]:
 
 
 def _launch(
-    model: Model, run: Callable[[Model, Item], Result], item: Item, ahead: RunAhead | None
+    model: Model, run: Callable[[Model, Item], Result], item: Item, ahead: RunAhead
 ) -> Result:
-    with removing_hooks():
-        if ahead is None:
-            return run(model, item)
-        with ahead, launching(ahead), replaced_loss(model, partial(_loss, model.loss_fn)):
-            return run(model, item)
+    loss_fn = partial(_loss, model.loss_fn)
+    with removing_hooks(), ahead, launching(ahead), replaced_loss(model, loss_fn):
+        return run(model, item)
 
 
-def _joined(result: Result, ahead: RunAhead | None) -> Result:
-    if ahead is not None:
-        ahead.join(tensors_in(result))
+def _joined(result: Result, ahead: RunAhead) -> Result:
+    ahead.join(tensors_in(result))
     return result
 
 

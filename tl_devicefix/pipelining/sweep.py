@@ -33,7 +33,7 @@ from tl_devicefix.fusing.listening import hooks_of
 from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
-from tl_devicefix.pipelining.launching import launch_all
+from tl_devicefix.pipelining.launching import launch_all, may_launch_ahead
 from tl_devicefix.pipelining.pipeline_map import (
     HooksSnapshot,
     WeightsSnapshot,
@@ -180,12 +180,15 @@ def _sweep(
 
     weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
+    n_ahead = n_in_flight(model, None)
     # Blocks elsewhere, or offloaded, keep a thread waiting, so these runs have a thread each.
     waits = placement is not None and (
         any(map(is_elsewhere, placement.devices)) or CPU in placement.memories
     )
-    run_each = run_all if waits else launch_all
-    results = run_each(model, run_from, starts(), n_in_flight(model, None))
+    if waits or placement is None or n_ahead == 1 or not may_launch_ahead(model, placement.home):
+        results = run_all(model, run_from, starts(), n_ahead if waits else 1)
+    else:
+        results = launch_all(model, placement.home, run_from, starts(), n_ahead)
     at_end = checking_at_end(lambda: weights.check(number, is_last=True))
     with contextlib.closing(results), at_end:
         for of_group in results:
