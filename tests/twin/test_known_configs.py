@@ -14,8 +14,6 @@ from tl_devicefix.checkpoints.hub import known_config, known_fields
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.twin import LIMIT, undisturbed
 
-pytestmark = pytest.mark.full(reason="nox -s versions runs these")
-
 NAMES = {
     str(fields): name
     for name, fields in known_fields().items()

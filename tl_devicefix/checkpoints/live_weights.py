@@ -206,7 +206,7 @@ class LiveWeights:
         if not _is_quantised(module) and not is_adapter(module):
             return module
         new = self._floating(module, device)
-        if getattr(new, "source_cls", None) is not Conv1D:
+        if getattr(new, "source_cls", None) != Conv1D:
             return new
         # bitsandbytes puts a linear layer, its weight transposed, in a Conv1D's place.
         with torch.device("meta"):
