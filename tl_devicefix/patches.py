@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, overload
 
 from packaging.version import Version
 
-from tl_devicefix.fusing.listening import stop_counting
+from tl_devicefix.fusing.listening import is_counting, stop_counting
 from tl_devicefix.monkeypatch import applying
 from tl_devicefix.monkeypatch.applying import disabled, is_enabled
 from tl_devicefix.monkeypatch.patch import Patch, registered
@@ -56,7 +56,7 @@ def enable() -> None:
     """
     if is_enabled():
         return
-    applying.enable(table())
+    applying.apply_patches(table())
 
 
 def disable() -> None:
@@ -65,7 +65,7 @@ def disable() -> None:
     A model that is split across devices still runs, but you read its caches and weights on their
     blocks' devices, and hooks that you add before you call `enable` again may not mix devices.
     """
-    applying.disable()
+    applying.remove_patches()
     stop_counting()
 
 
@@ -140,6 +140,10 @@ def report(model: Model | None = None) -> PatchReport | ModelReport:
     patch_report.version, patch_report.is_enabled = installed(), is_enabled()
     print(f"tl_devicefix on transformer_lens {installed()}: {_state()}")
     rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in patch_report]
+    if is_counting():
+        rows.append(
+            ("torch.nn.Module", "", "a hook of torch's reports modules put into fused blocks")
+        )
     print(format_table([("target", "TL versions", "why"), *rows], "<<<"))
     return patch_report
 

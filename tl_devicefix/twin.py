@@ -97,7 +97,7 @@ class Twin:
             ValueError: if the twin is too large to be made for each load.
         """
         config: Any = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
-        if "long_factor" in _scaling(config):  # longer texts have other rotary frequencies
+        if "long_factor" in _rope_settings(config):  # longer texts have other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
         found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
         windows = sorted(size for size in found if size is not None)
@@ -105,7 +105,7 @@ class Twin:
         shrunk = {w: w if w >= n_ctx else _WINDOW + 3 * i for i, w in enumerate(windows)}
         n_ctx = min(n_ctx, _MAX_TOKENS)
         layers = _layers(config, attn_types)
-        sizes = _sizes(config, layers, shrunk)
+        sizes = _tiny_sizes(config, layers, shrunk)
         if has_positions:
             sizes["max_position_embeddings"] = n_ctx
         for name, value in sizes.items():
@@ -147,7 +147,7 @@ class Twin:
 _WINDOWS = ("sliding_window", "window_size")
 
 
-def _scaling(config: PretrainedConfig) -> dict[str, Any]:
+def _rope_settings(config: PretrainedConfig) -> dict[str, Any]:
     """Return the rotary settings, which transformers 5 calls `rope_parameters`."""
     return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
@@ -155,7 +155,7 @@ def _scaling(config: PretrainedConfig) -> dict[str, Any]:
 def original_context(config: PretrainedConfig) -> int:
     """Return the number of tokens that a model with scaled rotary frequencies was trained on."""
     name = "original_max_position_embeddings"
-    given: int | None = _scaling(config).get(name) or getattr(config, name, None)
+    given: int | None = _rope_settings(config).get(name) or getattr(config, name, None)
     return given or config.max_position_embeddings
 
 
@@ -174,7 +174,9 @@ def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[
     return sorted({*layers, *([0, 1][: len(kinds)] if len(layers) < 2 else [])})
 
 
-def _sizes(config: PretrainedConfig, layers: list[int], windows: dict[int, int]) -> dict[str, Any]:
+def _tiny_sizes(
+    config: PretrainedConfig, layers: list[int], windows: dict[int, int]
+) -> dict[str, Any]:
     """Return the settings of the twin that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads

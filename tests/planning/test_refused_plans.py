@@ -94,7 +94,7 @@ def test_n_ctx_beyond_learned_positions_is_refused(checkpoints):
         ("nosuchmodel", "TransformerLens lists no model 'nosuchmodel'"),
         ("gpt2 --max-memory 0=40", "max_memory[0] must be bytes"),
         ("gpt2 --seq-len 4096", "more than the model's n_ctx of 1024: lower them\n"),
-        ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or pass n_ctx=9000\n"),
+        ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or set n_ctx to 9000\n"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, message, capsys):

@@ -107,6 +107,38 @@ def test_the_end_of_a_run_waits_for_what_was_computed_before(machine):
     assert result.tolist() == [4, 4, 4]
 
 
+def test_runs_that_are_not_fetched_have_ended_once_a_sweep_is_closed(load, tokens):
+    model = load("llama", 3)
+    results = tl_devicefix.sweep(model, tokens, [[]] * 4)
+    next(results)
+    results.close()
+    for weight in model.unembed.parameters():
+        weight.mul_(2)  # a RaceError while a run reads it
+
+
+class Scaled(torch.nn.Module):
+    """A user's module that frees memory."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        scale = torch.full_like(x, 2.0)
+        x = self.module(x) * scale
+        del scale
+        torch.zeros_like(x)  # may get its memory
+        return x
+
+
+def test_a_users_module_after_the_blocks_runs_in_a_sweep(load, tokens):
+    model = load("gpt2", 3)
+    model.unembed = Scaled(model.unembed)
+    runs = [[("blocks.0.hook_resid_pre", lambda activation, hook: activation / 2)]] * 4
+    expected = in_turn(model, tokens, runs)
+    assert_bit_equal(list(tl_devicefix.sweep(model, tokens, runs)), expected)
+
+
 def took(machine, sim, run):
     """Return the time of the devices, if each operation takes one unit."""
     for device in machine.devices:

@@ -69,8 +69,8 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
     if not resume:
         raise FileExistsError(
             f"{directory} has activations of {index.n_examples} examples already, of "
-            f"{index.model.get('name')}: pass resume=True to save the rest, or give another "
-            "directory"
+            f"{index.model.get('name')}: repeat that call with resume=True to save the rest, or "
+            "give another directory"
         )
     exists = [(directory / shard.file).is_file() for shard in index.shards]
     if all(exists):

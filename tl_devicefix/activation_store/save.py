@@ -25,8 +25,8 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.reader import SavedActivations, load_activations
 from tl_devicefix.activation_store.selection import (
-    Batch,
     Selection,
+    TokenBatch,
     TokenMask,
     Transform,
     checked_names,
@@ -244,7 +244,7 @@ class _Save:
         finally:
             writer.close(is_complete)
 
-    def _remaining(self, writer: Writer) -> Iterator[Batch]:
+    def _remaining(self, writer: Writer) -> Iterator[TokenBatch]:
         """Yield the batches that are not on disk yet; compare the tokens of the others."""
         seen, on_disk_already = 0, self._index.n_examples
         for number, batch in enumerate(chain([self._first], self._batches)):
@@ -272,7 +272,7 @@ class _Save:
                 f"they have {on_disk_already} examples, but batches has {seen}"
             )
 
-    def _run(self, view: Model, batch: Batch) -> Copied:
+    def _run(self, view: Model, batch: TokenBatch) -> Copied:
         """Run a batch, and start copying its activations to the host."""
         if batch.inputs is self._first.inputs and self._first_tensors:  # `begin` has run it
             tensors, self._first_tensors = self._first_tensors, {}
@@ -291,7 +291,7 @@ class _Save:
         counts = [width] * n_examples if batch.saved is None else batch.saved.sum(1).tolist()
         return Copied({**batch.stored, **copies}, counts, batch.skip, arrivals)
 
-    def _forward(self, view: Model, batch: Batch) -> dict[str, torch.Tensor]:
+    def _forward(self, view: Model, batch: TokenBatch) -> dict[str, torch.Tensor]:
         _, cache = view.run_with_cache(
             batch.inputs,
             names_filter=self._selection.names_filter,
@@ -301,7 +301,7 @@ class _Save:
         return self._selection.select(cache, len(batch.inputs), batch.saved)
 
     def _entries_of(
-        self, batch: Batch, tensors: dict[str, torch.Tensor]
+        self, batch: TokenBatch, tensors: dict[str, torch.Tensor]
     ) -> dict[str, StoredTensor]:
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
         return self._selection.entries_of(tensors, n_rows)

@@ -170,7 +170,7 @@ def checked_names(
     return names
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """The input of one forward, and the tensors that are stored beside its activations."""
 
     inputs: Int[torch.Tensor, "batch pos"]  # on the user's device
@@ -184,7 +184,9 @@ class Batch(NamedTuple):
         return self.stored.get(TOKEN_MASK)
 
 
-def read_batches(items: Iterable[object], model: Model, selection: Selection) -> Iterator[Batch]:
+def read_batches(
+    items: Iterable[object], model: Model, selection: Selection
+) -> Iterator[TokenBatch]:
     """Yield the batches that a user gives; see `save_activations`."""
     for number, item in enumerate(items):
         inputs, mask = _tokens_and_mask(item, number)
@@ -220,7 +222,7 @@ def read_batches(items: Iterable[object], model: Model, selection: Selection) ->
         stored = {TOKENS: tokens, MASK: seen}
         if (saved := selection.saved_tokens(tokens, seen)) is not None:
             stored[TOKEN_MASK] = saved
-        yield Batch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
+        yield TokenBatch(inputs, {} if mask is None else {"attention_mask": mask}, stored)
 
 
 def _as_tensor(values: object) -> torch.Tensor:

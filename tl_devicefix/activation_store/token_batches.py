@@ -70,7 +70,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
-        self._rows = _Rows(stored, by_token)
+        self._rows = _ActivationRows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
         # Leave an index to torch: `resolve` would import TransformerLens for it.
@@ -195,7 +195,7 @@ def _batches(
                 missing = min(batch_size, left)
 
 
-class _Rows:
+class _ActivationRows:
     """The rows of an activation across all shards: tokens, or examples."""
 
     def __init__(self, stored: Stored, by_token: bool) -> None:
@@ -218,7 +218,7 @@ class _Rows:
 class _Groups:
     """The blocks of each group, and the order of the rows within a group."""
 
-    def __init__(self, rows: _Rows, group_rows: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, rows: _ActivationRows, group_rows: int, shuffle: bool, seed: int) -> None:
         block_rows = max(1, BYTES_OF_BLOCK // rows.bytes)
         self._rows, self._group_rows = rows, group_rows
         self._shuffle, self._seed = shuffle, seed

@@ -46,7 +46,7 @@ def start_copies(
         if module is None:
             copies[name] = copy().copy_(tensor)
             continue
-        stream = _copy_stream(tensor.device)
+        stream = _download_stream(tensor.device)
         # The copy waits for the kernels that write the tensor.
         stream.wait_stream(module.current_stream(tensor.device))
         # Record the stream, so that the allocator does not reuse the memory before the copy.
@@ -58,7 +58,7 @@ def start_copies(
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.Stream:
+def _download_stream(device: torch.device) -> torch.Stream:
     # `offload/copying.py` has another stream, so that weights do not wait behind activations.
     return module_with_streams(device).Stream(device)
 

@@ -168,7 +168,7 @@ class LiveWeights:
         self.model = out_of_wrappers(hf_model)
         refuse_unmergeable(self.model)
         _refuse_packed(self.model)
-        self._stored = _offloaded(hf_model)
+        self._stored = _offloaded_tensors(hf_model)
         self.computes = any(
             is_adapter(module) or _is_quantised(module) for module in self.model.modules()
         ) or any(parameter.is_meta for parameter in self.model.parameters())
@@ -272,7 +272,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _offloaded(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
+def _offloaded_tensors(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
     """Return accelerate's map of a module's offloaded tensors, and the prefix of their names."""
     stored: dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]] = {}
     for module in model.modules():

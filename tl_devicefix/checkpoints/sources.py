@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tl_devicefix.checkpoints.live_weights import LiveWeights, shallow
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
+from tl_devicefix.tracebacks import is_own_bug
 from tl_devicefix.weight_processing import Weights
 
 if TYPE_CHECKING:
@@ -119,10 +120,10 @@ class HuggingFaceSource:
             # Any official name will do: the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
             if missing := [name for name, weight in weights.items() if weight is None]:
-                raise AttributeError(f"it has no {missing[0]}")
+                raise RuntimeError(f"it has no {missing[0]}")
             return weights
         except (AttributeError, RuntimeError) as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or is_own_bug(error):
                 raise
             named, own = self._cfg.original_architecture, type(self.hf_model).__name__
             # Converters pass None to einops for a missing weight, which says nothing about it.

@@ -37,7 +37,7 @@ _COPY_ELEMENTS = 4_500_003
 _SMALL = 1023
 # The size of matrices, and how many products of them keep a stream busy for long enough.
 _BUSY = 4096, 20
-_DTYPES = (
+_TRIED_DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
@@ -87,7 +87,7 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
         int((sent.to(source).to(target).cpu() != sent).sum())
-        for sent in (large, *(numbers.to(dtype) for dtype in _DTYPES), *views)
+        for sent in (large, *(numbers.to(dtype) for dtype in _TRIED_DTYPES), *views)
     )
     print(f"copy {source} -> {target}: " + ("ok" if wrong == 0 else f"{wrong} elements WRONG"))
     return wrong == 0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tl_devicefix.around import Args, Around, AroundForward, Forward, Kwargs
-from tl_devicefix.dispatch.mixing import mapped
+from tl_devicefix.dispatch.mixing import map_entries
 from tl_devicefix.dispatch.scheduler import copied, moving_to, run_ahead
 from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.placement.elsewhere import is_elsewhere, plain
@@ -40,7 +40,7 @@ def bring_home(output: T, home: torch.device) -> T:
     """Bring a tensor, or the tensors in a tuple, list or dict, to the home device."""
     if isinstance(output, torch.Tensor):
         return move(output, home)
-    return mapped(output, lambda part: bring_home(part, home))
+    return map_entries(output, lambda part: bring_home(part, home))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CarryTo(Around):
             value.past_keys = move(value.past_keys, self.device)
             value.past_values = move(value.past_values, self.device)
             return value
-        return mapped(value, self._on_device)
+        return map_entries(value, self._on_device)
 
 
 # Each block gets another tensor by these names, so they are copied for each block.

@@ -60,7 +60,7 @@ def is_aligned(model: Model) -> bool:
     return WATCH in model.__dict__
 
 
-def forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
+def run_forward(original: Callable[..., T], self: Model, *args: object, **kwargs: Any) -> T:
     """Run the forward of either class, and bring its results home, even with `stop_at_layer`.
 
     The caller has entered `one_forward`.

@@ -188,7 +188,7 @@ class JoinedAt(OutsideBlocks):
 
         def joined(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.device not in others:
-                return mapped(value, joined)
+                return map_entries(value, joined)
             # Copy each tensor once: a function may take it twice, and change it.
             if id(value) not in copies:
                 copy = value.to(target)
@@ -211,7 +211,7 @@ class JoinedAt(OutsideBlocks):
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-def mapped(value: T, change: Callable[[Any], object]) -> T:
+def map_entries(value: T, change: Callable[[Any], object]) -> T:
     """Apply `change` to each entry of a tuple, list, dict or named tuple; return others as is."""
     whole: Any = value
     # Exact types only: a subclass's constructor may take other arguments.

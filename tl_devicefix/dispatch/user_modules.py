@@ -106,7 +106,7 @@ class Watch:
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         return copy.copy(self)  # each view of a model has such a copy, with the same set
 
-    def of_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
+    def for_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
         """Return the same for a view of the model, by the counterparts of its modules."""
         watch = Watch(self._is_own, self._warned_of)
         if self.is_as_seen():

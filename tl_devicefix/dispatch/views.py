@@ -62,7 +62,7 @@ class View(Generic[Module]):
         self.is_captured = builder.is_captured
         watch: Watch | None = vars(viewed).get(WATCH)
         if watch is not None:
-            vars(self.model)[WATCH] = watch.of_view(builder.counterpart_of)
+            vars(self.model)[WATCH] = watch.for_view(builder.counterpart_of)
         self._changed, self._states = builder.changed, builder.states
         # The config is shared, and a hook may write to the context of its hook point unnoticed.
         for state in self._states:

@@ -59,6 +59,11 @@ def _count_assignments() -> None:
         _handles.append(register_module_module_registration_hook(_count))
 
 
+def is_counting() -> bool:
+    """Return True if torch calls `_count` for each module that is assigned."""
+    return bool(_handles)
+
+
 def stop_counting() -> None:
     """Remove `_count` from torch; fused blocks check their modules in their next forward."""
     while _handles:

@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import move
-from tl_devicefix.dispatch.mixing import JoinedAt, mapped
+from tl_devicefix.dispatch.mixing import JoinedAt, map_entries
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import CPU, free_memory, printed
 from tl_devicefix.placement.in_use import chosen_device, gather_on
@@ -133,7 +133,7 @@ def read_together(
         return read()
     with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
         result = read()
-    return move(mapped(result, lambda part: move(part, device)), device)
+    return move(map_entries(result, lambda part: move(part, device)), device)
 
 
 _KEY_VALUE_NAMES = ("W_K", "W_V", "b_K", "b_V")

@@ -303,7 +303,7 @@ def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:
     return {}
 
 
-def _sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
+def _named_sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
     """Return the sizes that OLMo and Gemma have under the same names."""
     return {
         "d_model": hf_config.hidden_size,
@@ -322,7 +322,7 @@ def _sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
 def _olmo_sizes(hf_config: PretrainedConfig) -> Options:
     """Return the sizes of an OLMo or OLMo 2, by TransformerLens's names."""
     return {
-        **_sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads),
+        **_named_sizes(hf_config, hf_config.hidden_size // hf_config.num_attention_heads),
         "eps": getattr(hf_config, "rms_norm_eps", 1e-5),  # fixed in OLMo's LayerNorm
         "act_fn": hf_config.hidden_act,
         "attn_types": ["global"] * hf_config.num_hidden_layers,
@@ -333,7 +333,7 @@ def _olmo_sizes(hf_config: PretrainedConfig) -> Options:
 def _gemma_sizes(hf_config: PretrainedConfig) -> Options:
     """Return the sizes of a Gemma, by TransformerLens's names."""
     sizes = {
-        **_sizes(hf_config, hf_config.head_dim),
+        **_named_sizes(hf_config, hf_config.head_dim),
         "act_fn": _gemma_activation(hf_config),
         "n_key_value_heads": hf_config.num_key_value_heads,
         "n_ctx": min(hf_config.max_position_embeddings, 8192),

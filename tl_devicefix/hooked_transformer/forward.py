@@ -35,7 +35,7 @@ def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: A
         RuntimeError: if the model's weights are only partly processed.
     """
     with one_forward():
-        return running.forward(original, self, *args, **kwargs)
+        return running.run_forward(original, self, *args, **kwargs)
 
 
 @patches(None, takes="input w b", why="attention that you call by hand runs on its own device")

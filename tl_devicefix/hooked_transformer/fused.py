@@ -1,7 +1,7 @@
 """A block of a HookedTransformer as one function of its weights.
 
     no hooks inside                            `_block`
-    hooks inside, or a module not listed here  TransformerLens's block around `_attention`
+    hooks inside, or a module not listed here  TransformerLens's block around `_fused_attention`
     hooks on scores or pattern, all else       TransformerLens's block, which builds a pattern
 
 Hooks on the residual stream, and on what attention and MLP add to it, are not inside.
@@ -128,7 +128,7 @@ class FusedBlock(Fused):
         if not by_sdpa:
             return super().forward(*given)
         block: Any = object.__new__(TransformerBlock)
-        attend = functools.partial(_attention, bound.modules["attn"], True)
+        attend = functools.partial(_fused_attention, bound.modules["attn"], True)
         block.__dict__.update(self.__dict__, _modules={**bound.modules, "attn": attend})
         return TransformerBlock.forward(block, *given)
 
@@ -237,7 +237,9 @@ def _block(
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
     x = resid_pre if is_post_norm else _norm(modules["ln1"], resid_pre)
-    attend = functools.partial(_attention, modules["attn"], False) if by_sdpa else modules["attn"]
+    attend = (
+        functools.partial(_fused_attention, modules["attn"], False) if by_sdpa else modules["attn"]
+    )
     attn_out = attend(
         query_input=x,
         key_input=x,
@@ -298,7 +300,7 @@ def _project(
     return F.linear(x, weight.mT.flatten(0, 1), bias.flatten()).unflatten(-1, bias.shape)
 
 
-def _attention(
+def _fused_attention(
     attn: Any,
     is_hooked: bool,
     query_input: Residual,

@@ -144,7 +144,7 @@ def _load(
     placement = decide_fitting(component_sizes(cfg), n_devices, device, device_map, max_memory)
     if not arguments["move_to_device"]:
         placement = placement.gathered_on(torch.device("cpu"))
-    placement = placement.of_this_process
+    placement = placement.local_part
     for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "on_mismatch": "ignore"}
     load = "transformer_lens:HookedTransformer.from_pretrained"
     with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:

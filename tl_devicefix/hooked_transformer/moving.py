@@ -46,7 +46,7 @@ def settle(model: HookedTransformer, placement: Placement) -> None:
     model.cfg.device = str(placement.home)
     model.cfg.n_devices = len(placement.devices)
     _tell_accelerate(model, placement)
-    align(model, placement)
+    align_hooked(model, placement)
 
 
 def _record(model: Any, placement: Placement) -> None:
@@ -199,7 +199,7 @@ def share_buffers(model: nn.Module) -> None:
                     module._buffers[name] = first
 
 
-def align(model: HookedTransformer, placement: Placement) -> None:
+def align_hooked(model: HookedTransformer, placement: Placement) -> None:
     """Make `model` run across the devices of `placement`, replacing any earlier alignment."""
     # Outputs of blocks go on to the next device.
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
@@ -274,7 +274,7 @@ def setup(original: Callable[..., object], self: HookedTransformer) -> object:
     """Wrap `HookedRootModule.setup`, which is called after a module was attached or removed."""
     result, placement = original(self), placement_of(self)
     if placement is not None and is_aligned(self):
-        align(self, placement)
+        align_hooked(self, placement)
     return result
 
 

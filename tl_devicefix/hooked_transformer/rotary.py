@@ -36,7 +36,7 @@ def scale_rotary(model: HookedTransformer, hf_model: nn.Module) -> None:
         kind = attention_kind(model.cfg, layer)
         # transformers 4 has a module of its own for Gemma 3's local attention.
         module = modules.get(f"rotary_emb_{kind}", modules.get("rotary_emb"))
-        if module is None or _scaling(module, kind) in (None, "default"):
+        if module is None or _rope_type(module, kind) in (None, "default"):
             continue
         attn: Any = block.attn
         if kind not in made:
@@ -57,7 +57,7 @@ def _agree(own: Table, scaled: Table) -> bool:
     return torch.allclose(own[:2048], scaled[:2048], rtol=0, atol=rounding)
 
 
-def _scaling(module: nn.Module, kind: str | None) -> str | None:
+def _rope_type(module: nn.Module, kind: str | None) -> str | None:
     """Return the scaling of a kind of attention, by transformers' name; "default" is none."""
     scaling = getattr(module, "rope_type", None)
     return scaling.get(_LAYER_TYPES[kind or "global"]) if isinstance(scaling, dict) else scaling
@@ -77,7 +77,7 @@ class ScaledRotary:
             self._module = type(module)(module.config)
         by_layer_type = "layer_type" in inspect.signature(module.forward).parameters
         self._layer_type = {"layer_type": _LAYER_TYPES[kind or "global"]} if by_layer_type else {}
-        scaling = _scaling(module, kind)
+        scaling = _rope_type(module, kind)
         self.longest: int | None = None
         if scaling == "longrope":
             self.longest = original_context(module.config)

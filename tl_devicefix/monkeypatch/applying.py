@@ -32,7 +32,7 @@ class _Replacement(NamedTuple):
 
 
 # Everything that is replaced. Set before the first change and cleared after the last one is undone,
-# so that after an interrupt the next `enable` or `disable` can finish the job.
+# so that after an interrupt the next `apply_patches` or `remove_patches` can finish the job.
 _replaced: tuple[_Replacement, ...] = ()
 _functions: dict[_Function, _Function] = {}  # of modules: the installed one -> ours
 _is_enabled = False
@@ -40,11 +40,11 @@ _is_enabled = False
 _applied: Sequence[Patch] = ()
 
 
-def enable(table: Sequence[Patch]) -> None:
+def apply_patches(table: Sequence[Patch]) -> None:
     """Apply a table, unless it is applied already."""
     if is_enabled():
         return
-    disable()  # finish a `disable` that was interrupted
+    remove_patches()  # finish a removal that was interrupted
     for patch in table:
         check_target(patch)
     _apply_table(table)
@@ -86,8 +86,8 @@ def _rename(functions: Mapping[_Function, _Function]) -> None:
                 value.__setstate__(state)
 
 
-def disable() -> None:
-    """Undo all patches: TransformerLens gets the objects back that `enable` replaced."""
+def remove_patches() -> None:
+    """Undo all patches: TransformerLens gets the objects back that `apply_patches` replaced."""
     global _functions, _is_enabled, _originals, _replaced
     _is_enabled = False
     for owner, name, before, _ in _replaced:
@@ -104,12 +104,12 @@ def disable() -> None:
 def disabled() -> Iterator[None]:
     """Undo all patches within a `with` block, in all threads."""
     were_enabled = is_enabled()
-    disable()
+    remove_patches()
     try:
         yield
     finally:
         if were_enabled and not is_enabled():
-            disable()  # one that was interrupted may have left some
+            remove_patches()  # one that was interrupted may have left some
             _apply_table(_applied)
 
 

@@ -15,7 +15,7 @@ from tl_devicefix.checkpoints.hub import is_checkpoint_directory, snapshot
 Files = dict[str, tuple[int, str]]
 """File -> its size in bytes, and a checksum of its tensors."""
 
-_KINDS = ("config.json", "*.index.json", "*.safetensors", "*.bin")
+_FILES = ("config.json", "*.index.json", "*.safetensors", "*.bin")
 # Weights of two trainings differ everywhere, so samples show it. An edited part is seen if it is as
 # long as the distance between samples.
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
@@ -28,7 +28,7 @@ def files_of(name: str, hub: dict[str, object]) -> Files:
         folder = Path(name) if is_checkpoint_directory(name) else snapshot(name, (), **hub)
     except ValueError:  # transformers itself reports a hub that cannot be reached
         return {}
-    paths = [path for kind in _KINDS for path in sorted(folder.glob(kind))]
+    paths = [path for kind in _FILES for path in sorted(folder.glob(kind))]
     return {path.name: _file(path) for path in paths}
 
 

@@ -26,7 +26,7 @@ _CALLS_AT_ONCE = 64
 _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0
 """Seconds to wait for a call, and then for the answer to a ping, which busy workers answer too."""
-_PACKAGES = ("torch", "transformers", "transformer_lens", "tl_devicefix")
+_PACKAGES_ALIKE = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 
 
 def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
@@ -158,7 +158,9 @@ def own_versions() -> dict[str, str]:
 
     Builds of torch for different accelerators, "2.13.0+cu126" and "2.13.0+cpu", count as the same.
     """
-    public = {name: version.partition("+")[0] for name, version in versions(_PACKAGES).items()}
+    public = {
+        name: version.partition("+")[0] for name, version in versions(_PACKAGES_ALIKE).items()
+    }
     return {"Python": "{}.{}".format(*sys.version_info), **public}
 
 

@@ -22,7 +22,7 @@ CacheEntry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 _LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
 # Look them up by name: older versions of transformers lack them.
 _GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache_utils, name))
-_SENT = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+_SENT_IN_CACHES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
@@ -40,7 +40,9 @@ def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
 
 def attributes_of(entry: CacheEntry) -> dict[str, object]:
     """Return an entry's keys and values, and its plain attributes, such as `frozen`."""
-    return {name: value for name, value in vars(entry).items() if isinstance(value, _SENT)}
+    return {
+        name: value for name, value in vars(entry).items() if isinstance(value, _SENT_IN_CACHES)
+    }
 
 
 def set_attributes(entry: CacheEntry, attributes: dict[str, object], device: torch.device) -> None:

@@ -148,7 +148,9 @@ class _Record:
         changed, now = self.remote.changed, {}
         for path, loaded in self._configs.items():
             settings = vars(config_at(block, path)).items()
-            now[path] = {name: value for name, value in settings if isinstance(value, _SENT)}
+            now[path] = {
+                name: value for name, value in settings if isinstance(value, _SENT_SETTINGS)
+            }
             changed |= {k for k, value in now[path].items() if loaded.get(k) != value}
         return {path: {k: its[k] for k in changed & its.keys()} for path, its in now.items()}
 
@@ -163,7 +165,7 @@ class _Record:
         return self
 
 
-_SENT = (type(None), bool, int, float, str, torch.dtype)
+_SENT_SETTINGS = (type(None), bool, int, float, str, torch.dtype)
 """The types of settings that are sent. A config may hold anything."""
 
 
@@ -210,7 +212,9 @@ class RemotePart(RemoteModule):
     """A module within a remote block."""
 
 
-def _checked(method: str, check: Callable[[_Module, _Value], None]) -> Callable[..., object]:
+def _checking_method(
+    method: str, check: Callable[[_Module, _Value], None]
+) -> Callable[..., object]:
     """Return a method of `nn.Module` that checks its first argument before it registers it."""
 
     def register(self: _Module, given: _Value, *args: object, **kwargs: object) -> object:
@@ -228,10 +232,10 @@ def _check_hook(part: RemotePart, hook: object) -> None:
 
 
 for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
-    setattr(RemoteModule, _method, _checked(_method, RemoteModule._check_name))
+    setattr(RemoteModule, _method, _checking_method(_method, RemoteModule._check_name))
 for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "backward"):
     _method = f"register_{_kind}_hook"
-    setattr(RemotePart, _method, _checked(_method, _check_hook))
+    setattr(RemotePart, _method, _checking_method(_method, _check_hook))
 
 
 class RemoteBlock(RemoteModule):

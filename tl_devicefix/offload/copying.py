@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.Stream:
+def _weights_stream(device: torch.device) -> torch.Stream:
     return module_with_streams(device).Stream(device)
 
 
@@ -65,14 +65,14 @@ class BlockCopy:
             return copy.copy_(host)
         # Wait before each weight: another thread may have queued kernels meanwhile, and freed the
         # memory that they use.
-        stream = _copy_stream(self.device)
+        stream = _weights_stream(self.device)
         stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(stream):
             return copy.copy_(host, non_blocking=True)
 
     def _record(self) -> None:
         if self._streams is not None:
-            self._done = _copy_stream(self.device).record_event()  # behind all copies so far
+            self._done = _weights_stream(self.device).record_event()  # behind all copies so far
 
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""

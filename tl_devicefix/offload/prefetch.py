@@ -41,21 +41,23 @@ _swapping = threading.RLock()
 
 def offload_blocks(model: Model, placement: Placement) -> None:
     """Attach an `OffloadedForward` to each offloaded block, and pin its weights."""
-    for block, device in _offloaded(model, placement):
+    for block, device in _offloaded_blocks(model, placement):
         OffloadedForward(block, device).attach(block)
     pin(model, placement)
 
 
 def pin(model: Model, placement: Placement) -> None:
     """Pin the weights of offloaded blocks: only pinned memory is copied asynchronously."""
-    for block, device in _offloaded(model, placement):
+    for block, device in _offloaded_blocks(model, placement):
         if module_with_streams(device) is not None:
             for parameter in block.parameters():
                 if parameter.device == CPU and not parameter.is_pinned():
                     parameter.data = parameter.data.pin_memory()
 
 
-def _offloaded(model: Model, placement: Placement) -> Iterator[tuple[nn.Module, torch.device]]:
+def _offloaded_blocks(
+    model: Model, placement: Placement
+) -> Iterator[tuple[nn.Module, torch.device]]:
     for component in placement.components:
         if component.offloaded:
             yield model.get_submodule(component.name), component.device

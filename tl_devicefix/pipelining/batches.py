@@ -85,7 +85,9 @@ class Batch:
         written = _Written()
         # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
         kept = _OF_NORMS if hasattr(model, "original_model") else ()
-        of_runs = [_Rows(number, self._rows, self._n, written, kept) for number in range(self._n)]
+        of_runs = [
+            _RunRows(number, self._rows, self._n, written, kept) for number in range(self._n)
+        ]
         hooks: Any = [
             (names, partial(rows.call, hook))
             for rows, run in zip(of_runs, self._runs)
@@ -150,7 +152,7 @@ class _Written:
             self.returned = {}
 
 
-class _Rows:
+class _RunRows:
     """The rows of a run in a batch, which its hooks see and edit."""
 
     def __init__(

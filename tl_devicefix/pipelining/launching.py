@@ -74,7 +74,7 @@ def launch_all(
             if not launched:
                 break
             # Without a name, which would keep the result alive during the next run.
-            yield _joined(*launched.popleft())
+            yield _join_result(*launched.popleft())
     finally:
         for each in ahead:  # also of runs that failed, or were not fetched
             each.join()
@@ -97,7 +97,7 @@ def _launch(
         return run(model, item)
 
 
-def _joined(result: Result, ahead: RunAhead) -> Result:
+def _join_result(result: Result, ahead: RunAhead) -> Result:
     ahead.join(tensors_in(result))
     return result
 

@@ -89,7 +89,7 @@ _REMEDIES = {
     "random numbers": (
         "{} draws random numbers in a run in flight, where runs would draw them in no certain "
         "order: draw them before and pass them in the items, give the run a torch.Generator of its "
-        "own, or pass max_in_flight=1"
+        "own (or `generate` do_sample=False), or pass max_in_flight=1"
     ),
     ".grad": (
         "{} uses .grad, which all runs in flight share: use torch.autograd.grad(loss, tensors), "

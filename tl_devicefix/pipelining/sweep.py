@@ -153,7 +153,7 @@ def _sweep(
 
     # The caller's thread reads this, so the unpatched run goes on there, not in a run in flight.
     def starts() -> Iterator[_Start]:
-        numbered = _checked(runs, points, progress)
+        numbered = _checked_runs(runs, points, progress)
         for number in itertools.count(0, batch_size):
             group = list(itertools.islice(numbered, batch_size))
             if not group:
@@ -199,7 +199,7 @@ def _sweep(
                 number += 1
 
 
-def _checked(
+def _checked_runs(
     runs: Iterable[Hooks], points: dict[str, HookPoint], progress: bool
 ) -> Iterator[Hooks]:
     """Yield the hooks of each run, checked: TransformerLens 3's Bridge ignores unknown names."""

@@ -89,7 +89,7 @@ class Placement:
         return None if own == self.components else Placement(own, self.others)
 
     @property
-    def of_this_process(self) -> Placement:
+    def local_part(self) -> Placement:
         """The part of the placement that concerns this process: on a worker, its own blocks."""
         return self.here if is_elsewhere(self.home) else self
 

@@ -51,7 +51,7 @@ def forward(
     with one_forward(ThisForward(is_plain, config, is_cache_read)):
         # As plain values too, which are sent to the workers of other hosts.
         forward_cache()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
-        return running.forward(original, self, *args, **kwargs)
+        return running.run_forward(original, self, *args, **kwargs)
 
 
 def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:

@@ -221,7 +221,7 @@ def _boot_checkpoint(
         settle_bridge(bridge, placement_as_it_lies(bridge))
         return bridge
     if planned.offloads or planned.is_on_hosts:
-        place_bridge(bridge, planned.placement.of_this_process)
+        place_bridge(bridge, planned.placement.local_part)
     else:
         settle_bridge(bridge, planned.placement)
     attach(bridge, planned.remotes)
@@ -282,7 +282,7 @@ class _PlannedClass:
             options["on_mismatch"] = "ignore"
             load = "transformer_lens.model_bridge:TransformerBridge.boot_transformers"
             hub = {name: options[name] for name in ("revision",) if name in options}
-            placement = self.placement.of_this_process
+            placement = self.placement.local_part
             loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
             # accelerate's hooks would look for all weights.

@@ -250,11 +250,11 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
         named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
-            processing.of_embedding(processed)
+            processing.process_embedding(processed)
         elif unit.name == "unembed":
-            processing.of_unembed(processed)
+            processing.process_unembed(processed)
         elif unit.name.startswith("blocks."):
-            processing.of_block(processed, unit.components[unit.name])
+            processing.process_block(processed, unit.components[unit.name])
         _assign_processed(unit, originals, processed)
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
         if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
@@ -313,7 +313,7 @@ class Processing:
         self.steps = _applicable(asked, bridge)
         """The steps that TransformerLens takes for such a model."""
 
-    def of_block(self, weights: Weights, block: Any) -> None:
+    def process_block(self, weights: Weights, block: Any) -> None:
         """Process any block's weights in place. Their names begin with "blocks.0."."""
         steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
         self._preprocess(weights)
@@ -338,13 +338,13 @@ class Processing:
             for name, tensor in refactor(attention, cfg, adapter=adapter).items():
                 weights[name] = tensor
 
-    def of_embedding(self, weights: Weights) -> None:
+    def process_embedding(self, weights: Weights) -> None:
         """Process "embed.weight" or "pos_embed.weight" [tokens or positions, d_model] in place."""
         is_post_norm = getattr(self.cfg, "original_architecture", None) in POST_NORM_ARCHITECTURES
         if self.steps.center_writing_weights and not is_post_norm:
             center(weights, "embed.weight", "pos_embed.weight")
 
-    def of_unembed(self, weights: Weights) -> None:
+    def process_unembed(self, weights: Weights) -> None:
         """Process "unembed.weight" [d_vocab, d_model] and its bias with ln_final, in place."""
         self._preprocess(weights)
         if "unembed.weight" not in weights:
