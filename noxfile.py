@@ -204,9 +204,9 @@ def add_versions(release: str) -> None:
         for version in EVERY_VERSION:
             if version.startswith(f"{release}.") and version not in IN_TESTS:
                 install(session, version, "-e", ".", "pytest")
-                results = f"--junitxml={session.cache_dir / version}.xml"
+                results = ("--full", f"--junitxml={session.cache_dir / version}.xml")
                 paths = session.posargs or ON_EVERY_VERSION
-                session.run("pytest", results, *paths, success_codes=range(6))
+                session.run("pytest", *results, *paths, success_codes=range(6))
 
 
 RELEASES = ("3", "4", "2")  # the slowest first

@@ -66,7 +66,7 @@ class Around:
         if cls.pre_forward is not Around.pre_forward:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         if cls.forward is not Around.forward:
-            # Not by setattr, which a Bridge's component passes on to the module that it wraps.
+            # Bypass setattr: a Bridge's component passes it on to the module that it wraps.
             vars(module)["forward"] = AroundForward(self, module)
         if cls.post_forward is not Around.post_forward:
             module.register_forward_hook(self.post_forward, prepend=True)  # before users' hooks

@@ -225,7 +225,7 @@ def _randomise(model: nn.Module) -> None:
         if parameter is embedding:
             parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
         elif parameter.dim() > 1:
-            # So that outputs are about as large as inputs.
+            # This keeps outputs about as large as inputs.
             parameter.div_(parameter.shape[-1] ** 0.5)
         else:
             # Norms near the identity, biases near zero.
@@ -335,21 +335,21 @@ def undisturbed() -> Iterator[None]:
 
 
 def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
-    """Refuse a live model for a HookedTransformer if its config does not make all of its parts.
+    """Refuse a live model for a HookedTransformer if its config does not describe all its parts.
 
     Raises:
         ValueError: naming the parts.
     """
     if beyond := parts_beyond_config(hf_model):
         raise ValueError(
-            f"hf_model has parts that its config does not make ({beyond}), which a "
+            f"hf_model has parts that its config does not describe ({beyond}), which a "
             "HookedTransformer would leave out: undo the change, use TransformerBridge without "
             "compatibility mode, or pass on_mismatch='ignore'"
         )
 
 
 def parts_beyond_config(hf_model: nn.Module) -> str:
-    """Return which modules of a live model its config does not make, and why; "" if none.
+    """Return which modules of a live model its config does not describe, and why; "" if none.
 
     A converter drops a bias that it does not expect, and never sees a replaced norm or head.
     """
@@ -381,7 +381,7 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
 
 def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
     """Yield each module's path without numbers, and all that a converter would not see of it."""
-    module = live.plain(module, torch.device("meta"))  # without adapters and quantisation
+    module = live.plain_module(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     attributes = vars(module)

@@ -461,9 +461,9 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
     "4 bits, offloaded": (
         MISTRAL,
         on_cpu(CASES["nf4 mistral"].live),
-        ("scales are lost", "without offloading"),
+        ("scales were lost", "without offloading"),
     ),
-    "8 bits without scales": (MISTRAL, without_scales, ("scales are lost", "load it again")),
+    "8 bits without scales": (MISTRAL, without_scales, ("scales were lost", "load it again")),
     "gptq": ("qwen2", quantised_by_gptq, ("gptq", "quantised", "cannot be undone here")),
 }
 

@@ -107,7 +107,7 @@ def test_the_end_of_a_run_waits_for_what_was_computed_before(machine):
     assert result.tolist() == [4, 4, 4]
 
 
-def test_runs_that_are_not_fetched_have_ended_once_a_sweep_is_closed(load, tokens):
+def test_runs_not_fetched_have_ended_once_a_sweep_is_closed(load, tokens):
     model = load("llama", 3)
     results = tl_devicefix.sweep(model, tokens, [[]] * 4)
     next(results)
@@ -117,25 +117,28 @@ def test_runs_that_are_not_fetched_have_ended_once_a_sweep_is_closed(load, token
 
 
 class Scaled(torch.nn.Module):
-    """A user's module that frees memory."""
+    """A user's module that uses each of its factors once."""
 
-    def __init__(self, module):
+    def __init__(self, module, factors):
         super().__init__()
-        self.module = module
+        self.module, self.factors = module, factors
 
     def forward(self, x):
-        scale = torch.full_like(x, 2.0)
-        x = self.module(x) * scale
-        del scale
-        torch.zeros_like(x)  # may get its memory
-        return x
+        return self.module(x) * self.factors.pop().mean()
 
 
-def test_a_users_module_after_the_blocks_runs_in_a_sweep(load, tokens):
-    model = load("gpt2", 3)
-    model.unembed = Scaled(model.unembed)
-    runs = [[("blocks.0.hook_resid_pre", lambda activation, hook: activation / 2)]] * 4
+def test_a_users_module_after_the_blocks_may_free_memory(machine, load, tokens):
+    model, home = load("gpt2", 3), machine.devices[0]
+    factors = []
+    model.unembed = Scaled(model.unembed, factors)
+
+    def reuse(activation, hook):
+        torch.zeros(1000, device=home)  # may get the memory of a factor
+
+    runs = [[("blocks.0.hook_resid_pre", reuse)]] * 4
+    factors += [torch.full((1000,), 2.0, device=home) for _ in range(4)]
     expected = in_turn(model, tokens, runs)
+    factors += [torch.full((1000,), 2.0, device=home) for _ in range(4)]
     assert_bit_equal(list(tl_devicefix.sweep(model, tokens, runs)), expected)
 
 

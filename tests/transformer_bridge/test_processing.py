@@ -129,7 +129,7 @@ def test_value_biases_that_heads_share_are_folded(kind, own, options, boot_group
             "sinks",
         ),
         ("LagunaConfig", {"head_dim": 8, "attention_bias": True}, "gate"),
-        ("Qwen3NextConfig", GATED, "a gate beside its queries"),
+        ("Qwen3NextConfig", GATED, "a gate in its query projection"),
     ],
 )
 def test_value_biases_stay_where_they_add_no_constant(

@@ -44,7 +44,7 @@ def test_replaced_part_of_hf_model_is_warned_of_and_not_folded(checkpoints, toke
     hf_model = make_hf_model(HF_CONFIGS["llama"]())
     hf_model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
     path = str(checkpoints("llama"))
-    with pytest.warns(UserWarning, match=r"does not make .*model\.layers\.\*\.mlp\.act_fn"):
+    with pytest.warns(UserWarning, match=r"does not describe .*model\.layers\.\*\.mlp\.act_fn"):
         bridge = TransformerBridge.boot_transformers(path, hf_model=hf_model)
     before = bridge(tokens)
     with pytest.raises(ValueError, match=r"would leave out parts of hf_model .*act_fn"):

@@ -212,5 +212,5 @@ BEYOND_CONFIG = {  # how an hf_model is changed, and the part that is named
 def test_hf_model_beyond_its_config_is_refused(checkpoints, refused, change):
     hf_model, (make, part) = make_hf_model(HF_CONFIGS["llama"]()), BEYOND_CONFIG[change]
     make(hf_model)
-    with refused("parts that its config does not make", part):
+    with refused("parts that its config does not describe", part):
         load(str(checkpoints("llama")), hf_model=hf_model)

@@ -264,7 +264,7 @@ class _Save:
                 raise self._saved.differing(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
-            # Before the batch runs: the devices have to wait for a slow disk.
+            # Make room before the batch runs: the devices have to wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:

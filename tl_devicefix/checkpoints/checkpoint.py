@@ -39,7 +39,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
-    # Only names that TransformerLens lists: a directory may be called so by chance.
+    # A directory may have a listed name by chance: it gets no trust_remote_code.
     listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
     if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
         kwargs.setdefault("trust_remote_code", True)

@@ -33,7 +33,7 @@ def is_from(package: str, thing: object) -> bool:
     return any(package_of(kind) == package for kind in type(thing).__mro__)
 
 
-def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
+def unwrap_peft(hf_model: nn.Module) -> nn.Module:
     """Return the model within a PeftModel and its tuner; any other model unchanged."""
     model: Any = hf_model  # with peft's attributes
     while is_from("peft", model):
@@ -47,19 +47,19 @@ def out_of_wrappers(hf_model: nn.Module) -> nn.Module:
 
 
 def class_in_transformers(hf_model: nn.Module) -> type[Any]:
-    """Return transformers' class of a model, which a user's own may be derived from."""
+    """Return the first transformers class among a model's class and bases; else its own class."""
     classes = type(hf_model).__mro__
     return next((c for c in classes if c.__module__.startswith("transformers.models")), classes[0])
 
 
 def refuse_unmergeable(module: nn.Module) -> None:
     """Refuse adapters whose layers cannot be merged."""
-    module = in_use(module)
+    module = active_version(module)
     if is_adapter(module):
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
         no_merge = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
         # The base class has a `merge` too, which only raises.
-        if replaced or _class_over_floats(type(module)).merge is no_merge:
+        if replaced or _unquantised_adapter_class(type(module)).merge is no_merge:
             _refuse_adapter(f"{type(module).__module__}.{type(module).__name__}")
     elif is_from("peft", module):
         _refuse_adapter(type(module).__name__)
@@ -75,7 +75,7 @@ def _refuse_adapter(kind: str) -> NoReturn:
     )
 
 
-def in_use(module: nn.Module) -> nn.Module:
+def active_version(module: nn.Module) -> nn.Module:
     """Return the version of a module that a PEFT wrapper calls; other modules unchanged."""
     if not is_from("peft", module):
         return module
@@ -92,12 +92,12 @@ def in_use(module: nn.Module) -> nn.Module:
     return chosen
 
 
-def merged(layer: Any) -> nn.Module:
+def merge_adapters(layer: Any) -> nn.Module:
     """Merge the active adapters of a copied layer, and return its base layer."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
         return layer.get_base_layer().to("meta")  # there are no values to merge
-    layer.__class__ = _class_over_floats(type(layer))
-    layer.__dict__.setdefault("fan_in_fan_out", False)  # missing over bitsandbytes
+    layer.__class__ = _unquantised_adapter_class(type(layer))
+    layer.__dict__.setdefault("fan_in_fan_out", False)  # bitsandbytes adapters lack it
     layer.quantization_backend = None  # the base layer holds floats now
     try:
         if layer.disable_adapters and layer.merged:
@@ -114,8 +114,8 @@ def merged(layer: Any) -> nn.Module:
     return layer.get_base_layer()
 
 
-def _class_over_floats(kind: type) -> Any:
-    """Return the adapter layer's class for a base layer that is not quantised."""
+def _unquantised_adapter_class(kind: type) -> Any:
+    """Return the adapter's class for an unquantised base layer."""
     package, _, module = kind.__module__.rpartition(".")
     if module != "bnb":
         return kind
@@ -124,13 +124,13 @@ def _class_over_floats(kind: type) -> Any:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return True if this is a layer of PEFT around a layer of the base model."""
+    """Return True if this is a PEFT layer that wraps one of the base model's."""
     if not is_from("peft", module):
         return False
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
 
 
-def shallow(
+def copy_with(
     module: nn.Module,
     tensor: Callable[[str, torch.Tensor], torch.Tensor],
     child: Callable[[nn.Module], nn.Module],
@@ -160,41 +160,41 @@ class LiveWeights:
     """A model, read as if it had no adapters, no quantisation and no offloading.
 
     Attributes:
-        model: the model to convert: the given one, out of its PEFT wrappers.
-        computes: True if some values have to be computed, or read from their offload.
+        model: the model to convert: the given one, without its PEFT wrappers.
+        needs_reading: True if some values have to be computed, or read from their offload.
     """
 
     def __init__(self, hf_model: nn.Module) -> None:
-        self.model = out_of_wrappers(hf_model)
+        self.model = unwrap_peft(hf_model)
         refuse_unmergeable(self.model)
         _refuse_packed(self.model)
         self._stored = _offloaded_tensors(hf_model)
-        self.computes = any(
+        self.needs_reading = any(
             is_adapter(module) or _is_quantised(module) for module in self.model.modules()
         ) or any(parameter.is_meta for parameter in self.model.parameters())
 
     def values(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a parameter or buffer of `module`; one on meta is read from its offload.
+        """Return the values of a parameter or buffer, reading offloaded ones.
 
-        Copy it: it may be the model's own. It stays on meta if it has no values anywhere.
+        Copy it before editing: it may be the model's own tensor. Without values, it is on meta.
         """
         if not tensor.is_meta:
             return tensor
-        # transformers 4 keeps weights that are tied on disk under one of their names only.
+        # On disk, transformers 4 keeps tied weights under one of their names only.
         tied = (
-            (owner, its_name)
+            (owner, parameter_name)
             for owner in self._stored
-            for its_name, parameter in owner._parameters.items()
+            for parameter_name, parameter in owner._parameters.items()
             if parameter is tensor
         )
-        for owner, its_name in itertools.chain([(module, name)], tied):
+        for owner, parameter_name in itertools.chain([(module, name)], tied):
             stored, prefix = self._stored.get(owner, ({}, ""))
-            if (value := stored.get(prefix + its_name)) is not None:
+            if (value := stored.get(prefix + parameter_name)) is not None:
                 return value.to(tensor.dtype)
         return tensor
 
     @torch.no_grad()
-    def plain(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def plain_module(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Return the module to read in place of `module`.
 
         - A plain module: itself.
@@ -202,7 +202,7 @@ class LiveWeights:
           on `device`, or on meta if there are no values.
         - A PEFT wrapper around versions of a module: the version in use.
         """
-        module = in_use(module)
+        module = active_version(module)
         if not _is_quantised(module) and not is_adapter(module):
             return module
         new = self._floating(module, device)
@@ -216,12 +216,12 @@ class LiveWeights:
 
     def _floating(self, module: nn.Module, device: torch.device) -> Any:
         """Copy a layer to `device` in float32 or wider, dequantised and merged."""
-        module = in_use(module)
+        module = active_version(module)
         moved = functools.partial(self._moved, module, device)
-        new = shallow(module, moved, lambda child: self._floating(child, device))
+        new = copy_with(module, moved, lambda child: self._floating(child, device))
         if _is_quantised(module):
             new.__class__ = nn.Linear
-        return merged(new) if is_adapter(new) else new
+        return merge_adapters(new) if is_adapter(new) else new
 
     def _moved(
         self, module: Any, device: torch.device, name: str, tensor: torch.Tensor
@@ -255,15 +255,15 @@ class LiveWeights:
             scales = state.absmax
         if scales.is_meta:
             raise ValueError(
-                "hf_model has quantised weights whose scales are lost, because they were offloaded "
-                "in 4 bits, so it cannot run either; load it again, without offloading"
+                "hf_model has quantised weights whose scales were lost when they were offloaded, "
+                "so it cannot run either; load it again, without offloading"
             )
         if is_8bit:
             return functional.int8_vectorwise_dequant(packed, scales.to(packed.device))
         if getattr(state, "packing_format_for_cpu", False):
             raise ValueError(
-                "hf_model has run in 4 bits on a CPU, where bitsandbytes packs weights in another "
-                "way, which rounds their scales; load it again, and pass it before it runs"
+                "hf_model has run in 4 bits on a CPU, where bitsandbytes repacks weights "
+                "and rounds their scales; load it again, and pass it before it runs"
             )
         return functional.dequantize_4bit(packed, state)
 
@@ -273,7 +273,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _offloaded_tensors(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
-    """Return accelerate's map of a module's offloaded tensors, and the prefix of their names."""
+    """Return accelerate's map of tensors for each offloaded module, and its names' prefix there."""
     stored: dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]] = {}
     for module in model.modules():
         outer: Any = getattr(module, "_hf_hook", None)

@@ -18,7 +18,7 @@ import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 from transformers import PreTrainedModel
 
-from tl_devicefix.checkpoints.live_weights import LiveWeights, shallow
+from tl_devicefix.checkpoints.live_weights import LiveWeights, copy_with
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
 from tl_devicefix.tracebacks import is_own_bug
@@ -85,7 +85,7 @@ class HuggingFaceSource:
     def __init__(self, hf_model: nn.Module, cfg: HookedTransformerConfig) -> None:
         self._live = LiveWeights(hf_model)
         self.hf_model = self._live.model
-        self.computes = self._live.computes
+        self.computes = self._live.needs_reading
         self._cfg = cfg
         self._blocks = _find_blocks(self.hf_model, cfg)
 
@@ -203,9 +203,9 @@ class _View:
         if module is self.blocks:
             return nn.ModuleList(self.of(self.blocks[i], is_read=True) for i in self.layers)
         is_read = is_read and module not in self.unread
-        module = self.live.plain(module, self.device if is_read else _META)
+        module = self.live.plain_module(module, self.device if is_read else _META)
         shown = functools.partial(self._shown, module, is_read)
-        new: nn.Module = shallow(module, shown, lambda child: self.of(child, is_read))
+        new: nn.Module = copy_with(module, shown, lambda child: self.of(child, is_read))
         return new
 
     def _shown(

@@ -17,7 +17,7 @@ from torch import nn
 
 from tl_devicefix.around import Args, Around, AroundForward, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import map_entries
-from tl_devicefix.dispatch.scheduler import copied, moving_to, run_ahead
+from tl_devicefix.dispatch.scheduler import copy_to, moving_to, run_ahead
 from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.placement.elsewhere import is_elsewhere, plain
 from tl_devicefix.placement.placement import Placement
@@ -32,7 +32,7 @@ def move(value: T, device: torch.device) -> T:
     """Bring a tensor to a device, from elsewhere too; leave anything else alone."""
     moved: Any = plain(value)
     if isinstance(moved, torch.Tensor) and moved.device != device:
-        moved = copied(moved, device)
+        moved = copy_to(moved, device)
     return moved
 
 
@@ -62,7 +62,7 @@ class CarryTo(Around):
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Before `moving_to`: a run waits for values from elsewhere in its turn there.
+            # Fetch values before `moving_to`, while the run still holds the device elsewhere.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
             # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.
@@ -232,7 +232,7 @@ class SkipBlock(Around):
         if module is not self._last or self._output is None:
             return self._output
         self.is_over = True
-        # A copy: a hook of the next block may change it in place, and other runs start from it.
+        # Copy it: a hook of the next block may change it in place, and other runs start from it.
         return change_stream(self._output, lambda stream: repeated(stream, self._n_times))
 
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 MAX_WAIT = 1.0
-"""Seconds that a run waits, at most, for `DeviceQueue.turn`."""
+"""Seconds that a run waits, at most, for `DeviceQueue.python_turn`."""
 
 
 class Abandoned(BaseException):
@@ -48,16 +48,16 @@ class Abandoned(BaseException):
 
 
 class DeviceQueue:
-    """Gives each device to one run at a time; of several that wait, to the lowest number.
+    """Gives each device to one run at a time: the waiting run with the lowest number.
 
     Attributes:
-        turn: the lock of the run that executes Python. torch releases the GIL at each operation,
-            and threads that switch there take twice as long as threads that first run all blocks
-            of a device.
+        python_turn: the lock of the run that executes Python. torch releases the GIL at each
+            operation, and threads that switch there take twice as long as threads that first run
+            all blocks of a device.
     """
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()
+        self.python_turn = threading.Lock()
         # The condition's lock guards what follows; only `check` reads `_is_over` without it.
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
@@ -100,7 +100,7 @@ class DeviceQueue:
             self._grant(device)
 
     def _grant(self, device: torch.device) -> None:
-        # The oldest first: results are fetched in order, and a new run starts after each fetch.
+        # The oldest goes first: results are fetched in order, and a run starts after each fetch.
         waiting = self._waiting[device]
         if waiting and device not in self._holders:
             oldest = min(waiting, key=lambda run: run.number)
@@ -151,7 +151,7 @@ class Run:
             self._sent = None
             self.release()
             if sent:
-                # After an error too: the user may have kept a copy that has not arrived.
+                # Do this after an error too: the user may have kept a copy that has not arrived.
                 self._streams[device].synchronize()
                 computing = torch.get_device_module(device.type).current_stream(device)
                 # The copies were allocated on our stream, so the allocator would otherwise reuse
@@ -167,7 +167,7 @@ class Run:
         # A run on a device elsewhere only waits for an answer, and needs no turn. A run here
         # goes on without the turn after MAX_WAIT: the one that has it may wait too, in a hook.
         if not is_elsewhere(device):
-            self._has_turn = self.queue.turn.acquire(timeout=MAX_WAIT)
+            self._has_turn = self.queue.python_turn.acquire(timeout=MAX_WAIT)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor to a device: asynchronously in `moving_to`, if the device has streams."""
@@ -175,11 +175,11 @@ class Run:
         if self._sent is None or module is None:
             return tensor.to(device)
         with contextlib.ExitStack() as stack:
-            # Copy on the view's own streams: on the streams that compute, the copy would wait for
+            # Copy on this run's own streams: on the computing streams, the copy would wait for
             # kernels that other runs have queued.
             if tensor.device.type == device.type:
                 source = self._streams[tensor.device]
-                if not self._is_computed(tensor):
+                if not self._mark_sent(tensor):
                     source.wait_stream(module.current_stream(tensor.device))
                 stack.enter_context(module.stream(source))
             stack.enter_context(module.stream(self._streams[device]))
@@ -187,22 +187,22 @@ class Run:
         self._sent.append((tensor, copy))
         return copy
 
-    def _is_computed(self, tensor: torch.Tensor) -> bool:
-        """Return True if this version of a tensor was sent before; record that it is sent now."""
+    def _mark_sent(self, tensor: torch.Tensor) -> bool:
+        """Record that this version of a tensor is sent; return True if it was sent before."""
         # A mask is sent to every device. Without this record, each copy would wait for all kernels
         # that other runs have queued on the first device.
         if tensor.is_inference():  # has no version counter
             return False
-        is_computed = self._computed.get(tensor) == tensor._version
+        was_sent = self._computed.get(tensor) == tensor._version
         self._computed[tensor] = tensor._version
-        return is_computed
+        return was_sent
 
     def release(self) -> None:
         """Release the device that the run holds, if any, and drop what was prefetched there."""
         device, self.device = self.device, None
         if self._has_turn:
             self._has_turn = False
-            self.queue.turn.release()
+            self.queue.python_turn.release()
         if device is not None:
             # The next run prefetches there too, and the device has memory for two blocks only.
             drop_prefetched(device)
@@ -210,7 +210,7 @@ class Run:
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:
-        """On leaving a `with` block, hold the device again that the run held before, or none."""
+        """On leaving a `with` block, hold the device that the run held before it, or none."""
         before = self.device
         try:
             yield
@@ -238,11 +238,11 @@ class RunAhead:
     """
 
     def __init__(self, home: torch.device, last: frozenset[nn.Module]) -> None:
-        self._home, self._last = home, last
+        self._home, self._last_modules = home, last
         self._points = [p for m in last for p in m.modules() if isinstance(p, HookPoint)]
         self._module = torch.get_device_module(home.type)
         self._stream: torch.Stream = self._module.Stream(home)
-        self._pairs = defaultdict[tuple[torch.device, torch.device], Streams](Streams)
+        self._stream_pairs = defaultdict[tuple[torch.device, torch.device], Streams](Streams)
         self._computing: torch.Stream | None = None  # of home, once the run has returned there
         self._end = contextlib.ExitStack()
 
@@ -252,13 +252,13 @@ class RunAhead:
     def __exit__(self, *_: object) -> None:
         self._end.close()
 
-    def begin(self, module: nn.Module, stream: torch.Tensor) -> None:
+    def begin(self, module: nn.Module, residual: torch.Tensor) -> None:
         """Use the run's own stream, if the residual stream comes to one of the last modules.
 
-        Not if hooks are there: one may free tensors of the computing stream, whose memory is then
-        used again there.
+        Hooks there rule this out: they may free tensors of the computing stream, which would reuse
+        their memory too early.
         """
-        comes_home = module in self._last and stream.device != self._home
+        comes_home = module in self._last_modules and residual.device != self._home
         if comes_home and not any(point._forward_hooks for point in self._points):
             self.return_home()
 
@@ -270,11 +270,11 @@ class RunAhead:
             self._end.enter_context(self._module.stream(self._stream))
 
     def join(self, results: Iterable[torch.Tensor] = ()) -> None:
-        """Have what the caller computes next on the first device wait for what was launched."""
+        """Make the caller's next work on the first device wait for this run."""
         if self._computing is None:
             return
         results = list(results)
-        # The stream of the launch, and the one that is current when the result is fetched.
+        # The result may be fetched on another stream than it was launched from.
         for stream in {self._computing, self._module.current_stream(self._home)}:
             stream.wait_stream(self._stream)
             for tensor in results:
@@ -284,16 +284,16 @@ class RunAhead:
         """Copy a tensor to a device on the run's own streams."""
         if tensor.device.type != device.type:
             return tensor.to(device)
-        # A pair of streams for each pair of devices: a mask of the first device's would otherwise
-        # wait for the residual stream, which is on its way to the same device.
-        pair = self._pairs[tensor.device, device]
+        # Each pair of devices has its own two streams: on shared ones, a mask from the first device
+        # would wait for the residual stream that is on its way to the same device.
+        pair = self._stream_pairs[tensor.device, device]
         source, target = pair[tensor.device], pair[device]
         computing, before = map(self._module.current_stream, (device, tensor.device))
         source.wait_stream(before)
         with self._module.stream(source), self._module.stream(target):
             copy = tensor.to(device)
-        before.wait_stream(source)  # which reads the tensor: it may be edited, or freed
-        # Freed memory is used again when the stream is done that it was allocated on.
+        before.wait_stream(source)  # the tensor may be edited or freed afterwards
+        # The copy was allocated on `target`: keep its memory until `computing` has read it.
         copy.record_stream(computing)
         computing.wait_stream(target)
         return copy
@@ -305,7 +305,7 @@ class _Context(NamedTuple):
     Attributes:
         run: the run in flight; None outside of runs, and if they run one after the other.
         ahead: the run that this thread launches ahead; None outside of one, and in its hooks.
-        refused: the models and hook points that the run may not use, as it was given a view.
+        refused: the models and hook points that the run may not use: it was given a view of them.
         hooked: the hook points that were hooked within `removing_hooks`, each with the handles
             that it had before; None outside.
     """
@@ -335,7 +335,7 @@ def launching(run: RunAhead | None) -> contextlib.AbstractContextManager[None]:
     return setting(_current, _current.get()._replace(ahead=run))
 
 
-def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a tensor on another device, on the streams of this thread's run, if any."""
     context = _current.get()
     run = context.run or context.ahead
@@ -370,7 +370,7 @@ def refuse_in_run(module: nn.Module) -> None:
     if module in _current.get().refused:
         raise RuntimeError(
             "a run was given a view of this model, with hooks of its own, and may not run or hook "
-            "the model itself: use the first argument of `run` (a hook of a sweep is given none: "
+            "the model itself: use the first argument of `run` (a sweep's hook gets no view: "
             "compute what it needs before the sweep)"
         )
 
@@ -378,7 +378,7 @@ def refuse_in_run(module: nn.Module) -> None:
 _n_hooked = 0
 
 
-def hooked_outside() -> int:
+def n_hooked_outside_runs() -> int:
     """Return how often a hook point was given a hook outside of runs, in any thread."""
     return _n_hooked
 
@@ -424,7 +424,7 @@ _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 @patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
 @patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
 @patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
-def reading(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
+def lock_tokenizer(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a method that calls the tokenizer, which all runs share."""
     # A call sets the tokenizer's padding side, and reads it later.
     with contextlib.nullcontext() if current_run() is None else _tokenizer_lock:

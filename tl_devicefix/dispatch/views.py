@@ -243,7 +243,7 @@ class ViewBuilder:
         hf_model = getattr(model, "original_model", model)  # of a Bridge
         self._of_model = {id(module) for module in (*model.modules(), *hf_model.modules())}
         counterpart = self(model)
-        # A loop: recursion would go as deep as modules refer to one another.
+        # Loop: recursion would go as deep as modules refer to one another.
         while self._to_fill:
             self._fill(self._to_fill.pop())
         # Handles come last: each refers to its dict of hooks, whose counterpart has to be there.

@@ -52,7 +52,7 @@ def attend(
     if enable_gqa:
         choose: Any = torch._fused_sdp_choice  # its stub lacks the optional arguments
         choice = choose(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)
-        # With repeated keys, another kernel may run where only the one that builds scores would.
+        # If torch chooses the kernel that builds scores, repeat the keys: another may then run.
         if choice == SDPBackend.MATH.value:
             enable_gqa = False
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))  # [batch, head_index, ...]

@@ -241,7 +241,7 @@ def _read_on(cache: ActivationCache) -> torch.device | None:
     placement = spread_placement(model)
     if placement is None:
         return None
-    # A plain dict: its activations are read at home, unless all were moved to one device.
+    # A plain dict's activations are read at home, unless all were moved to one device.
     devices = _device_by_name(cache.cache_dict)
     lie_on = set(devices.values())
     was_brought = len(lie_on) == 1 and any(

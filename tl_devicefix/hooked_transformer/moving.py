@@ -258,8 +258,8 @@ def create_alibi_multipliers(
 
     TransformerLens's formula is right for powers of two only.
     """
-    # As published and as in transformers: the slopes for the power of two below, and then every
-    # other slope for the power of two above. 12 heads have the slopes of 8, and 4 of those of 16.
+    # As published, and in transformers, heads get the slopes for the power of two below, then every
+    # other slope for the one above. 12 heads have the slopes of 8, and 4 of those of 16.
     power = 2 ** math.floor(math.log2(n_heads))
     further = original(2 * power, device)[: 2 * (n_heads - power) : 2]  # [n_heads - power]
     return torch.cat([original(power, device), further])  # [n_heads]
@@ -310,9 +310,9 @@ def get_device_for_block_index(
     placement = placement_by(cfg)
     if placement is None:
         return original(index, cfg, device)
-    # TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: a block's
-    # `CarryTo` alone moves the residual stream: in a run in flight it waits for the device.
-    # With a device, it asks for a KV cache.
+    # TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: only a
+    # block's `CarryTo` moves the residual stream; in a run in flight, it waits for the device. If
+    # `device` is given, the call is for a KV cache.
     if index and device is None and is_in_forward():
         return None
     # With index 0, TransformerLens asks where the tokens belong: at home.

@@ -46,14 +46,14 @@ def scale_rotary(model: HookedTransformer, hf_model: nn.Module) -> None:
             agree = all(_agree(table[:n_ctx], new) for table, new in zip(tables, scaled))
             made[kind] = None if agree and rotary.longest is None else (rotary, scaled)
         if (scaled_tables := made[kind]) is not None:
-            # An attribute: TransformerLens calls it again to extend the tables.
+            # Set an attribute: TransformerLens calls it again to extend the tables.
             attn.calculate_sin_cos_rotary, (attn.rotary_sin, attn.rotary_cos) = scaled_tables
 
 
 def _agree(own: Table, scaled: Table) -> bool:
     """Return True if TransformerLens has this scaling, so that its own tables can stay."""
     rounding = max(1e-3, 2 * torch.finfo(own.dtype).eps)
-    # Only the first rows: angles of later ones are rounded more.
+    # Compare only the first rows: later angles are rounded more.
     return torch.allclose(own[:2048], scaled[:2048], rtol=0, atol=rounding)
 
 

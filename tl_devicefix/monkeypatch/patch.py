@@ -111,7 +111,7 @@ def owner_of(item: object) -> str:
     A wrapper counts as what it wraps if it is a library's or this package's.
     """
     while True:
-        # Not __module__ of a function, which functools.wraps() sets to that of what is wrapped.
+        # functools.wraps() sets a function's __module__ to the wrapped one's, so read its globals.
         scope = getattr(item, "__globals__", None)
         name = scope.get("__name__") if isinstance(scope, dict) else None  # a class's is no dict
         owner: str = name or getattr(item, "__module__", None) or type(item).__module__

@@ -1,8 +1,8 @@
 """A block's part of a KV cache, an *entry*: its tensors stay with the worker until home reads them.
 
-Home sends an `EntryState`: keys and values, or the names of those that the worker keeps and that
-nobody has read. The worker makes an entry of it, and the block appends to that. The tensors are
-then kept under a new number, and home's entry gets `RemoteTensor`s of that.
+1. Home sends an `EntryState`: keys and values, or the names of unread ones that the worker keeps.
+2. The worker builds an entry, and the block appends to it.
+3. The worker keeps the new tensors under a new number; home's entry gets `RemoteTensor`s with it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 _Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer"
 CacheEntry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 
-_LAYERS = "DynamicLayer", "DynamicSlidingWindowLayer"
+_GROWING_NAMES = "DynamicLayer", "DynamicSlidingWindowLayer"
 # Look them up by name: older versions of transformers lack them.
-_GROWING = tuple(getattr(cache_utils, name) for name in _LAYERS if hasattr(cache_utils, name))
-_SENT_IN_CACHES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+_GROWING = tuple(
+    getattr(cache_utils, name) for name in _GROWING_NAMES if hasattr(cache_utils, name)
+)
+_SENT_TYPES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
     """Return a layer's entry of transformers' cache; None if it does not grow by appending."""
-    # The exact class: subclasses store keys and values elsewhere, or quantised.
+    # Require the exact class: subclasses store keys and values elsewhere, or quantised.
     if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
         return None
     if index == len(cache.layers):  # transformers makes a layer when it is first used
@@ -40,20 +42,18 @@ def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
 
 def attributes_of(entry: CacheEntry) -> dict[str, object]:
     """Return an entry's keys and values, and its plain attributes, such as `frozen`."""
-    return {
-        name: value for name, value in vars(entry).items() if isinstance(value, _SENT_IN_CACHES)
-    }
+    return {name: value for name, value in vars(entry).items() if isinstance(value, _SENT_TYPES)}
 
 
 def set_attributes(entry: CacheEntry, attributes: dict[str, object], device: torch.device) -> None:
-    """Set an entry's attributes, with `device` in the place of the other side's."""
+    """Set an entry's attributes, replacing the sender's devices with `device`."""
     is_device = {name: isinstance(value, torch.device) for name, value in attributes.items()}
     vars(entry).update({k: device if is_device[k] else v for k, v in attributes.items()})
 
 
-def as_argument(entry: CacheEntry, index: int) -> cache_utils.Cache:
-    """Return a cache of transformers' that has one layer's entry alone."""
+def as_cache(entry: CacheEntry, index: int) -> cache_utils.Cache:
+    """Return a transformers cache that holds one layer's entry."""
     cache = cache_utils.DynamicCache()
-    # None for the layers before: a layer reads its own entry only, by its index.
+    # Earlier layers are None: a layer reads its own entry only, by its index.
     cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # it has no type for None
     return cache

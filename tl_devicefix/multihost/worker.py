@@ -28,7 +28,7 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
-from tl_devicefix.multihost.kv_caches import CacheEntry, as_argument, attributes_of, set_attributes
+from tl_devicefix.multihost.kv_caches import CacheEntry, as_cache, attributes_of, set_attributes
 from tl_devicefix.multihost.messages import (
     EntryState,
     KeptTensor,
@@ -63,7 +63,7 @@ def settings() -> list[object]:
 
 def config_at(block: nn.Module, path: str) -> Any:
     """Return the config of a module in a block; None if it has none."""
-    # From `vars`: a Bridge's components pass unknown names on to the layer.
+    # Read `vars`: a Bridge's components pass unknown names on to the layer.
     attributes = vars(block.get_submodule(path))
     return attributes.get("cfg") or attributes.get("config")
 
@@ -288,7 +288,7 @@ class _PausableRun:
         def appended_to(state: EntryState) -> object:
             entry = self._entry(state, device)
             entries.append((state, entry, attributes_of(entry)))
-            return as_argument(entry, layer) if state.is_in_cache else entry
+            return as_cache(entry, layer) if state.is_in_cache else entry
 
         def is_entry(value: object) -> bool:
             return isinstance(value, EntryState)
@@ -320,7 +320,7 @@ class _PausableRun:
 
     def _entry(self, state: EntryState, device: torch.device) -> CacheEntry:
         """Make the entry that home has; what is appended to it makes new tensors."""
-        # Without `__init__`, whose arguments differ between classes and versions.
+        # Skip `__init__`: its arguments differ between classes and versions.
         entry: CacheEntry = object.__new__(state.kind)
         given = tree_map_only(
             KeptTensor, lambda one: self._kept.tensor(one.number, one.name), state.attributes
@@ -369,7 +369,7 @@ class _PausableRun:
         if given is not None and in_place and not (activation.is_leaf and activation.requires_grad):
             activation.copy_(given)  # tensors that share its memory have to change too
         elif given is not None:
-            # A copy: `given` is a leaf of the graph, and the block may write to it.
+            # Copy it: `given` is a leaf of the graph, and the block may write to it.
             activation = given.to(activation.device, copy=self._request.has_graph)
             if in_place and same_as is not None:
                 self._shared[same_as] = activation  # home has its own tensor in that place still

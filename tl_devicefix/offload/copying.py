@@ -91,7 +91,7 @@ class BlockCopy:
         self.drop()
 
     def share(self) -> None:
-        """Make this thread's stream wait for the copies, and the allocator for this stream."""
+        """Make the current stream wait for the copies, and record it on them."""
         # Streams are a thread's own, and a hook may run a block in another thread.
         if self._streams is None:
             return
@@ -99,7 +99,7 @@ class BlockCopy:
         stream.wait_event(self._done)
         if stream != self._allocated_on:
             for copy in self.weights:
-                copy.weight.record_stream(stream)
+                copy.weight.record_stream(stream)  # or its memory is reused too early
 
     def drop(self) -> None:
         """Drop the copies."""

@@ -9,11 +9,10 @@ While one block computes, the next one's weights are copied, so a device holds t
 `OffloadedForward` puts copies in the place of a block's parameters before its forward, and the
 parameters back after it, also after an error. `OffloadedPart` does so for a part of a block that is
 called by itself, such as to recompute it in backward. `Prefetch` knows the order in which one
-forward runs its blocks. If a hook runs a block, or starts another forward, that needs further
-copies.
+forward runs its blocks. A hook that runs a block or starts another forward needs further copies.
 
 Runs of a `pipeline_map` share no copies. A run drops its prefetched copy when it releases the
-device, so a device normally holds two blocks. A run that waits inside a block, such as for a hook's
+device, so a device normally holds two blocks. A run that waits inside a block, e.g. for a hook's
 random numbers, keeps that block's weights, so there may be more.
 """
 
@@ -64,12 +63,12 @@ def _offloaded_blocks(
 
 
 class OffloadedForward(Around):
-    """Brings an offloaded block's weights to its device before its forward, and back after it."""
+    """Swaps an offloaded block's parameters for copies on its device during its forward."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.module = block
         self.device = device
-        # Calls at present: more than one, if a hook or another thread calls the block meanwhile.
+        # Calls now running: more than one if a hook or another thread calls the block too.
         self._calls = 0
         self._copy: BlockCopy | None = None
 
@@ -85,7 +84,7 @@ class OffloadedForward(Around):
                 self._swap_out()
 
     def places(self) -> Iterator[Place]:
-        """Yield each parameter that lives in host memory, or the one behind a device copy."""
+        """Yield each parameter in host memory, or the one that a device copy replaces."""
         weights = self._copy.weights if self._copy else ()
         return _places(self.module, {id(one.weight): one.host for one in weights})
 
@@ -93,15 +92,15 @@ class OffloadedForward(Around):
         """Return True while the block runs, whose weights are then on the device."""
         return self._calls > 0
 
-    # Local names in `forward` would keep copies alive that are swapped out.
+    # These are methods: local names in `forward` would keep swapped-out copies alive.
 
     def _swap_in(self, prefetch: Prefetch) -> None:
         with _swapping:
             if self._calls and self._copy is not None:  # another call is running
                 self._copy.share()
             else:
-                # Assigned first: after an interrupt of `swap_in`, `places` finds the host
-                # parameters of the next call by it.
+                # Assign first: if `swap_in` is interrupted, the next call's `places` finds the
+                # host parameters in it.
                 self._copy = prefetch.take(self)
                 self._copy.swap_in()
             self._calls += 1
@@ -125,7 +124,7 @@ def _places(
 
 
 class OffloadedPart(Around):
-    """Brings the weights of a part of an offloaded block that is called while the block is not."""
+    """Puts a part's weights on the device when it is called outside its offloaded block."""
 
     def __init__(self, block: OffloadedForward) -> None:
         self.block = block
@@ -136,8 +135,8 @@ class OffloadedPart(Around):
         if not places:
             return run(*args, **kwargs)
         copy = BlockCopy(places, self.block.device)
-        # Outside of `keeping_on_host`: a recomputation has to show checkpoint's own hooks what
-        # the forward has shown them.
+        # No `keeping_on_host` here: in a recomputation, checkpoint's own hooks must see what they
+        # saw in the forward.
         try:
             with _swapping:
                 copy.swap_in()
@@ -153,24 +152,24 @@ def attach_parts(block: nn.Module, root: nn.Module) -> None:
 
     `root` is the block, or a layer that is called instead of it.
     """
-    whole = OffloadedForward.of(block)
-    if whole is not None:
+    offloaded = OffloadedForward.of(block)
+    if offloaded is not None:
         for module in root.modules():
             OffloadedPart.detach(module)
             if module is not block and next(module.parameters(), None) is not None:
-                OffloadedPart(whole).attach(module)
+                OffloadedPart(offloaded).attach(module)
 
 
 class Prefetch:
-    """The offloaded blocks that one forward still runs, and the next one's copy on each device."""
+    """The offloaded blocks that a forward has yet to run, and each device's prefetched copy."""
 
     def __init__(self, blocks: Iterable[OffloadedForward]) -> None:
         self._to_run: dict[torch.device, deque[OffloadedForward]] = {}
         for block in blocks:
             self._to_run.setdefault(block.device, deque()).append(block)
         self._prefetched: dict[torch.device, BlockCopy] = {}
-        # The copy begun last on each device: once it has arrived, so have all before it.
-        self._begun_last: dict[torch.device, BlockCopy] = {}
+        # The last copy started on each device: earlier ones arrive before it.
+        self._last_started: dict[torch.device, BlockCopy] = {}
 
     def __enter__(self) -> Prefetch:
         return self
@@ -193,7 +192,7 @@ class Prefetch:
             copy.drop()
             copy = None
         if copy is None:
-            copy = self._begun_last[device] = BlockCopy(block.places(), device)
+            copy = self._last_started[device] = BlockCopy(block.places(), device)
         try:
             self._start_next(device)
         except BaseException:
@@ -204,7 +203,7 @@ class Prefetch:
     def _start_next(self, device: torch.device) -> None:
         queue = self._to_run.get(device)
         if queue:
-            copy = self._begun_last[device] = BlockCopy(queue[0].places(), device)
+            copy = self._last_started[device] = BlockCopy(queue[0].places(), device)
             self._prefetched[device] = copy
 
     def drop(self, device: torch.device) -> None:
@@ -217,11 +216,11 @@ class Prefetch:
     def __exit__(self, *error: object) -> None:
         """Drop copies that no block has used, and wait until all copies have read the parameters.
 
-        After the forward, the user may write to these.
+        After the forward, the user may write to the parameters.
         """
         for device in self._to_run:
             self.drop(device)
-        for copy in self._begun_last.values():
+        for copy in self._last_started.values():
             copy.wait_until_read()
 
 
@@ -231,7 +230,7 @@ def prefetching(
 ) -> Iterator[None]:
     """Copy the offloaded blocks of one forward ahead of their turn, within a `with` block.
 
-    If it `is_in_flight`, the run holds no device yet, and its first block begins the first copy.
+    A run in flight holds no device yet: its first block starts the first copy.
     """
     blocks = list(getattr(model, "blocks", ()))[start_at_layer:stop_at_layer]
     with Prefetch(filter(None, map(OffloadedForward.of, blocks))) as prefetch:

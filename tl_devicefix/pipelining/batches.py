@@ -27,51 +27,51 @@ Hooks = Sequence[tuple[str | Callable[..., Any], Callable[..., Any]]]
 Tokens = torch.Tensor | str | list[str]
 
 _REPEATED = ("attention_mask", "position_ids")
-_KEPT = (
+_SHARED = (
     *("clear_contexts", "loss_per_token", "padding_side", "prepend_bos", "return_type"),
     "stop_at_layer",
 )
 _OF_NORMS = (".hook_normalized", ".hook_scale")
 _RETURN_TYPES = ("logits", "loss", "both", None)
-_ALONE = "pass batch_size=1"
+_REMEDY = "pass batch_size=1"
 
 
 def check_repeatable(arguments: dict[str, Any]) -> None:
     """Refuse arguments of a forward that cannot be repeated for each run of a batch."""
     for name, value in arguments.items():
-        if name not in (*_REPEATED, *_KEPT) and value is not None:
-            raise ValueError(f"{name} cannot be repeated for the runs of a batch: {_ALONE}")
+        if name not in (*_REPEATED, *_SHARED) and value is not None:
+            raise ValueError(f"{name} cannot be repeated for the runs of a batch: {_REMEDY}")
         if name in _REPEATED and not isinstance(value, torch.Tensor | None):
             raise ValueError(
                 f"{name} must be a tensor to be repeated for the runs of a batch, but is "
-                f"{shown(value)}: {_ALONE}"
+                f"{shown(value)}: {_REMEDY}"
             )
     if (kind := arguments.get("return_type", "logits")) not in _RETURN_TYPES:
-        raise ValueError(f"return_type={kind!r} cannot be split among runs: {_ALONE}")
+        raise ValueError(f"return_type={kind!r} cannot be split among runs: {_REMEDY}")
 
 
 class Batch:
     """A forward of several runs.
 
     Args:
-        tokens: of each run.
+        tokens: the prompts, the same for every run.
         runs: the hooks of each run.
-        arguments: of the forward, for each run; see `check_repeatable`.
+        arguments: the forward's, the same for every run; see `check_repeatable`.
     """
 
     def __init__(self, tokens: Tokens, runs: Sequence[Hooks], arguments: dict[str, Any]) -> None:
         self._runs = runs
-        self._n = len(runs)
+        self._n_runs = len(runs)
         self._tokens: Tokens
         if isinstance(tokens, torch.Tensor):
             tokens = tokens[None] if tokens.dim() == 1 else tokens
-            self._rows, self._tokens = tokens.shape[0], repeated(tokens, self._n)
+            self._rows, self._tokens = tokens.shape[0], repeated(tokens, self._n_runs)
         else:
             texts = [tokens] if isinstance(tokens, str) else list(tokens)
-            self._rows, self._tokens = len(texts), texts * self._n
+            self._rows, self._tokens = len(texts), texts * self._n_runs
         self._arguments: dict[str, Any] = {
-            # One row is for all rows of the batch.
-            name: repeated(value, self._n)
+            # A value with a row for each prompt is repeated; any other broadcasts.
+            name: repeated(value, self._n_runs)
             if name in _REPEATED
             and value is not None
             and value.dim() > 1
@@ -81,19 +81,20 @@ class Batch:
         }
 
     def run(self, model: Model) -> list[Any]:
-        """Run all on a model, or a view of it, and return each run's result."""
-        written = _Written()
+        """Run all in one forward of a model or view, and return each run's result."""
+        results = _HookResults()
         # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
-        kept = _OF_NORMS if hasattr(model, "original_model") else ()
-        of_runs = [
-            _RunRows(number, self._rows, self._n, written, kept) for number in range(self._n)
+        ignore_edits = _OF_NORMS if hasattr(model, "original_model") else ()
+        rows_of_runs = [
+            _RunRows(number, self._rows, self._n_runs, results, ignore_edits)
+            for number in range(self._n_runs)
         ]
         hooks: Any = [
             (names, partial(rows.call, hook))
-            for rows, run in zip(of_runs, self._runs)
+            for rows, run in zip(rows_of_runs, self._runs)
             for names, hook in run
         ]
-        # The model's own loss, of each run's rows.
+        # Apply the model's own loss to each run's rows.
         with replaced_loss(model, partial(self._losses, model.loss_fn)):
             output = model.run_with_hooks(self._tokens, fwd_hooks=hooks, **self._arguments)
         return self._split(output)
@@ -108,29 +109,29 @@ class Batch:
     ) -> torch.Tensor:
         """Return the loss of each run `[run]`, or of each token `[run * batch, pos - 1]`."""
         given = logits, tokens, attention_mask
-        if len(logits) != self._n * self._rows:  # a hook's own, of its rows
+        if len(logits) != self._n_runs * self._rows:  # called by a hook, on its own rows
             return loss_fn(*given, per_token=per_token)
-        parts = zip(*map(self._of_runs, given), strict=True)
+        parts = zip(*map(self._split_rows, given), strict=True)
         losses = [loss_fn(*part, per_token=per_token) for part in parts]
         return torch.cat(losses) if per_token else torch.stack(losses)
 
-    def _of_runs(self, rows: torch.Tensor | None) -> Sequence[Any]:
-        """Return each run's rows; all of them where there are none for each run."""
-        if rows is None or len(rows) != self._n * self._rows:
-            return [rows] * self._n
-        return rows.chunk(self._n)
+    def _split_rows(self, rows: torch.Tensor | None) -> Sequence[Any]:
+        """Return each run's rows; a tensor that is not per run goes whole to each."""
+        if rows is None or len(rows) != self._n_runs * self._rows:
+            return [rows] * self._n_runs
+        return rows.chunk(self._n_runs)
 
     def _split(self, output: Any) -> list[Any]:
         """Return each run's part of what the model returned."""
         if isinstance(output, tuple):  # logits and loss
             pairs = zip(*map(self._split, output), strict=True)
             return [output._make(pair) if hasattr(output, "_make") else pair for pair in pairs]
-        if isinstance(output, torch.Tensor) and output.shape == (self._n,):  # a loss of each
+        if isinstance(output, torch.Tensor) and output.shape == (self._n_runs,):  # a loss of each
             return list(output.unbind())
-        return list(self._of_runs(output))
+        return list(self._split_rows(output))
 
 
-class _Written:
+class _HookResults:
     """The results of a batch's hooks at a hook point.
 
     Attributes:
@@ -146,7 +147,7 @@ class _Written:
     _point: str | None = None
 
     def begin(self, activation: torch.Tensor, point: str | None) -> None:
-        """Take an activation, unless it is the copy that a hook before returned at this point."""
+        """Take an activation, unless it is the copy that an earlier hook returned at this point."""
         if activation is not self.activation or point != self._point:
             self.source, self.activation, self._point = activation, None, point
             self.returned = {}
@@ -156,11 +157,11 @@ class _RunRows:
     """The rows of a run in a batch, which its hooks see and edit."""
 
     def __init__(
-        self, run: int, rows: int, n_runs: int, written: _Written, kept: tuple[str, ...]
+        self, run: int, rows: int, n_runs: int, results: _HookResults, ignore_edits: tuple[str, ...]
     ) -> None:
-        self._run, self._n_runs, self._written, self._kept = run, n_runs, written, kept
+        self._results, self._ignore_edits = results, ignore_edits
+        self._run, self._n_runs, self._total = run, n_runs, n_runs * rows
         self._rows = slice(run * rows, (run + 1) * rows)
-        self._total = n_runs * rows
         self._contexts: dict[int, dict[object, object]] = {}  # by the id of the hook point's own
 
     def call(
@@ -168,44 +169,46 @@ class _RunRows:
     ) -> torch.Tensor | None:
         """Call a hook of the run with its rows `[batch, ...]` of `[run * batch, ...]`."""
         shape = tuple(getattr(activation, "shape", ()))
-        # The rows that are routed to an expert may be as many by chance.
-        if shape[:1] != (self._total,) or ".experts." in f"{hook.name}.":
+        is_of_expert = ".experts." in f"{hook.name}."
+        # The number of an expert's rows may match by chance.
+        if is_of_expert or shape[:1] != (self._total,):
             what = f"a tensor {list(shape)}" if shape else f"a {type(activation).__name__}"
+            what = "rows that are routed to experts" if is_of_expert else what
             raise ValueError(
-                f"{hook.name} has no rows for each of {self._n_runs} runs of a batch, as it gives "
-                f"{what} instead of {self._total} rows: {_ALONE}"
+                f"{hook.name} cannot be split among {self._n_runs} runs of a batch, as it gives "
+                f"{what}: {_REMEDY}"
             )
-        written = self._written
-        written.begin(activation, hook.name)
-        rows = written.returned.get(self._run)
+        results = self._results
+        results.begin(activation, hook.name)
+        rows = results.returned.get(self._run)
         if rows is None:
-            rows = written.source[self._rows]
-        point = _PointOfRun(hook, self._contexts.setdefault(id(hook.ctx), dict(hook.ctx)))
-        before = rows.clone() if f"{hook.name}".endswith(self._kept) else None
+            rows = results.source[self._rows]
+        point = _RunHookPoint(hook, self._contexts.setdefault(id(hook.ctx), dict(hook.ctx)))
+        before = rows.clone() if f"{hook.name}".endswith(self._ignore_edits) else None
         result = user_hook(rows, hook=point)
         if result is None or result is rows:
             if before is not None and not torch.equal(before, rows):
                 raise ValueError(
                     f"a hook on {hook.name} edits in place, which a TransformerBridge ignores "
-                    f"there: return a new tensor, or {_ALONE}"
+                    f"there: return a new tensor, or {_REMEDY}"
                 )
             result = rows
         elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
             given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)
             raise ValueError(
                 f"a hook on {hook.name} returned {given} for {rows.dtype} {list(rows.shape)}, but "
-                f"in a batch it must return a tensor of the same shape and dtype: {_ALONE}"
+                f"in a batch it must return a tensor of the same shape and dtype: {_REMEDY}"
             )
         else:
-            written.returned[self._run] = result
-            if written.activation is None:
-                written.activation = activation.clone()
-        if written.activation is not None:
-            written.activation[self._rows] = result
-        return written.activation
+            results.returned[self._run] = result
+            if results.activation is None:
+                results.activation = activation.clone()
+        if results.activation is not None:
+            results.activation[self._rows] = result
+        return results.activation
 
 
-class _PointOfRun:
+class _RunHookPoint:
     """A hook point as a run of a batch sees it, with a context of its own."""
 
     def __init__(self, point: HookPoint, context: dict[object, object]) -> None:

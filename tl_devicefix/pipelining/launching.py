@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 
 
 def may_launch_ahead(model: Model, home: torch.device) -> bool:
-    """Return True if the device has streams, and a forward calls users' code in hooks only.
+    """Return True if `home` has streams, no run is in flight, and only hooks are the user's code.
 
-    On another stream, memory that other code of the user's frees could be used again too early.
+    On the run's own stream, memory that the user's other code frees could be reused too early.
     """
     if module_with_streams(home) is None or current_run() is not None:
         return False
@@ -55,13 +55,13 @@ def launch_all(
         model: a model that `may_launch_ahead`, whose blocks are all on this host.
         home: its first device.
         run: runs the model once, and returns its output.
-        n_ahead: the most runs that are launched and not yielded.
+        n_ahead: the most runs launched but not yet yielded.
     """
     last = _last_modules(model)
-    ahead = [RunAhead(home, last) for _ in range(n_ahead)]
+    runs_ahead = [RunAhead(home, last) for _ in range(n_ahead)]
     launches = (
-        (_launch(model, run, item, run_ahead), run_ahead)
-        for item, run_ahead in zip(items, itertools.cycle(ahead))
+        (_launch(model, run, item, slot), slot)
+        for item, slot in zip(items, itertools.cycle(runs_ahead))
     )
     launched = deque[tuple[Result, RunAhead]]()
     errors: list[Exception] = []
@@ -73,17 +73,17 @@ def launch_all(
                 errors.append(error)
             if not launched:
                 break
-            # Without a name, which would keep the result alive during the next run.
+            # Do not bind the result: a name would keep it alive during the next run.
             yield _join_result(*launched.popleft())
     finally:
-        for each in ahead:  # also of runs that failed, or were not fetched
+        for each in runs_ahead:  # also of runs that failed, or were not fetched
             each.join()
     if errors:
         raise errors.pop()
 
 
 def _last_modules(model: Model) -> frozenset[nn.Module]:
-    """Return the modules after the blocks; none if one of them has a user's module."""
+    """Return the modules after the blocks, or none of them if any contains a user's module."""
     last = [getattr(model, name) for name in ("ln_final", "unembed") if hasattr(model, name)]
     users = (is_of_user(type(each)) for module in last for each in module.modules())
     return frozenset() if any(users) else frozenset(last)
@@ -105,7 +105,7 @@ def _join_result(result: Result, ahead: RunAhead) -> Result:
 def _loss(
     loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, *args: object, **kwargs: object
 ) -> torch.Tensor:
-    """Call `loss_fn` on the current stream, which may be another than that of the tokens."""
+    """Call `loss_fn` on the current stream, which may not be the tokens' stream."""
     stream = torch.get_device_module(logits.device.type).current_stream(logits.device)
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.device == logits.device:

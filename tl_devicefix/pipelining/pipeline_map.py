@@ -28,7 +28,7 @@ from tl_devicefix.dispatch.scheduler import (
     DeviceQueue,
     Run,
     Streams,
-    hooked_outside,
+    n_hooked_outside_runs,
     removing_hooks,
     running,
     with_view_of,
@@ -226,9 +226,9 @@ def _pipelined(
                 if runs[0].exception() is None:  # waits for the run
                     hooks.check()
                     runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-                    # Before the result is used: the run may have read changed weights.
+                    # Check before the result is used: the run may have read changed weights.
                     weights.check(number, is_last=len(runs) == 1)
-                # Without a name, which would keep the result alive during the next run.
+                # Do not bind the result: a name would keep it alive during the next run.
                 yield runs.popleft().result()
                 number += 1
         except GeneratorExit:
@@ -332,12 +332,12 @@ class HooksSnapshot:
             for name, point in points.items()
         ]
         self._with_hooks = [row for row in self._of_points if row[2] or row[3]]
-        self._n_hooked = hooked_outside()
+        self._n_hooked = n_hooked_outside_runs()
 
     def check(self) -> None:
         """Check that later hooks on the model are gone again."""
-        is_new = self._n_hooked != hooked_outside()
-        self._n_hooked = hooked_outside()
+        is_new = self._n_hooked != n_hooked_outside_runs()
+        self._n_hooked = n_hooked_outside_runs()
         for name, point, forward, backward in self._of_points if is_new else self._with_hooks:
             if point.fwd_hooks != forward or point.bwd_hooks != backward:
                 raise RuntimeError(

@@ -275,7 +275,7 @@ class _FirstBlock:
         for names, _ in hooks:
             for name in [names] if isinstance(names, str) else filter(names, self._points):
                 yield _layer(self._model, name)
-                # Also by the hook point's own name: a Bridge has aliases for names.
+                # Use the hook point's own name too: a Bridge has aliases.
                 yield _layer(self._model, getattr(self._points.get(name), "name", None) or name)
 
     def _steady_blocks(self) -> int:

@@ -81,7 +81,7 @@ class Placement:
         """The same placement without components that are elsewhere."""
         return self if self._here is None else self._here
 
-    # None stands for itself: a placement that refers to itself would outlive its model, and
+    # None means `self`: a placement that refers to itself would outlive its model, and
     # `in_use.py` counts those that are alive.
     @cached_property
     def _here(self) -> Placement | None:

@@ -117,7 +117,7 @@ class CallersState:
         self._set: list[Callable[[], object]] = [
             functools.partial(torch.set_num_threads, torch.get_num_threads()),
             *(setting for device in devices for setting in _current_stream(device)),
-            # After the streams: setting a stream makes its device the current one.
+            # Devices come after streams: setting a stream makes its device current.
             *(setting for kind in types for setting in _current_device(kind)),
         ]
         multithreading = torch._C._is_multithreading_enabled()
@@ -125,7 +125,7 @@ class CallersState:
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
             functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
-            # Only enabled types: some types of device do not support autocast.
+            # Set autocast only where it is enabled: some device types do not support it.
             *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
         ]
         autograd: Any = torch._C._autograd
@@ -143,7 +143,7 @@ class CallersState:
 
     def run(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in this thread with these settings."""
-        # A copy: only one thread at a time may run within a context. A lambda's cells would keep
+        # Copy it: only one thread at a time may run within a context. A lambda's cells would keep
         # the arguments alive after an error, when the frames are cleared.
         return self._context.copy().run(self._run, function, args)
 

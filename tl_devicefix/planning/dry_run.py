@@ -228,7 +228,7 @@ def _noting_what_runs(model: Model, placement: Placement, running: list[str]) ->
     # Only components are hooked: hooks on modules within them would keep more memory alive.
 
     def entering(name: str) -> Callable[..., None]:
-        # A lambda: a partial would be taken for a user's hook.
+        # Use a lambda: a partial would be taken for a user's hook.
         return lambda *_: running.append(name)
 
     def leave(*_: object) -> None:

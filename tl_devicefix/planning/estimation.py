@@ -222,7 +222,7 @@ def _estimate(
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
-    # Only the devices that are named: `decide` uses all that have a limit.
+    # If devices are named, pass only those: `decide` uses all that have a limit.
     limits = request.max_memory if request.names_used else size_by_device
     # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
@@ -241,7 +241,7 @@ def _estimate(
             runs = [component for component in placement.components if component.device == device]
             # Weights of offloaded blocks live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
-            # The larger one: sizes count an unembedding of its own, which a Bridge may tie.
+            # Take the larger one: sizes count an unembedding of its own, which a Bridge may tie.
             weights = max(row.weights, resident + shared_buffer_bytes(runs))
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.

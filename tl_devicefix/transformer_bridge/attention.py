@@ -138,7 +138,7 @@ def with_kv_cache(
     original: Callable[..., _Result], self: nn.Module, *args: object, **kwargs: object
 ) -> _Result:
     """Rename `cache` to `past_key_values`, the name that the Bridge's attention reads."""
-    # Only if somebody reads the cache: cached keys have another layout in memory, so scores differ
+    # Rename it only if the cache is read: cached keys have another memory layout, so scores differ
     # in the last bit from TransformerLens's, which caches none.
     if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")

@@ -53,7 +53,7 @@ class Layout:
         """Return each component's size in `hf_model`, whose tensors may be on meta."""
         names: tuple[str, ...] = (*self.paths, REST)
         weights, buffers = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-        # With duplicates: processing unties a tied unembedding.
+        # Count duplicates: processing unties a tied unembedding.
         for name, parameter in hf_model.named_parameters(remove_duplicate=False):
             weights[self.component_of(name)] += parameter.nbytes
         for name, buffer in hf_model.named_buffers(remove_duplicate=False):

@@ -49,7 +49,7 @@ def forward(
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
     with one_forward(ThisForward(is_plain, config, is_cache_read)):
-        # As plain values too, which are sent to the workers of other hosts.
+        # Keep plain values too: they are sent to the workers of other hosts.
         forward_cache()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
         return running.run_forward(original, self, *args, **kwargs)
 

@@ -170,7 +170,7 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     return config
 
 
-def forget(bridge: TransformerBridge) -> None:
+def forget_fused(bridge: TransformerBridge) -> None:
     """Drop the layers without wrappers, whose weights are about to be replaced."""
     for module in bridge.modules():
         vars(module).pop(BOUND, None)

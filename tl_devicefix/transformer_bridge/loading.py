@@ -55,7 +55,7 @@ from tl_devicefix.transformer_bridge.components import (
     hf_model_class,
     layout_of,
 )
-from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
+from tl_devicefix.transformer_bridge.twin import EXTRA_PARTS, check_bridge_numbers
 from tl_devicefix.twin import OnMismatch, chosen_action, parts_beyond_config, warn_or_refuse
 
 _Boot = Callable[..., TransformerBridge]
@@ -108,7 +108,7 @@ def boot_transformers(
     if isinstance(options.get("dtype"), str):  # as HookedTransformer takes it
         options["dtype"] = torch_dtype(options["dtype"])
     warning = _check_numbers(options, on_mismatch)
-    beyond = _check_parts(options, on_mismatch)
+    extra = _check_parts(options, on_mismatch)
     try:
         bridge = _boot(original, bound)
         _check_components(bridge)
@@ -124,7 +124,7 @@ def boot_transformers(
         if options.get("hf_model") is None:
             snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if it is absent
         raise
-    bridge.__dict__.update({"numbers_warning": warning, PARTS_BEYOND: beyond})
+    bridge.__dict__.update({"numbers_warning": warning, EXTRA_PARTS: extra})
     if fuse_blocks:
         fused.fuse_blocks(bridge)
     return bridge
@@ -141,18 +141,18 @@ def _check_components(bridge: TransformerBridge) -> None:
 
 
 def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str:
-    """Warn of parts of an `hf_model` that its config does not make, and return them."""
+    """Warn of parts of an `hf_model` that its config does not describe, and return them."""
     choice, hf_model = chosen_action(on_mismatch), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
         return ""
-    if beyond := parts_beyond_config(hf_model):
+    if extra := parts_beyond_config(hf_model):
         message = (
-            f"hf_model has parts that its config does not make ({beyond}), which a "
+            f"hf_model has parts that its config does not describe ({extra}), which a "
             "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "
             "with on_mismatch='ignore'"
         )
         warn_or_refuse(message, choice)
-    return beyond
+    return extra
 
 
 def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str | None:

@@ -41,8 +41,8 @@ from tl_devicefix.placement.fitting import naming_full_devices
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
-from tl_devicefix.transformer_bridge.fused import forget
-from tl_devicefix.transformer_bridge.twin import PARTS_BEYOND, check_bridge_numbers
+from tl_devicefix.transformer_bridge.fused import forget_fused
+from tl_devicefix.transformer_bridge.twin import EXTRA_PARTS, check_bridge_numbers
 from tl_devicefix.twin import OnMismatch, chosen_action
 from tl_devicefix.weight_processing import (
     Steps,
@@ -76,15 +76,15 @@ def enable_compatibility_mode(
     on_mismatch: OnMismatch | None = None,
     **kwargs: object,
 ) -> None:
-    """See TransformerLens's. Weights that cannot be processed are refused before any change.
+    """See TransformerLens's method. Weights that cannot be processed are refused before any change.
 
     Args:
         original: TransformerLens's method.
         self: the Bridge.
-        args: the method's arguments, as kwargs.
+        args: the method's positional arguments.
         on_mismatch: as for `boot_transformers`: what to do if a tiny model, processed in the same
-            way, does not give transformers' numbers.
-        kwargs: see args.
+            way, does not give the same numbers as transformers.
+        kwargs: the method's keyword arguments.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored, or if `hf_model` has parts
@@ -99,17 +99,17 @@ def enable_compatibility_mode(
     arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
     if not bound.arguments["no_processing"] and not self._weights_processed:
         _check_processable(self, bound.arguments[_REFACTORS])
-    beyond = vars(self).get(PARTS_BEYOND)
-    if beyond and chosen_action(on_mismatch) != "ignore":
+    extra = vars(self).get(EXTRA_PARTS)
+    if extra and chosen_action(on_mismatch) != "ignore":
         raise ValueError(
-            "compatibility mode would leave out parts of hf_model that its config does not make "
-            f"({beyond}): undo the change, leave compatibility mode out, or pass "
+            "compatibility mode would leave out parts of hf_model that its config does not "
+            f"describe ({extra}): undo the change, leave compatibility mode out, or pass "
             "on_mismatch='ignore'"
         )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
     self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, on_mismatch, arguments)
-    forget(self)  # some modules compute differently in compatibility mode
+    forget_fused(self)  # some modules compute differently in compatibility mode
     original(self, *args, **kwargs)
     call_everywhere(self, "enable_compatibility_mode", {**arguments, "on_mismatch": "ignore"})
 
@@ -128,7 +128,7 @@ def process_weights(
     fold_value_biases: bool = True,
     refactor_factored_attn_matrices: bool = False,
 ) -> None:
-    """Process the Bridge's weights in place, each component on the device where it lies.
+    """Process the Bridge's weights in place, each component on its own device.
 
     See `TransformerBridge.process_weights`. A device needs room for its weights, and for a working
     copy of one component.
@@ -151,20 +151,20 @@ def process_weights(
         center_unembed = False
     flags = fold_ln, center_writing_weights, center_unembed, fold_value_biases
     steps = Steps(*flags, refactor_factored_attn_matrices)
-    if fold_value_biases and (beside := _beside_values(self)):
-        steps = steps.without_value_biases(beside)
-    asked = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}
+    if fold_value_biases and (part := _part_preventing_fold(self)):
+        steps = steps.without_value_biases(part)
+    requested = {name: getattr(steps, name) for name in (*_FLAGS.split(), _REFACTORS)}
     processing = Processing(steps, self)
-    forget(self)
+    forget_fused(self)
     with changing_weights(self):
-        call_everywhere(self, "process_weights", {"verbose": verbose, **asked})
+        call_everywhere(self, "process_weights", {"verbose": verbose, **requested})
         _process(self, processing, verbose)
 
 
 def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     refuse_unfinished(bridge)
     placement = placement_of(bridge)
-    # A worker's Bridge has components that its placement does not: those of other hosts.
+    # A worker's Bridge also has other hosts' components, which its placement lacks.
     names = {name for name, _ in bridge_components(bridge)}
     is_in_part = placement is not None and not names <= placement.device_map.keys()
     for name, parameter in bridge.original_model.named_parameters():
@@ -180,21 +180,18 @@ def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
     if refactors:
         cfg = bridge.cfg
         is_grouped = cfg.n_key_value_heads not in (None, cfg.n_heads)
-        check_refactorable(cfg, is_grouped, _beside_values(bridge))
+        check_refactorable(cfg, is_grouped, _part_preventing_fold(bridge))
 
 
 _USUAL_PARTS = frozenset(("q", "k", "v", "o", "qkv", "q_norm", "k_norm"))
-"""With these parts alone, attention writes W_O of weighted means of the values.
+"""With these parts alone, attention writes `z @ W_O`, with z the weighted means of the values.
 
 So a value bias adds a constant, and can be folded.
 """
 
 
-def _beside_values(bridge: TransformerBridge) -> str | None:
-    """Return the part of attention that keeps value biases from being folded; None if none does.
-
-    With the known parts alone, a value bias adds a constant (see `fold_value_biases_of_block`).
-    """
+def _part_preventing_fold(bridge: TransformerBridge) -> str | None:
+    """Return the part of attention that keeps value biases from being folded; None if none does."""
     block: Any
     for name, block in bridge_components(bridge):
         attention = block._modules.get("attn")
@@ -205,15 +202,15 @@ def _beside_values(bridge: TransformerBridge) -> str | None:
             continue
         if others := sorted(parts.keys() - _USUAL_PARTS):  # such as a gate or a norm of values
             return others[0]
-        # Without those of the block's other parts: BERT's attention holds a norm.
-        around = [block._modules[part] for part in block.submodules if part != "attn"]
-        of_parts = {id(p) for part in (*parts.values(), *around) for p in part.parameters()}
+        # Skip parameters of the block's other parts: BERT's attention holds a norm.
+        other_parts = [block._modules[part] for part in block.submodules if part != "attn"]
+        known_ids = {id(p) for part in (*parts.values(), *other_parts) for p in part.parameters()}
         for path, parameter in attention.original_component.named_parameters():
-            if id(parameter) not in of_parts:  # such as sinks
+            if id(parameter) not in known_ids:  # such as sinks
                 return path
         # Queries wider than z hold a gate too: without one, both have n_heads * d_head.
         if parts["q"].weight.numel() > parts["o"].weight.numel():
-            return "a gate beside its queries"
+            return "a gate in its query projection"
     return None
 
 
@@ -231,7 +228,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
-        # The unembedding last: some adapters note that they have seen it.
+        # The unembedding comes last: some adapters note that they have seen it.
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if (placement := placement_of(bridge)) is not None:
@@ -246,7 +243,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
     with torch.no_grad():
-        # Named as block 0: ProcessWeights gets this block alone.
+        # A block is named block 0: ProcessWeights gets it alone.
         named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
@@ -257,7 +254,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
             processing.process_block(processed, unit.components[unit.name])
         _assign_processed(unit, originals, processed)
         mlp = getattr(unit.components.get(unit.name), "mlp", None)
-        if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.asked.fold_ln:
+        if isinstance(mlp, MoEBridge) and has_batched_experts(mlp) and processing.requested.fold_ln:
             _fold_into_batched_experts(bridge, unit)
 
 
@@ -293,7 +290,7 @@ def _assign_processed(unit: Unit, originals: Weights, processed: WorkingCopies) 
 def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
     """Fold a block's ln2 into experts that are stacked in one parameter."""
     kind, _, index = unit.name.partition(".")
-    # None for earlier blocks: TransformerLens's method reads every block that it finds.
+    # Earlier blocks are None: TransformerLens's method reads every block that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
     # The Bridge's own list has all blocks.
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
@@ -308,9 +305,9 @@ _BLOCK = "blocks.0."
 class Processing:
     """The steps for one Bridge, and methods that apply them to one component's weights."""
 
-    def __init__(self, asked: Steps, bridge: TransformerBridge) -> None:
-        self.asked, self.cfg, self.adapter = asked, bridge.cfg, bridge.adapter
-        self.steps = _applicable(asked, bridge)
+    def __init__(self, requested: Steps, bridge: TransformerBridge) -> None:
+        self.requested, self.cfg, self.adapter = requested, bridge.cfg, bridge.adapter
+        self.steps = _applicable(requested, bridge)
         """The steps that TransformerLens takes for such a model."""
 
     def process_block(self, weights: Weights, block: Any) -> None:
@@ -371,7 +368,7 @@ class Processing:
                 weights["ln_final.bias"].zero_()
 
     def _preprocess(self, weights: Weights) -> None:
-        self.adapter._fold_ln_requested = self.asked.fold_ln  # read by adapters that fold
+        self.adapter._fold_ln_requested = self.requested.fold_ln  # read by adapters that fold
         preprocessed = self.adapter.preprocess_weights(weights)
         if preprocessed is not weights:
             for name in weights.keys() - preprocessed.keys():
@@ -381,12 +378,12 @@ class Processing:
 
 
 def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
-    """Return the steps that TransformerLens would take for such a model, with its warnings."""
+    """Return the steps that TransformerLens would take for this model, and warn as it does."""
     cfg, adapter = bridge.cfg, bridge.adapter
     for name in ("fold_ln", "center_writing_weights"):
         if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
             warnings.warn(
-                f"{type(adapter).__name__} does not support {name}: it is left out.", stacklevel=6
+                f"{type(adapter).__name__} does not support {name}: it is skipped.", stacklevel=6
             )
             steps = replace(steps, **{name: False})
     if cfg.normalization_type not in ("LN", "LNPre", "RMS", "RMSPre"):
@@ -400,9 +397,9 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
     """Fold value biases into b_O; TransformerLens's method fails for grouped heads.
 
     Args:
-        weights: the block's; b_O is added where there was none.
-        cfg: the config, as of one block.
-        output: transformers' layer of W_O, an nn.Linear or a Conv1D.
+        weights: the block's weights; b_O is added if missing.
+        cfg: the config, with n_layers=1.
+        output: the layer that holds W_O, an nn.Linear or a Conv1D.
     """
     W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
     W_O = W_O if type(output).__name__ == "Conv1D" else W_O.T  # [head * d_head, d_model]

@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_class
 from tl_devicefix.twin import OnMismatch, Twin, check_numbers
 
-PARTS_BEYOND = "_tl_devicefix_parts_beyond"
-"""The attribute of a Bridge that names parts of its `hf_model` which its config does not make."""
+EXTRA_PARTS = "_tl_devicefix_extra_parts"
+"""The attribute of a Bridge: which parts of its `hf_model` its config does not describe."""
 
 
 def check_bridge_numbers(
