@@ -134,7 +134,7 @@ def test_only_batches_that_are_not_on_disk_are_run(begun, start, model, tmp_path
 
 
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
-    r"of \d+ examples already, of .*: pass resume": {"resume": False},
+    r"of \d+ examples already, of .*: repeat that call": {"resume": False},
     r"in \S+ are not .*blocks.3\S* is .* on disk, but not saved in": {"names_filter": NAMES[:1]},
     r"blocks.2\S* is not saved on disk, but float32": {
         "names_filter": [*NAMES, "blocks.2.hook_resid_post"]
