@@ -9,11 +9,12 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from textwrap import dedent, indent
 from typing import Any, TypeAlias
 
 from tl_devicefix import __version__
+from tl_devicefix.misspelt import did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,6 +56,17 @@ class _Parser(argparse.ArgumentParser):
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
         # No abbreviations: a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
+
+    def parse_known_args(  # type: ignore[override]  # argparse takes any namespace
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuse an unknown option with the usage of its command, and suggest a near one."""
+        chosen, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            nearest = did_you_mean(unknown[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
+        return chosen, unknown
 
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
@@ -168,21 +180,21 @@ def _add_activations(commands: _Commands) -> None:
     activations.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
 
 
-def _device(text: str) -> int | str:
+def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def _memory(text: str) -> str | dict[int | str, str]:
-    """ "80GiB", or "0=24GiB,1=80GiB" as a dict."""
+def _memory(text: str) -> int | str | dict[int | str, int | str]:
+    """ "80GiB", or "0=24GiB,1=80GiB" as a dict; digits alone are bytes."""
     if "=" not in text:  # one size for every device
-        return text
+        return _number(text)
     pairs = (part.partition("=") for part in text.split(","))
-    return {_device(device.strip()): size.strip() for device, _, size in pairs}
+    return {_number(device.strip()): _number(size.strip()) for device, _, size in pairs}
 
 
 def _device_map(text: str) -> int | str | dict[str, int | str]:
     # JSON, a strategy, or one device.
-    return json.loads(text) if text.startswith("{") else _device(text)
+    return json.loads(text) if text.startswith("{") else _number(text)
 
 
 def _run_estimate(chosen: argparse.Namespace) -> bool:
@@ -216,7 +228,7 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
         print(activations)
         return not activations.missing()
     wrong, count = activations.verify(), len(activations.index.shards)
-    verdict = f"{count} shards: every shard is as it was written"
+    verdict = f"{count} shard{'s' * (count > 1)}: every shard is as it was written"
     if wrong:
         verdict = f"{len(wrong)} of {count} shards are not as they were written"
     print(*wrong, verdict, sep="\n")

@@ -129,6 +129,18 @@ def test_hook_that_mixes_devices_is_reported_with_its_module():
     assert "elsewhere[0]" in str(dry.stopped_at)
 
 
+def test_outcome_says_what_to_do_about_a_hook_or_a_text():
+    def cut(model: Any) -> None:
+        hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation[..., :3])
+        model.run_with_hooks(TOKENS, fwd_hooks=[hook])
+
+    assert "let it return a tensor of that shape" in str(dry_run("gpt2", cut, 2))
+    text = dry_run("gpt2", lambda model: model("some text"), 2)
+    assert str(text).endswith("pass tokenizer= to dry_run, or tokens instead of text")
+    with pytest.raises(ValueError, match=r"pass AutoTokenizer\.from_pretrained\('gpt2'\)"):
+        dry_run("gpt2", forward, 2, tokenizer="gpt2")
+
+
 def test_a_device_without_room_is_reported_with_the_module():
     def job(model):
         return model(torch.zeros(64, 1024, dtype=torch.long))

@@ -92,7 +92,8 @@ def test_n_ctx_beyond_learned_positions_is_refused(checkpoints):
     ("arguments", "message"),
     [
         ("nosuchmodel", "TransformerLens lists no model 'nosuchmodel'"),
-        ("gpt2 --max-memory 0=40", "max_memory[0] must be bytes"),
+        ("gpt2 --max-memory 0=40", "max_memory[0] is 40 bytes: did you mean '40GiB'?"),
+        ("./no_such", "there is no directory './no_such'"),
         ("gpt2 --seq-len 4096", "more than the model's n_ctx of 1024: lower them\n"),
         ("meta-llama/Meta-Llama-3-8B --seq-len 9000", ": lower them, or set n_ctx to 9000\n"),
     ],

@@ -186,9 +186,12 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
         cause = (is_strict and error.__cause__) or error
         is_fetched = (Path(name) / "config.json").is_file()
         advice = "correct it, or fetch it again" if is_fetched else "is its name spelt right?"
-        raise ValueError(
-            f"config.json of {name!r} cannot be read ({in_one_line(cause)}); {advice}"
-        ) from error
+        if name.startswith((".", "/")) and not Path(name).exists():
+            raise ValueError(f"there is no directory {name!r}") from error
+        cannot = f"config.json of {name!r} cannot be read"
+        if not is_fetched and (nearest := did_you_mean(name, known_fields())):
+            raise ValueError(f"{cannot}{nearest} ({in_one_line(cause)})") from error
+        raise ValueError(f"{cannot} ({in_one_line(cause)}); {advice}") from error
 
 
 def known_config(name: str) -> PretrainedConfig | None:

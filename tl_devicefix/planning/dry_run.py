@@ -28,6 +28,7 @@ from tl_devicefix.placement.memory import MaxMemory, format_table, gib
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.planning.plan import ConfigOrName, blueprint, check_options, device_request
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
+from tl_devicefix.tracebacks import note
 from tl_devicefix.twin import OnMismatch
 from tl_devicefix.types import Model
 
@@ -103,6 +104,7 @@ class DryRun:
         outcome = "it runs"
         if self.error is not None:
             outcome = f"it stops at {self.stopped_at}: {type(self.error).__name__}: {self.error}"
+            outcome = "\n".join((outcome, *getattr(self.error, "__notes__", ())))
         return "\n".join([memory_table(self.devices), transfers, outcome])
 
 
@@ -160,6 +162,11 @@ def dry_run(
             f"run, the second argument, must be a function to call with the model, but is "
             f"{shown(run)}"
         )
+    if isinstance(tokenizer, str):
+        raise ValueError(
+            f"tokenizer must be one that is loaded, but is {tokenizer!r}: pass "
+            f"AutoTokenizer.from_pretrained({tokenizer!r})"
+        )
     check_options(dry_run, config_or_model_name, options, cls)
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
@@ -173,7 +180,10 @@ def dry_run(
         model = planned.make(placement, tokenizer)
         if fuse_blocks:
             fused.fuse_blocks(model)
-        return record_run(machine, model, placement, run)
+        outcome = record_run(machine, model, placement, run)
+    if tokenizer is None and outcome.error is not None and "tokenizer" in str(outcome.error):
+        note(outcome.error, "pass tokenizer= to dry_run, or tokens instead of text")
+    return outcome
 
 
 def record_run(

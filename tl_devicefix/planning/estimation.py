@@ -5,6 +5,7 @@ No formula is used: the installed TransformerLens allocates tensors without valu
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -317,12 +318,14 @@ def _run(job: Job, blueprint: Blueprint, model: Model) -> object:
 def _run_forward(job: Job, model: Model) -> object:
     # [batch, pos]
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
-    output, kept = model.run_with_cache(
-        tokens,
-        names_filter=job.keeps if job.cache else [],
-        return_type="loss" if job.gradients else "logits",
-        return_cache_object=False,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* skipped .* gated-off hook")  # "all" asks for none
+        output, kept = model.run_with_cache(
+            tokens,
+            names_filter=job.keeps if job.cache else [],
+            return_type="loss" if job.gradients else "logits",
+            return_cache_object=False,
+        )
     if job.gradients:
         assert isinstance(output, torch.Tensor)  # the loss
         output.backward()

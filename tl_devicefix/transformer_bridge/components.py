@@ -58,6 +58,10 @@ class Layout:
             weights[self.component_of(name)] += parameter.nbytes
         for name, buffer in hf_model.named_buffers(remove_duplicate=False):
             buffers[self.component_of(name)] += buffer.nbytes
+        unembed = hf_model.get_submodule(self.paths["unembed"]) if "unembed" in self.paths else None
+        if isinstance(unembed, nn.Linear) and unembed.bias is None:
+            # TransformerLens adds a bias of zeros.
+            buffers["unembed"] += unembed.out_features * unembed.weight.itemsize
         if not weights[REST] + buffers[REST]:
             names = names[:-1]
         return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
