@@ -128,7 +128,7 @@ def parameters_of(test: pytest.Item) -> dict[str, Any]:
 
 
 def fails_unpatched(test: pytest.Item) -> bool:
-    """Return True if a test is marked so; on one device there is nothing for patches to mend."""
+    """Return True if a test is marked so; on one device there is nothing for patches to fix."""
     marked = test.get_closest_marker("fails_unpatched") is not None
     return marked and parameters_of(test).get("n_devices") != 1
 

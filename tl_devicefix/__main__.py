@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, examples: str = "", **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter  # does not wrap examples
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
-        # No abbreviations: a later option may begin with the same letters.
+        # Allow no abbreviations: a later option may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
     def parse_known_args(  # type: ignore[override]  # argparse takes any namespace
@@ -228,7 +228,7 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
         print(activations)
         return not activations.missing()
     wrong, count = activations.verify(), len(activations.index.shards)
-    verdict = f"{count} shard{'s' * (count > 1)}: every shard is as it was written"
+    verdict = f"{count} shard{'s' * (count != 1)}: every shard is as it was written"
     if wrong:
         verdict = f"{len(wrong)} of {count} shards are not as they were written"
     print(*wrong, verdict, sep="\n")

@@ -56,7 +56,7 @@ class Adapter(Protocol):
 @cache
 def adapters() -> dict[str, Adapter]:
     """Return the adapters of the installed TransformerLens by class name."""
-    # Imported late: the installed TransformerLens may lack one of the classes.
+    # Import them late: the installed TransformerLens may lack one of the classes.
     installed: list[ModuleType] = []
     if has_hooked_transformer():
         from tl_devicefix.hooked_transformer import adapter as hooked_adapter

@@ -123,6 +123,6 @@ class AroundForward:
 
     def run(self, *args: object, **kwargs: object) -> object:
         """Call the inner forward; if there is none, the class's."""
-        # Looked up at each call: fusing a block changes its class.
+        # Look it up at each call: fusing a block changes its class.
         forward = self.inner or type(self.module).forward.__get__(self.module)
         return forward(*args, **kwargs)

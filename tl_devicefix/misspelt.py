@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-# Any lower, and transformers' argument "device_mesh" would be a misspelt "device_map".
+# If it were lower, transformers' argument "device_mesh" would be a misspelt "device_map".
 _NEAR = 0.85
 _MAX_LENGTH = 120
 

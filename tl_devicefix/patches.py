@@ -34,7 +34,7 @@ def table() -> tuple[Patch, ...]:
         UnsupportedTransformerLens: if it is not one that is known.
     """
     check_version()
-    # Imported here: they import names that an unknown TransformerLens may lack.
+    # Import them here: they import names that an unknown TransformerLens may lack.
     for module in (
         "dispatch.hook_names",
         "dispatch.mixing",
@@ -142,7 +142,7 @@ def report(model: Model | None = None) -> PatchReport | ModelReport:
     rows = [(patch.target, f"{patch.since} - {patch.until}", patch.why) for patch in patch_report]
     if is_counting():
         rows.append(
-            ("torch.nn.Module", "", "a hook of torch's reports modules put into fused blocks")
+            ("torch.nn.Module", "", "torch reports assigned modules while blocks are fused")
         )
     print(format_table([("target", "TL versions", "why"), *rows], "<<<"))
     return patch_report

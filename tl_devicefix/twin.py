@@ -112,8 +112,8 @@ class Twin:
             setattr(config, name, value)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights arrive dequantised
-        of_class: Any = model_class or transformers.AutoModelForCausalLM
-        make = getattr(of_class, "from_config", None) or of_class._from_config
+        factory: Any = model_class or transformers.AutoModelForCausalLM
+        make = getattr(factory, "from_config", None) or factory._from_config
         with EmptyOnMeta():
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MAX_PARAMETERS:
@@ -140,7 +140,7 @@ class Twin:
         """Return how far log probabilities are from transformers', relative to their spread."""
         logp, expected = logits.double().log_softmax(-1), self._expected  # [1, pos, d_vocab]
         spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
-        # Infinite for NaN: a maximum of several differences may drop NaN.
+        # NaN becomes infinite: a maximum of several differences may drop NaN.
         return ((logp - expected).abs().max() / spread).nan_to_num(float("inf")).item()
 
 
@@ -334,21 +334,21 @@ def undisturbed() -> Iterator[None]:
                 hf_logging.enable_progress_bar()
 
 
-def refuse_parts_beyond_config(hf_model: nn.Module) -> None:
+def refuse_extra_parts(hf_model: nn.Module) -> None:
     """Refuse a live model for a HookedTransformer if its config does not describe all its parts.
 
     Raises:
         ValueError: naming the parts.
     """
-    if beyond := parts_beyond_config(hf_model):
+    if extra := extra_parts(hf_model):
         raise ValueError(
-            f"hf_model has parts that its config does not describe ({beyond}), which a "
+            f"hf_model has parts that its config does not describe ({extra}), which a "
             "HookedTransformer would leave out: undo the change, use TransformerBridge without "
             "compatibility mode, or pass on_mismatch='ignore'"
         )
 
 
-def parts_beyond_config(hf_model: nn.Module) -> str:
+def extra_parts(hf_model: nn.Module) -> str:
     """Return which modules of a live model its config does not describe, and why; "" if none.
 
     A converter drops a bias that it does not expect, and never sees a replaced norm or head.
@@ -366,16 +366,16 @@ def parts_beyond_config(hf_model: nn.Module) -> str:
         return ""
     found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
     frequencies = dict(_frequencies(made))
-    beyond = {str(path) for path, *_ in found ^ expected}.union(
+    extra = {str(path) for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
         # A model in half precision has rounded frequencies.
         if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
     )
-    if not beyond:
+    if not extra:
         return ""
-    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
-    first = ", ".join(sorted(beyond)[:3])
+    more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+    first = ", ".join(sorted(extra)[:3])
     return f"another class, other parameters or numbers, a hook or a forward: {first}{more}"
 
 

@@ -1,4 +1,4 @@
-"""`tl_devicefix.check` of either class: each fault is found and named, the given line mends it."""
+"""`tl_devicefix.check` of either class: each fault is found and named, the given line fixes it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_check_finds_no_fault_in_an_unpatched_model(name, folded, on_one):
 
 
 class Fault(NamedTuple):
-    """How a model is broken, what is found, how the given line begins, and whether it mends."""
+    """How a model is broken, what is found, how the given line begins, and whether it fixes it."""
 
     breaks: Callable[[Any], Any]
     kind: str
     name: str
     says: tuple[str, ...]
     fix: str
-    mends: bool = True
+    is_fixed: bool = True
 
 
 def block_moved(model: Any) -> None:
@@ -126,7 +126,7 @@ FAULTS = {
         *OF_EITHER,
         Fault(mlp_replaced_in_the_wrapped_model, "device", "blocks.2._original_component.mlp",
               (f"is on {device(0)}", f"puts it on {device(2)}"),
-              f'model.blocks[2]._original_component.mlp.to("{device(2)}")', mends=False),
+              f'model.blocks[2]._original_component.mlp.to("{device(2)}")', is_fixed=False),
         Fault(weight_moved, "device", "blocks.4.attn.q", ("is on cpu", f"puts it on {device(3)}"),
               f'model.blocks[4].attn.q.to("{device(3)}")'),
         Fault(hook_left, "hooks", "blocks.2.hook_out", ("identity",), "model.reset_hooks()"),
@@ -141,7 +141,7 @@ MISPLACED = (block_moved, parameter_replaced, some_parameters_moved, weight_move
     [(model_class, fault) for model_class in CLASSES for fault in FAULTS[model_class]],
     ids=lambda value: value if isinstance(value, str) else value.breaks.__name__,
 )
-def test_each_fault_is_named_and_mended_by_its_fix_and_by_repair(
+def test_each_fault_is_named_and_fixed_by_its_line_and_by_repair(
     model_class, fault, model, reference, tokens, machine
 ):
     placed = repr(model.placement)
@@ -160,7 +160,7 @@ def test_each_fault_is_named_and_mended_by_its_fix_and_by_repair(
     assert finding.fix.startswith(fault.fix)
     exec(finding.fix, {"model": model})
     assert check(model), check(model)
-    if fault.mends:
+    if fault.is_fixed:
         assert_agrees(model(tokens), reference(tokens), model.placement.home)
 
     if fault.breaks in MISPLACED:

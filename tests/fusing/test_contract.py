@@ -1,4 +1,4 @@
-"""What `fuse_blocks` promises: whatever a user does to a fused model acts as ever.
+"""What `fuse_blocks` promises: whatever a user does to a fused model still takes effect.
 
 Each test compares with the same model unfused, where TransformerLens's own forward runs.
 """
@@ -195,7 +195,7 @@ def drop_stream(model: Any) -> None:
     setattr(block, name, nn.Dropout(1.0))
 
 
-def exchange_sines(model: Any) -> None:
+def replace_sines(model: Any) -> None:
     """Give one block other rotary tables than those that all blocks share."""
     attn = model.blocks[1].attn
     if hasattr(attn, "rotary_sin"):
@@ -213,7 +213,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a flag": lambda model: model.set_use_attn_result(True),
     "another flag": lambda model: model.set_use_split_qkv_input(True),
     "input of the MLP": lambda model: model.set_use_hook_mlp_in(True),
-    "rotary sines of one block": exchange_sines,
+    "rotary sines of one block": replace_sines,
     "a module": lambda model: setattr(model.blocks[1], "mlp", nn.Linear(D_MODEL, D_MODEL)),
     "a hook point": drop_stream,
     "dtype": lambda model: model.to(torch.float64),

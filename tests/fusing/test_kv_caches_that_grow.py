@@ -112,11 +112,11 @@ def test_cache_grows_beyond_its_reserved_room(fused, text, monkeypatch):
     assert_grows_as_installed(fused("gpt2"), text, MASKS["padded"])
 
 
-def exchange_values(cache: Any) -> None:
+def replace_values(cache: Any) -> None:
     cache[0].past_values = cache[0].past_values * 2
 
 
-def exchange_mask(cache: Any) -> None:
+def replace_mask(cache: Any) -> None:
     cache.previous_attention_mask = cache.previous_attention_mask.clone()
     cache.previous_attention_mask[1, 1] = 0
 
@@ -130,9 +130,9 @@ def cut(cache: Any) -> None:
 
 BY_HAND: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "edit keys": (9, lambda cache: cache[1].past_keys[:, 2].fill_(0.5)),
-    "exchange values": (9, exchange_values),
+    "replace values": (9, replace_values),
     "edit the mask": (9, lambda cache: cache.previous_attention_mask[1, 1].fill_(0)),
-    "exchange the mask": (9, exchange_mask),
+    "replace the mask": (9, replace_mask),
     "cut": (9, cut),
     "freeze for a while": (N_TOKENS - 3, lambda cache: cache.freeze()),
 }

@@ -2,9 +2,10 @@
 
 An operation is a function of a trial and of a few arguments. The type of an argument says what it
 may be: a `Literal`, one of `SETTINGS`, or a name that `models.names_in` finds. In a case,
-`("exchange", "blocks.0.mlp", "copy")` calls `exchange(trial, "blocks.0.mlp", "copy")`.
+`("replace_module", "blocks.0.mlp", "copy")` calls
+`replace_module(trial, "blocks.0.mlp", "copy")`.
 
-Left out are code that users exchange by hand, because it acts once they fuse again, and hooks for
+Left out are code that users replace by hand, because it acts once they fuse again, and hooks for
 all modules, with which no block runs fused.
 """
 
@@ -39,7 +40,7 @@ TorchHook = Literal[
 HookDict = Literal["_forward_hooks", "_forward_pre_hooks", "_backward_hooks"]
 Mode = Literal["train", "eval", "float64", "bfloat16"]
 Edit = Literal["in place", "data", "new", "half", "frozen", "tensor", "parametrized"]
-Exchange = Literal["copy", "Tanh", "Identity", "Sequential", "another model's"]
+Replacement = Literal["copy", "Tanh", "Identity", "Sequential", "another model's"]
 Setting = NewType("Setting", tuple[str, Any])
 """The path of an attribute, and its new value."""
 
@@ -298,7 +299,7 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     do[how]()
 
 
-def exchange(trial: Trial, module: Module, by: Exchange) -> None:
+def replace_module(trial: Trial, module: Module, by: Replacement) -> None:
     make: dict[str, Callable[[], Any]] = {
         "copy": lambda: copy.deepcopy(trial.at(module)),
         "Tanh": nn.Tanh,
@@ -330,6 +331,6 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
 RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
     *(hook, hook, hook, torch_hook, remove_hooks, empty_hook_dicts),
-    *(set_value, set_value, set_mode, edit, edit, exchange),
+    *(set_value, set_value, set_mode, edit, edit, replace_module),
     *([] if IS_BRIDGE else [copy_model]),  # because copies of a Bridge refer to it weakly
 ]

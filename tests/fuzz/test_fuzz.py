@@ -106,7 +106,7 @@ class Draws(NamedTuple):
         # TransformerLens's raises, and torch ends the process if simulated devices do.
         never = f"'in place'|parametrized|float64|{_16_BITS}"
         if IS_BRIDGE:  # which refuses, in a forward, hooks that may see a mask
-            never += "|torch_hook|exchange"
+            never += "|torch_hook|replace_module"
         point = self.random.choice([name for name in self.pools[Point] if where in name])
         while True:
             change = self.one_of(CHANGES)

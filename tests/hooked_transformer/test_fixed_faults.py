@@ -1,4 +1,4 @@
-"""Faults of TransformerLens's own methods are mended: transformers' numbers come out."""
+"""Faults of TransformerLens's own methods are fixed: transformers' numbers come out."""
 
 from __future__ import annotations
 

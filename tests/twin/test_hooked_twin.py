@@ -187,7 +187,7 @@ def put(path, part):
     return lambda hf_model: hf_model.set_submodule(path, part)
 
 
-def exchange_forward(hf_model):
+def replace_forward(hf_model):
     hf_model.model.layers[1].mlp.forward = lambda x: x
 
 
@@ -196,21 +196,21 @@ def hook_an_mlp(hf_model):
 
 
 IN_TWO = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 40))
-BEYOND_CONFIG = {  # how an hf_model is changed, and the part that is named
+EXTRA_PARTS = {  # how an hf_model is changed, and the part that is named
     "sequential": (put("lm_head", IN_TWO), "lm_head"),
     "norm": (put("model.layers.2.input_layernorm", torch.nn.LayerNorm(16)), "*.input_layernorm"),
     "buffer": (lambda m: m.model.rotary_emb.inv_freq.mul_(0.3), "rotary_emb.inv_freq"),
     "number": (lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.1), "self_attn"),
     "config": (lambda m: setattr(m.config, "rms_norm_eps", 0.1), "input_layernorm"),
-    "forward": (exchange_forward, "layers.*.mlp"),
+    "forward": (replace_forward, "layers.*.mlp"),
     "hook": (hook_an_mlp, "model.layers.*.mlp"),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", BEYOND_CONFIG)
-def test_hf_model_beyond_its_config_is_refused(checkpoints, refused, change):
-    hf_model, (make, part) = make_hf_model(HF_CONFIGS["llama"]()), BEYOND_CONFIG[change]
+@pytest.mark.parametrize("change", EXTRA_PARTS)
+def test_hf_model_with_extra_parts_is_refused(checkpoints, refused, change):
+    hf_model, (make, part) = make_hf_model(HF_CONFIGS["llama"]()), EXTRA_PARTS[change]
     make(hf_model)
     with refused("parts that its config does not describe", part):
         load(str(checkpoints("llama")), hf_model=hf_model)

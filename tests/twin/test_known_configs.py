@@ -29,7 +29,7 @@ def but_numbers(fields):
 OF_BRIDGES = {but_numbers(known_fields()[name]): name for name in NAMES}.values()
 """One name of all configs that differ in numbers alone, which a Bridge leaves to transformers."""
 
-MENDED_IN = {"mixtral": "3.0", "phi3": "3.8"}
+FIXED_IN = {"mixtral": "3.0", "phi3": "3.8"}
 """Models that a plain load of a HookedTransformer warns of, until a version of TransformerLens."""
 
 CONVERTED_AGAIN_IN = {"gpt_neox": "3.9", "mixtral": "3.8"}
@@ -69,7 +69,7 @@ def test_twins_of_known_models_as_HookedTransformer():
     unread = until(CONVERTED_AGAIN_IN) if installed() >= Version("3") else set()
     assert {kind_of(name) for name, far in found.items() if far is None} == unread
     wrong = {kind_of(name) for name, far in found.items() if far is not None and not far <= LIMIT}
-    assert wrong == until(MENDED_IN)
+    assert wrong == until(FIXED_IN)
 
 
 def kind_of(name):

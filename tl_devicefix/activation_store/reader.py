@@ -89,7 +89,7 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            # Imported late, as in `cache`. This path works in 2, 3 and 4: 3 renamed `utils`.
+            # Import it late, as in `cache`. This path works in 2, 3 and 4: 3 renamed `utils`.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -132,7 +132,7 @@ class SavedActivations:
             IndexError: if there is no such example.
             TypeError: if `examples` is no number, slice or list of numbers.
         """
-        # Imported late: importing TransformerLens takes longer than reading.
+        # Import it late: importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache
 
         from tl_devicefix.gathering.caches import CacheAtHome
@@ -153,7 +153,7 @@ class SavedActivations:
             placement = placement_of(model)
             home = placement.home if placement else next(model.parameters()).device
         self.tokens.numbers(examples)  # raises for other indices
-        # Any: a CacheAtHome calls the partials, so that whoever reads it gets tensors.
+        # A CacheAtHome calls the partials, so that whoever reads it gets tensors.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
         cache_model: Any = _NoModel() if model is None else model
         has_batch_dim = not isinstance(examples, int)

@@ -224,7 +224,7 @@ class _Save:
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
             batches = self._remaining(writer)
-            # Any: Iterator declares no `close`.
+            # Iterator declares no `close`.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:

@@ -76,7 +76,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         # Leave an index to torch: `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
-        # Rounded up: an epoch's last batch may be smaller.
+        # Round up: an epoch's last batch may be smaller.
         self._batches_per_epoch = -(-self._rows.count // batch_size)
         self._n_returned = 0
         self._iterator: Generator[torch.Tensor, None, None] | None = None
@@ -110,7 +110,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         epoch, batch = divmod(self._n_returned, self._batches_per_epoch)
         groups = _Groups(self._rows, self._group_rows, self._shuffle, self._seed)
         row = batch * self._batch_size
-        # A function, not a method: the thread must not keep this object alive.
+        # Use a function, not a method: the thread must not keep this object alive.
         read = _read_ahead(groups.read(epoch, row, self._epochs))
         return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import HFValidationError
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
@@ -184,13 +185,14 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
         # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
+        if isinstance(error, OSError | HFValidationError):  # nothing was read
+            refuse_directory(name)
+        cannot = f"config.json of {name!r} cannot be read"
+        nearest = did_you_mean(name, known_fields(), at_least=0.85)
+        if isinstance(error, OSError) and nearest and name not in known_fields():
+            raise ValueError(f"{cannot}{nearest} ({in_one_line(cause)})") from error
         is_fetched = (Path(name) / "config.json").is_file()
         advice = "correct it, or fetch it again" if is_fetched else "is its name spelt right?"
-        if name.startswith((".", "/")) and not Path(name).exists():
-            raise ValueError(f"there is no directory {name!r}") from error
-        cannot = f"config.json of {name!r} cannot be read"
-        if not is_fetched and (nearest := did_you_mean(name, known_fields())):
-            raise ValueError(f"{cannot}{nearest} ({in_one_line(cause)})") from error
         raise ValueError(f"{cannot} ({in_one_line(cause)}); {advice}") from error
 
 

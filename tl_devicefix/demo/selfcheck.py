@@ -65,11 +65,11 @@ def run_selfcheck(device_type: str | None = None) -> bool:
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
-    # Ordered pairs: a copy may be wrong in one direction only.
+    # Check ordered pairs: a copy may be wrong in one direction only.
     checks = [_check_copy(*pair) for pair in permutations([torch.device("cpu"), *devices], 2)]
     checks += [_check_parity(n, devices[0]) for n in range(1, min(n_devices, _MAX_DEVICES) + 1)]
     checks += [_check_streams(device) for device in devices if module_with_streams(device)]
-    # Then the devices after the first eight, eight at a time.
+    # Then check the devices after the first eight, eight at a time.
     for start in range(_MAX_DEVICES, n_devices, _MAX_DEVICES):
         checks.append(_check_parity(min(n_devices - start, _MAX_DEVICES), devices[start]))
     return _verdict(checks, "This machine can be trusted.")

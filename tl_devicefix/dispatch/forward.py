@@ -65,7 +65,7 @@ def run_forward(original: Callable[..., T], self: Model, *args: object, **kwargs
 
     The caller has entered `one_forward`.
     """
-    # A patch, not a hook: `generate` and `run_with_hooks` call `forward` directly.
+    # A hook would not do: `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
     with noting_unlike(), pausing_modes(self):

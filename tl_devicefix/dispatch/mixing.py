@@ -207,14 +207,14 @@ class JoinedAt(OutsideBlocks):
         return originals.get(id(result), result)
 
 
-# Called with the tensors themselves: copies would not be in the graph.
+# These get the tensors themselves: copies would not be in the graph.
 _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 def map_entries(value: T, change: Callable[[Any], object]) -> T:
     """Apply `change` to each entry of a tuple, list, dict or named tuple; return others as is."""
     whole: Any = value
-    # Exact types only: a subclass's constructor may take other arguments.
+    # Require exact types: a subclass's constructor may take other arguments.
     if type(whole) in (tuple, list):
         whole = type(whole)(change(entry) for entry in whole)
     elif type(whole) is dict:
@@ -352,7 +352,7 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        # What each `__exit__` restores: the first `with`, what was on before this object.
+        # Each `__exit__` pops one: the first `with` pops what was on before this object.
         self._before = [_switch(mode)]
         self._is_entered = False
 
@@ -373,8 +373,8 @@ def _switch(mode: bool) -> bool:
     was = _MIXING in stack
     if mode != was:
         stack = [other for other in stack if other is not _MIXING]
-        # Outermost: a `with` of another mode pops the innermost when it ends. Only the mode of
-        # `torch.set_default_device` is further out, where torch looks for it.
+        # Put it outermost: a `with` of another mode pops the innermost when it ends. Only the
+        # mode of `torch.set_default_device` is further out, where torch looks for it.
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         at = int(default is not None and default in stack)
         _replace_stack([*stack[:at], *[_MIXING] * mode, *stack[at:]])
@@ -400,7 +400,7 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     return mixing
 
 
-# Hooks of users. A hook gets the activation on its block's device, but steering vectors and cached
+# A user's hook gets the activation on its block's device, but steering vectors and cached
 # activations are on the first device. While the hook runs, these are copied to the activation's
 # device, and so is the hook's result.
 
@@ -426,7 +426,7 @@ def add_hook(
         RuntimeError: in a run that was given a view of the hook point's model.
     """
     note_hooked(self)
-    # A fast path: there are hundreds of caching hooks, and each uses only its activation.
+    # Take a fast path: there are hundreds of caching hooks, and each uses only its activation.
     if _is_caching(hook):
         if dir != "fwd" or args or kwargs:  # `prepend` or `alias_names`
             return original(self, hook, dir, is_permanent, level, *args, **kwargs)

@@ -72,9 +72,9 @@ def named_modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
     """Return a path without the steps into wrapped modules, unless that name is taken."""
-    of_component = path.removesuffix(f".{WRAPPED}")
-    short = of_component.replace(f".{WRAPPED}", "")
-    return path if short != of_component and short in modules else short
+    component_path = path.removesuffix(f".{WRAPPED}")
+    short = component_path.replace(f".{WRAPPED}", "")
+    return path if short != component_path and short in modules else short
 
 
 def each_module(root: nn.Module) -> Iterator[nn.Module]:

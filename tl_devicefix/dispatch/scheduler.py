@@ -134,7 +134,7 @@ class Run:
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         # Tensor -> its version when it was last sent. The host waits for each copy, so that
         # version has been computed.
-        self._computed = WeakIdKeyDictionary()
+        self._versions_sent = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
     def moving_to(self, device: torch.device) -> Iterator[None]:
@@ -188,13 +188,13 @@ class Run:
         return copy
 
     def _mark_sent(self, tensor: torch.Tensor) -> bool:
-        """Record that this version of a tensor is sent; return True if it was sent before."""
+        """Record that this version of a tensor is sent; return True if that was recorded before."""
         # A mask is sent to every device. Without this record, each copy would wait for all kernels
         # that other runs have queued on the first device.
         if tensor.is_inference():  # has no version counter
             return False
-        was_sent = self._computed.get(tensor) == tensor._version
-        self._computed[tensor] = tensor._version
+        was_sent = self._versions_sent.get(tensor) == tensor._version
+        self._versions_sent[tensor] = tensor._version
         return was_sent
 
     def release(self) -> None:
@@ -416,7 +416,7 @@ def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if run is None else run.moving_to(device)
 
 
-# Reentrant: `to_str_tokens` calls `to_tokens`.
+# It is reentrant: `to_str_tokens` calls `to_tokens`.
 _tokenizer_lock = threading.RLock()
 _ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
 

@@ -160,7 +160,7 @@ class _State:
             before = self.as_made.get(name, _MISSING)
             # A library replaces its tables, lists and dicts, and what is around a forward.
             is_kept = type(before) in _REPLACED or value is before or name.startswith("_")
-            # By `eval()`, which TransformerLens's `generate` calls: no run in flight has dropout.
+            # `generate` calls `eval()`, which changes nothing: no run in flight has dropout.
             is_eval = name == "training" and value is False
             if not (is_kept or is_eval):
                 return f"{name} of {self.kind.__name__}"
@@ -243,7 +243,7 @@ class ViewBuilder:
         hf_model = getattr(model, "original_model", model)  # of a Bridge
         self._of_model = {id(module) for module in (*model.modules(), *hf_model.modules())}
         counterpart = self(model)
-        # Loop: recursion would go as deep as modules refer to one another.
+        # Use a loop: recursion would go as deep as modules refer to one another.
         while self._to_fill:
             self._fill(self._to_fill.pop())
         # Handles come last: each refers to its dict of hooks, whose counterpart has to be there.
@@ -273,7 +273,7 @@ class ViewBuilder:
 
     def _holder(self, value: object) -> object:
         kind = type(value)
-        # Known before it is filled: what it holds may lead back to it.
+        # Note it before it is filled: what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
         if issubclass(kind, nn.Module):
@@ -337,8 +337,8 @@ class ViewBuilder:
         self._counterparts[id(value)] = counterpart
         return counterpart
 
-    # Of a library's functions, those that lead to modules of the model get counterparts. One of the
-    # user's has none, and what else a function refers to is shared, such as a list of results.
+    # A library's function that leads to a module of the model gets a counterpart. A user's gets
+    # none, and what else a function refers to is shared, such as a list of results.
 
     def _in_function(self, value: object) -> Any:
         kind = type(value)  # not `isinstance`: a proxy of a module says that it is one

@@ -91,7 +91,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return new
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        # Pickled as an OrderedDict: torch.load(weights_only=True) refuses this class.
+        # Pickle it as an OrderedDict: torch.load(weights_only=True) refuses this class.
         return OrderedDict, (), None, None, iter(self.items())
 
 

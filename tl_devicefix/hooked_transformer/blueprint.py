@@ -26,7 +26,7 @@ from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.twin import OnMismatch
 
-ConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
+HookedConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
 
 
 class HookedGeneration:
@@ -69,7 +69,7 @@ class HookedBlueprint:
 
     def __init__(
         self,
-        config_or_model_name: ConfigOrName,
+        config_or_model_name: HookedConfigOrName,
         dtype: torch.dtype | str | None,
         options: Options,
         model_class: type[HookedTransformer] | None = None,
@@ -93,7 +93,7 @@ class HookedBlueprint:
             cfg.tokenizer_name = None  # otherwise the hub is asked
         model = empty_model(self._cls, cfg, tokenizer)
         for name, parameter in list(model.named_parameters()):
-            device = placement.device_for(name, of_weights=True)
+            device = placement.device_for(name, is_weight=True)
             values = _empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
@@ -116,13 +116,13 @@ class HookedBlueprint:
     generation = HookedGeneration
 
 
-def option_names(config_or_model_name: ConfigOrName) -> Sequence[str]:
+def option_names(config_or_model_name: HookedConfigOrName) -> Sequence[str]:
     """Return the options on which a named model's config depends."""
     if not isinstance(config_or_model_name, str | os.PathLike):
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
-    of_config = [name for name in takes if name not in _SET_ELSEWHERE]
-    return (*of_config, *HUB_ARGUMENTS, "trust_remote_code", *_NO_EFFECT_ON_SIZE)
+    config_options = [name for name in takes if name not in _SET_ELSEWHERE]
+    return (*config_options, *HUB_ARGUMENTS, "trust_remote_code", *_NO_EFFECT_ON_SIZE)
 
 
 _SET_ELSEWHERE = ("model_name", "device", "n_devices", "dtype", "kwargs")
@@ -134,7 +134,7 @@ _NO_EFFECT_ON_SIZE = (
 
 
 def _config_at_full_size(
-    config_or_model_name: ConfigOrName, dtype: torch.dtype | str | None, options: Options
+    config_or_model_name: HookedConfigOrName, dtype: torch.dtype | str | None, options: Options
 ) -> HookedTransformerConfig:
     """Return the config that `from_pretrained` would make with these options."""
     if isinstance(config_or_model_name, str | os.PathLike):

@@ -199,7 +199,7 @@ def _config_of_directory(
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
-    # Read by the hub's name: code that comes with the checkpoint is not in the directory yet.
+    # Use the hub's name: code that comes with the checkpoint is not in the directory yet.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)

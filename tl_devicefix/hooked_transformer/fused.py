@@ -146,8 +146,8 @@ class BoundBlock:
         named = [(name, module) for name, module in block.named_modules() if name]
         self.listeners = Listeners(block, [(_hook_place(name), module) for name, module in named])
         whys = {name: why for name, module in named if (why := _why_unlisted(name, module))}
-        of_attention = (why for name, why in whys.items() if name.startswith("attn"))
-        self._why_pattern = next(of_attention, None)
+        attention_whys = (why for name, why in whys.items() if name.startswith("attn"))
+        self._why_pattern = next(attention_whys, None)
         # An MLP of an unlisted class, such as one with experts, is called as a module.
         self.calls_mlp = any(name.startswith("mlp") for name in whys)
         self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)

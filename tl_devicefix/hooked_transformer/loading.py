@@ -47,7 +47,7 @@ from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.workers import one_load
 from tl_devicefix.tracebacks import clear_frames
-from tl_devicefix.twin import OnMismatch, chosen_action, refuse_parts_beyond_config
+from tl_devicefix.twin import OnMismatch, chosen_action, refuse_extra_parts
 from tl_devicefix.weight_processing import Steps
 
 _log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ def _check_numbers(
             f"last {n_layers - cfg.n_layers} would be left out: give the model's own name or "
             f"directory, or first_n_layers={cfg.n_layers}"
         )
-    refuse_parts_beyond_config(model)
+    refuse_extra_parts(model)
     hf_class = class_in_transformers(model)
     return check_hooked_numbers(model.config, cfg, steps, on_mismatch, hf_class)
 

@@ -258,8 +258,8 @@ def create_alibi_multipliers(
 
     TransformerLens's formula is right for powers of two only.
     """
-    # As published, and in transformers, heads get the slopes for the power of two below, then every
-    # other slope for the one above. 12 heads have the slopes of 8, and 4 of those of 16.
+    # As in transformers, 12 heads get the slopes of 8 heads, then the first 4 of every other slope
+    # of 16 heads.
     power = 2 ** math.floor(math.log2(n_heads))
     further = original(2 * power, device)[: 2 * (n_heads - power) : 2]  # [n_heads - power]
     return torch.cat([original(power, device), further])  # [n_heads]
@@ -278,16 +278,16 @@ def setup(original: Callable[..., object], self: HookedTransformer) -> object:
     return result
 
 
-# By the id of a model's config: TransformerLens asks for a block's device by config alone.
+# Keys are configs' ids: TransformerLens asks for a block's device by config alone.
 # torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
 _placement_by_config: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
 
 
 def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
     """Return the placement of the model with this very config; None if it has none."""
-    of_config, placement = _placement_by_config.get(id(cfg), (None, None))
+    config_ref, placement = _placement_by_config.get(id(cfg), (None, None))
     # A freed config's id may be reused before it is forgotten.
-    return placement if of_config is not None and of_config() is cfg else None
+    return placement if config_ref is not None and config_ref() is cfg else None
 
 
 def remember(cfg: HookedTransformerConfig, placement: Placement) -> None:
@@ -316,5 +316,5 @@ def get_device_for_block_index(
     if index and device is None and is_in_forward():
         return None
     # With index 0, TransformerLens asks where the tokens belong: at home.
-    of_block = placement.home if index == 0 else placement.device_of(f"blocks.{index}")
-    return placement.home if is_elsewhere(of_block) else of_block
+    runs_on = placement.home if index == 0 else placement.device_of(f"blocks.{index}")
+    return placement.home if is_elsewhere(runs_on) else runs_on

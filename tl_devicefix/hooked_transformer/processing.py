@@ -236,14 +236,14 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     if placement is not None:
         model.placement = placement
         units = [unit for unit in units if unit in placement.here.device_map]  # not other hosts'
-    # Where it runs: on the host, an offloaded block is processed slowly.
+    # Process an offloaded block where it runs: the host would be slow.
     devices = [_device_and_storage(model, unit)[0] for unit in units]
     if source.computes:
         devices = devices[:1] * len(units)  # memory allows one at a time
     elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
         at_once = min(torch.get_num_threads(), _MAX_CONCURRENT)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
-    # No closure: a traceback would keep it, and so the model.
+    # Use no closure: a traceback would keep it, and so the model.
     fill_one = functools.partial(_fill_one, model, source, placement, steps)
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
         each_on_its_device(fill_one, units, devices, progress.update)

@@ -72,7 +72,7 @@ class ScaledRotary:
     """
 
     def __init__(self, module: Any, kind: str | None) -> None:
-        # A new one on the CPU: the model's own may lie anywhere, and changes as it runs.
+        # Make one on the CPU: the model's own may lie anywhere, and changes as it runs.
         with torch.device("cpu"):
             self._module = type(module)(module.config)
         by_layer_type = "layer_type" in inspect.signature(module.forward).parameters

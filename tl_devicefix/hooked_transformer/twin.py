@@ -84,7 +84,7 @@ def difference(
 def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig:
     """Return the config of the twin, shrunk like transformers' config."""
     small = twin.hf_model.config
-    of_experts = getattr(small, "num_local_experts", None) or getattr(small, "num_experts", None)
+    n_experts = getattr(small, "num_local_experts", None) or getattr(small, "num_experts", None)
     sizes = {
         "n_layers": len(twin.layers),
         "attn_types": cfg.attn_types and [cfg.attn_types[layer] for layer in twin.layers],
@@ -95,7 +95,7 @@ def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig
         "d_vocab": small.vocab_size,
         "d_vocab_out": small.vocab_size,
         "n_ctx": twin.n_ctx,
-        "num_experts": cfg.num_experts and of_experts,
+        "num_experts": cfg.num_experts and n_experts,
         "clip_qkv": getattr(small, "clip_qkv", None),
         "window_size": cfg.window_size and twin.windows[cfg.window_size],
         "device": "cpu",

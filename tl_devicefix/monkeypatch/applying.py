@@ -31,8 +31,8 @@ class _Replacement(NamedTuple):
     after: object
 
 
-# Everything that is replaced. Set before the first change and cleared after the last one is undone,
-# so that after an interrupt the next `apply_patches` or `remove_patches` can finish the job.
+# This lists all that is replaced, from before the first change until after the last is undone, so
+# that after an interrupt the next `apply_patches` or `remove_patches` can finish the job.
 _replaced: tuple[_Replacement, ...] = ()
 _functions: dict[_Function, _Function] = {}  # of modules: the installed one -> ours
 _is_enabled = False

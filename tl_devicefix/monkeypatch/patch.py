@@ -97,8 +97,8 @@ def patches(
 
 def registered() -> tuple[Patch, ...]:
     """Return the patches of all imported modules for the installed version, by class and name."""
-    of_installed = (patch for patch in _patches.values() if patch.is_of_installed)
-    return tuple(sorted(of_installed, key=lambda patch: (patch.owner or "~", patch.name)))
+    applicable = (patch for patch in _patches.values() if patch.is_of_installed)
+    return tuple(sorted(applicable, key=lambda patch: (patch.owner or "~", patch.name)))
 
 
 LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate")

@@ -119,7 +119,7 @@ class _Record:
         """Take note of the block as its host has it: its hook points, and its settings."""
         named = list(block.named_modules())
         self.points = [path for path, module in named if isinstance(module, HookPoint)]
-        # The first path of each config: most modules of a block share one.
+        # Keep each config's first path: most modules of a block share one.
         configs = {path: config_at(block, path) for path, _ in named}
         known = ("transformer_lens", "transformers")
         first = {
@@ -134,7 +134,7 @@ class _Record:
         listened = {}
         for path in self.points:
             module = block.get_submodule(path)
-            hooks = [hook for of_kind in hooks_of(vars(module)) for hook in of_kind.values()]
+            hooks = [hook for hook_dict in hooks_of(vars(module)) for hook in hook_dict.values()]
             hooks = [hook for hook in hooks if not records(hook)]
             # An SAE may replace the hook point, or its forward, and so change the activation.
             if type(module) is not HookPoint or "forward" in vars(module):
@@ -226,8 +226,8 @@ def _checking_method(
 
 def _check_hook(part: RemotePart, hook: object) -> None:
     # A Bridge registers hooks of its own, here as at the worker.
-    of_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
-    if not (of_bridge or records(hook)):
+    from_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
+    if not (from_bridge or records(hook)):
         part._refuse("hooks of torch's were")
 
 
@@ -297,8 +297,8 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # Python lets a module change its class only to one whose first base is the class that it had,
     # so the mixin comes last. The `__call__` of a Bridge's block expects the layer's weights here.
-    of_block = {"forward": _run_there, "__call__": nn.Module.__call__}
-    has = {"__module__": __name__, **(of_block if mixin is RemoteBlock else {})}
+    block_methods = {"forward": _run_there, "__call__": nn.Module.__call__}
+    has = {"__module__": __name__, **(block_methods if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
 
@@ -494,7 +494,7 @@ class _RemoteRun(RemoteHandle):
     def run(self, x: Float[torch.Tensor, "batch pos d_model"]) -> Output:
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
-        # Any tensor may have a graph, of the arguments too.
+        # Any tensor may have a graph, even an argument.
         given = tree_leaves([x, [step.arguments for step in steps]])
         leaves = [
             index
@@ -596,7 +596,7 @@ class _RemoteBackward(torch.autograd.Function):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.run, ctx.number, ctx.devices = run, run.n_parts, [item.device for item in inputs]
-        ctx.set_materialize_grads(False)  # None instead of zeros, which would be sent
+        ctx.set_materialize_grads(False)  # zeros would be sent
         output = ask()
         if not run.has_graph:
             ctx.mark_non_differentiable(output)
@@ -604,7 +604,7 @@ class _RemoteBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(  # type: ignore[override]  # torch declares any number of gradients
-        ctx: Any, gradient: torch.Tensor | None, of_token: object
+        ctx: Any, gradient: torch.Tensor | None, token_gradient: object
     ) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(

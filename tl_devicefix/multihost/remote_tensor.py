@@ -22,7 +22,7 @@ from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import storage_of
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 
-_Function = Callable[..., Any]
+_TorchFunction = Callable[..., Any]
 """A function of torch, or a method of `torch.Tensor`."""
 
 _T: Any = torch.Tensor
@@ -102,7 +102,7 @@ class RemoteTensor(TensorElsewhere):
 
     @classmethod
     def __torch_function__(
-        cls, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: _TorchFunction, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         this = args[0] if args and type(args[0]) is RemoteTensor else None
@@ -122,7 +122,7 @@ class RemoteTensor(TensorElsewhere):
                     like = torch.empty_strided(
                         this.shape, this.stride(), dtype=this.dtype, device="meta"
                     )
-                # Where `reshape` may copy, later changes must not reach the copy.
+                # Read now if `reshape` may copy: a copy must not see later changes.
                 if func is not _T.reshape or like.is_contiguous():
                     like = func(like, *args[1:], **kwargs)
                     return RemoteTensor(
@@ -156,7 +156,7 @@ class RemoteTensor(TensorElsewhere):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's has no default arguments
-        cls, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: _TorchFunction, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # Calls from C++ pass `__torch_function__` by.
         return cls.__torch_function__(func, types, args, kwargs)
@@ -170,7 +170,7 @@ class RemoteTensor(TensorElsewhere):
 
 
 def _changes_nothing(
-    func: _Function, tensor: RemoteTensor, args: tuple[object, ...], kwargs: dict[str, object]
+    func: _TorchFunction, tensor: RemoteTensor, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
     """Return True for a `to` the same device and dtype, and for freezing a weight."""
     if func in (_T.requires_grad_, _T.requires_grad.__set__):
@@ -185,9 +185,11 @@ def _is_basic(index: object) -> bool:
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
-def _refuse_changes(func: _Function, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+def _refuse_changes(
+    func: _TorchFunction, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     """Refuse to change a weight: the change would not reach its host."""
-    # By torch's names for functions in place: `mul_`, `__imul__`, and `data.__set__`.
+    # In-place functions have names such as `mul_`, `__imul__` and `data.__set__`.
     name = func.__name__.partition(".")[0]
     in_place = (
         name in ("__set__", "__setitem__")

@@ -216,7 +216,7 @@ class _PausableRun:
         self._kept, self._request = kept, request
         self._model: _Model = kept[request.model]
         self._replies = queue.SimpleQueue[Reply | BaseException]()
-        # None ends the run. Otherwise the arguments of `proceed`.
+        # None ends the run; others are the arguments of `proceed`.
         self._arrivals = queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]()
         self._cached: list[tuple[int, str, KeptTensor]] = []
         self._grown: list[tuple[int, dict[str, object]]] = []
@@ -233,8 +233,8 @@ class _PausableRun:
         self._parts.append(_GraphPart(leaves))
         if not any(step.taps for step in steps):
             return self._run()
-        # In a thread of its own: the call that begins a run returns at the first tap, with the
-        # block's frames still on the stack.
+        # Use a thread: the call that begins a run returns at the first tap, with the block's
+        # frames still on the stack.
         threading.Thread(target=self._run_in_thread, daemon=True).start()
         return self._reply()
 
@@ -296,7 +296,7 @@ class _PausableRun:
         x, arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), (x, step.arguments))
         args, kwargs = tree_map_only(EntryState, appended_to, arguments, is_leaf=is_entry)
         self._shared = self._shared or [x]
-        # A view only for hooks: without them, runs in flight may share the block.
+        # Only hooks need a view: without them, runs in flight may share the block.
         has_hooks = bool(step.taps or step.cached)
         if has_hooks:
             view = self._model.borrow(layer)
@@ -376,8 +376,8 @@ class _PausableRun:
             else:
                 same_as = None
         elif same_as is None and activation.requires_grad:
-            # In place, if torch allows it: a Bridge's norms ask whether a hook returned the same
-            # tensor.
+            # Detach in place, if torch allows it: a Bridge's norms ask whether a hook returned the
+            # same tensor.
             is_view = activation._is_view()
             activation = activation.detach() if is_view else activation.detach_()
             activation.requires_grad_()  # a leaf of the graph that follows
@@ -396,7 +396,7 @@ class _PausableRun:
     ) -> Reply:
         has_graph = activation.requires_grad and same_as is None
         part = self._parts[-1]
-        # The edge, and not the tensor: hooks may write to the tensor.
+        # Keep the edge, not the tensor: hooks may write to the tensor.
         part.edge = get_gradient_edge(activation) if has_graph else None
         part.device = activation.device
         reply = Reply(number, name, sent(value), same_as, has_graph, self._cached, self._grown)

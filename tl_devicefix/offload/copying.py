@@ -91,7 +91,7 @@ class BlockCopy:
         self.drop()
 
     def share(self) -> None:
-        """Make the current stream wait for the copies, and record it on them."""
+        """Make the current stream wait for the copies, and the allocator for the stream."""
         # Streams are a thread's own, and a hook may run a block in another thread.
         if self._streams is None:
             return
@@ -99,7 +99,7 @@ class BlockCopy:
         stream.wait_event(self._done)
         if stream != self._allocated_on:
             for copy in self.weights:
-                copy.weight.record_stream(stream)  # or its memory is reused too early
+                copy.weight.record_stream(stream)  # before its memory is reused
 
     def drop(self) -> None:
         """Drop the copies."""
@@ -170,7 +170,7 @@ def keeping_on_host(
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def save(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # By storage: autograd keeps views of weights, too, transposed or split by head.
+        # Find it by its storage: autograd keeps views of weights, too, transposed or split by head.
         host, dtype = hosts.get(storage_of(tensor), (None, None))
         if host is None or tensor.dtype != dtype:
             if outer is not None:

@@ -68,7 +68,7 @@ class OffloadedForward(Around):
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.module = block
         self.device = device
-        # Calls now running: more than one if a hook or another thread calls the block too.
+        # It counts running calls: two or more if a hook or another thread calls the block too.
         self._calls = 0
         self._copy: BlockCopy | None = None
 
@@ -135,7 +135,7 @@ class OffloadedPart(Around):
         if not places:
             return run(*args, **kwargs)
         copy = BlockCopy(places, self.block.device)
-        # No `keeping_on_host` here: in a recomputation, checkpoint's own hooks must see what they
+        # Omit `keeping_on_host`: in a recomputation, checkpoint's own hooks must see what they
         # saw in the forward.
         try:
             with _swapping:
@@ -168,7 +168,7 @@ class Prefetch:
         for block in blocks:
             self._to_run.setdefault(block.device, deque()).append(block)
         self._prefetched: dict[torch.device, BlockCopy] = {}
-        # The last copy started on each device: earlier ones arrive before it.
+        # Keep each device's last copy: earlier ones arrive before it.
         self._last_started: dict[torch.device, BlockCopy] = {}
 
     def __enter__(self) -> Prefetch:

@@ -84,9 +84,9 @@ class Batch:
         """Run all in one forward of a model or view, and return each run's result."""
         results = _HookResults()
         # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
-        ignore_edits = _OF_NORMS if hasattr(model, "original_model") else ()
+        uneditable = _OF_NORMS if hasattr(model, "original_model") else ()
         rows_of_runs = [
-            _RunRows(number, self._rows, self._n_runs, results, ignore_edits)
+            _RunRows(number, self._rows, self._n_runs, results, uneditable)
             for number in range(self._n_runs)
         ]
         hooks: Any = [
@@ -157,9 +157,9 @@ class _RunRows:
     """The rows of a run in a batch, which its hooks see and edit."""
 
     def __init__(
-        self, run: int, rows: int, n_runs: int, results: _HookResults, ignore_edits: tuple[str, ...]
+        self, run: int, rows: int, n_runs: int, results: _HookResults, uneditable: tuple[str, ...]
     ) -> None:
-        self._results, self._ignore_edits = results, ignore_edits
+        self._results, self._uneditable = results, uneditable
         self._run, self._n_runs, self._total = run, n_runs, n_runs * rows
         self._rows = slice(run * rows, (run + 1) * rows)
         self._contexts: dict[int, dict[object, object]] = {}  # by the id of the hook point's own
@@ -184,7 +184,7 @@ class _RunRows:
         if rows is None:
             rows = results.source[self._rows]
         point = _RunHookPoint(hook, self._contexts.setdefault(id(hook.ctx), dict(hook.ctx)))
-        before = rows.clone() if f"{hook.name}".endswith(self._ignore_edits) else None
+        before = rows.clone() if f"{hook.name}".endswith(self._uneditable) else None
         result = user_hook(rows, hook=point)
         if result is None or result is rows:
             if before is not None and not torch.equal(before, rows):

@@ -183,7 +183,7 @@ def _pipelined(
     queue = DeviceQueue()
 
     def start(number: int, item: Item) -> Future[Result]:
-        # The state of this moment: the caller may enter a mode between two results.
+        # Take the state of this moment: the caller may enter a mode between two results.
         if not free:
             another = adapter_of(model).view_of(model)
             if another.is_captured:

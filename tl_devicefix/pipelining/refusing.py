@@ -12,7 +12,7 @@ from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.scheduler import Run
 from tl_devicefix.types import Model
 
-# By name: torch, torch.Tensor and torch.nn.functional have each another object for one name.
+# Compare names: torch, torch.Tensor and torch.nn.functional have an object each for one name.
 _RANDOM = {
     *("alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout"),
     *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax"),
@@ -39,7 +39,7 @@ def _shared_by(func: Forward, args: Args, kwargs: Kwargs) -> str | None:
     """Return the state that a function of torch shares with other runs, if any."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
-        # Of leaves that need gradients: runs share no other gradients.
+        # Runs share only the gradients of leaves that need them.
         is_shared = func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad
         return ".grad" if is_shared else None
     # "rand.default" is one of torch.ops.aten, and "normal_" works in place.

@@ -149,7 +149,7 @@ def _sweep(
     points: dict[str, HookPoint] = dict(model.hook_dict)
     first_block = _FirstBlock(model, points, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
-    of_models: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
+    skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
     # The caller's thread reads this, so the unpatched run goes on there, not in a run in flight.
     def starts() -> Iterator[_Start]:
@@ -163,11 +163,11 @@ def _sweep(
 
     def run_from(view: Model, start: _Start) -> list[Any]:
         number, group, first, stream = start
-        if view not in of_models:
-            of_models[view] = Skipping(getattr(view, "blocks", ()))
+        if view not in skipping_by_model:
+            skipping_by_model[view] = Skipping(getattr(view, "blocks", ()))
         n_runs = len(group)
         try:
-            with of_models[view].until(first, stream, n_runs):
+            with skipping_by_model[view].until(first, stream, n_runs):
                 if n_runs > 1:
                     return Batch(tokens, group, arguments).run(view)
                 return [view.run_with_hooks(tokens, fwd_hooks=list(group[0]), **arguments)]
@@ -191,8 +191,8 @@ def _sweep(
         results = launch_all(model, placement.home, run_from, starts(), n_ahead)
     at_end = checking_at_end(lambda: weights.check(number, is_last=True))
     with contextlib.closing(results), at_end:
-        for of_group in results:
-            for result in of_group:
+        for group_results in results:
+            for result in group_results:
                 weights.check(number)
                 hooks.check()
                 yield result
@@ -226,7 +226,7 @@ def _checked_runs(
 
 # Arguments of a forward on which the residual stream depends.
 _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
-# Arguments with which a run may start at any block. Not a KV cache: each run changes it.
+# Arguments with which a run may start at any block. A KV cache is not one: each run changes it.
 _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
@@ -400,6 +400,6 @@ class _ResidualStreams:
         placement = placement_of(self._model)
         if placement is None or layer == len(self._blocks):
             return output
-        # Moved here, and not in each run: all runs that start at this block read it.
+        # Move it here, not in each run: all runs that start at this block read it.
         device = placement.read_at(f"blocks.{layer}")
         return change_stream(output, lambda stream: move(stream, device))

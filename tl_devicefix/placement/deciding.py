@@ -150,9 +150,9 @@ def _devices_to_use(
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    # Devices of home's type or elsewhere: "cpu" in `max_memory` only allows offloading.
-    of_type = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
-    named = sorted(of_type, key=lambda other: (is_elsewhere(other), other.index or 0))
+    # Take devices of home's type or elsewhere: "cpu" in `max_memory` only allows offloading.
+    usable = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
+    named = sorted(usable, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
         after = [d for d in named if is_elsewhere(d) or (d.index or 0) > (home.index or 0)]
         named = [home, *after, *(other for other in named if other not in (home, *after))]
@@ -183,14 +183,14 @@ def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> N
 def _placed_in_order(
     sizes: Sequence[ComponentSize], devices: Sequence[torch.device], on_each: Sequence[Share]
 ) -> Placement:
-    of_block = [
+    block_places = [
         (device, position in share.offloaded)
         for device, share in zip(devices, on_each)
         for position in range(share.blocks)
     ]
     placed = []
     for size in sizes:
-        where = (devices[0], False) if not names_block(size.name) else of_block.pop(0)
+        where = (devices[0], False) if not names_block(size.name) else block_places.pop(0)
         placed.append(place_component(size, *where))
     return Placement(tuple(placed))
 

@@ -117,7 +117,7 @@ def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str
         raise _out_of_memory(error, model, placement, unit) from error
 
 
-# A function of its own: the frame above stays in the traceback, and would hold the tensors.
+# Keep this a function: the frame above stays in the traceback, and would hold the tensors.
 def _out_of_memory(
     error: BaseException, model: nn.Module, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:
@@ -126,7 +126,7 @@ def _out_of_memory(
     device = placement.device_of(unit) if on_device else placement.stored_on(unit)
     tensors = (*model.parameters(), *model.buffers())
     held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-    # The first three sentences: torch goes on with advice on its allocator.
+    # Keep three sentences: torch goes on with advice on its allocator.
     reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     return torch.OutOfMemoryError(
         f"{printed(device)} ran out of memory while {unit} was brought there or processed: "

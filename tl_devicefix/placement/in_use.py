@@ -15,7 +15,7 @@ from tl_devicefix.placement.placement import Placement
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
-# By id: two models may have equal placements. In the order of placing.
+# Keys are ids: two placements may be equal. The oldest comes first.
 _in_use: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 

@@ -125,10 +125,10 @@ class Placement:
         device = self.device_of(name)
         return self.home if is_elsewhere(device) else device
 
-    def device_for(self, name: str, of_weights: bool = False) -> torch.device:
+    def device_for(self, name: str, is_weight: bool = False) -> torch.device:
         """Return the device of anything in the model, by name; home if it is in no component."""
         component = self._by_name.get(component_of(name), self.components[0])
-        return component.stored_on if of_weights else component.device
+        return component.stored_on if is_weight else component.device
 
     def stored_on(self, name: str) -> torch.device:
         """The device of a component's weights while it does not run.
@@ -150,7 +150,7 @@ class Placement:
             return self.components[0]
         component = component_of(str(name))
         if component not in self._by_name:
-            # No suggestion for "blocks" and "blocks.99": the list says enough.
+            # Suggest nothing for "blocks" and "blocks.99": the list says enough.
             kinds = {name.partition(".")[0] for name in self._by_name}
             is_listed = component.partition(".")[0] in kinds
             meant = "" if is_listed else did_you_mean(component, self._by_name)

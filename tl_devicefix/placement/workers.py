@@ -65,7 +65,7 @@ def each_on_its_device(
         cores = max(1, all_cores // len(distinct))
         caller = CallersState(distinct)
         workers = {device: stack.enter_context(threads(1)) for device in distinct}
-        # Called before the pools end: while we wait for one, the others would go on.
+        # This runs before the pools end: while we wait for one, the others would go on.
         stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))

@@ -248,7 +248,7 @@ def _noting_what_runs(model: Model, placement: Placement, running: list[str]) ->
         for component, module in placement.modules_of(model):
             before = entering(component.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            # Called after errors too: a caught one would leave the component in `running`.
+            # Call it after errors too: a caught one would leave the component in `running`.
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 

@@ -319,7 +319,8 @@ def _run_forward(job: Job, model: Model) -> object:
     # [batch, pos]
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* skipped .* gated-off hook")  # "all" asks for none
+        if job.cache == "all":  # nothing is asked for by name
+            warnings.filterwarnings("ignore", ".* skipped .* gated-off hook")
         output, kept = model.run_with_cache(
             tokens,
             names_filter=job.keeps if job.cache else [],

@@ -100,7 +100,7 @@ def check_options(
     """Refuse options that `estimate` or `dry_run` does not have."""
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
-    # The function's own names too: one of them may be misspelt.
+    # Allow the function's own names too: one may be misspelt.
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if names else " for a config, which has every setting"
     where = " for a TransformerBridge" if adapter.name == "TransformerBridge" else where
@@ -124,7 +124,7 @@ def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None)
         usual = installed.get("TransformerBridge" if is_of_transformers else "HookedTransformer")
         return usual or next(iter(installed.values()))  # TransformerLens 4 has a Bridge only
     for name, adapter in installed.items():
-        # No subclass of a Bridge: `boot_transformers` always makes a TransformerBridge.
+        # Refuse a Bridge's subclasses: `boot_transformers` makes no other class.
         is_hooked = name == "HookedTransformer" and isinstance(cls, type)
         if cls is adapter.model_class or (is_hooked and issubclass(cls, adapter.model_class)):
             return adapter
@@ -210,7 +210,7 @@ def device_request(
         max_memory = {_device_index(device): size for device, size in max_memory.items()}
     limited = list(max_memory) if isinstance(max_memory, Mapping) else []
     placed = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-    # Only ints are indices: not a name such as "cpu", and not True.
+    # Skip names such as "cpu", and True: only ints are indices.
     least = 1 + max((index for index in (*placed, *limited) if type(index) is int), default=0)
     least = max(least, at_least)
     check_number(least if n_devices is None else n_devices)

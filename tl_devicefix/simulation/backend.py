@@ -85,7 +85,7 @@ class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
 
 
 class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
-    # A C function: Ctrl-C in a Python function that the guard calls would end the process.
+    # Use a C function: Ctrl-C in a Python function that the guard calls would end the process.
     type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 

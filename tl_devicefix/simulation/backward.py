@@ -69,7 +69,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
 
 def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
     _running.engines += 1
-    # Set to 0: a user's hook may run this engine, whose errors have to be kept too.
+    # Start from 0: a user's hook may run this engine, whose errors have to be kept too.
     hooks, _running.hooks = _running.hooks, 0
     try:
         result = engine()

@@ -110,7 +110,7 @@ class Machine:
         self._peak = [0] * len(capacities)
         # (device index, bytes); appending to a deque needs no lock.
         self._freed: deque[tuple[int, int]] = deque()
-        # Reentrant: `_add` calls `_settle`.
+        # The lock is reentrant: `_add` calls `_settle`.
         self._adding = threading.RLock()
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class Machine:
         Raises:
             torch.OutOfMemoryError: if a storage that is new or has grown does not fit.
         """
-        # An attribute of the storage: views share it, and torch keeps its Python object alive.
+        # Keep it on the storage: views share that, and torch keeps its Python object alive.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`

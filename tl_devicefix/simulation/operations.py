@@ -80,7 +80,7 @@ def _chosen_for(value: object) -> object:
         return value
     cpu = value._cpu
     if cpu.is_meta:
-        # One row in memory: the choice depends on shapes, dtypes and the last stride only.
+        # Allocate one row: the choice depends on shapes, dtypes and the last stride only.
         cpu = torch.empty(cpu.shape[-1:], dtype=cpu.dtype, device="cpu").expand(cpu.shape)
     return cpu.detach().requires_grad_() if value.requires_grad else cpu
 
@@ -127,7 +127,7 @@ def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
             f"({indexed.device})"
         )
     allocation = indexed._allocation
-    # The value of an `index_put`: a CPU scalar may be written anywhere.
+    # `index_put` may write a CPU scalar anywhere.
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         machine, device = allocation.machine, allocation.device
         rest[0] = wrap(rest[0].to(machine.executor.data_device, copy=True), machine, device)

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 Handler = Callable[[Operation, Args, Kwargs], object]
 HANDLERS: dict[Operation, Handler] = {}  # filled by `operations`, which imports this module
 
-# torch's own C descriptor: `simulate` replaces `torch.Tensor.data`.
+# Keep torch's descriptor: `simulate` replaces `torch.Tensor.data`.
 TENSOR_DATA = vars(torch._C.TensorBase)["data"]
 
 
@@ -48,7 +48,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         # accelerate also passes the parameter's attributes; a plain parameter has none.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
-    # Disabled: it would cost each operation one more Python call.
+    # Disable it: it would cost each operation one more Python call.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

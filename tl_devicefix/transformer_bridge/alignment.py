@@ -152,7 +152,7 @@ def view_of(bridge: TransformerBridge) -> View[TransformerBridge]:
 
 def _register_attention(bridge: TransformerBridge, builder: ViewBuilder) -> None:
     """Let TransformerLens 3 find the components of the view's attention layers."""
-    # By this registry it calls the hooks after the rotary embedding.
+    # This registry tells it whose hooks to call after the rotary embedding.
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         return

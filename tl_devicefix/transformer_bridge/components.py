@@ -60,7 +60,7 @@ class Layout:
             buffers[self.component_of(name)] += buffer.nbytes
         unembed = hf_model.get_submodule(self.paths["unembed"]) if "unembed" in self.paths else None
         if isinstance(unembed, nn.Linear) and unembed.bias is None:
-            # TransformerLens adds a bias of zeros.
+            # TransformerLens adds a bias of zeros: a buffer, before 4.0 a parameter.
             buffers["unembed"] += unembed.out_features * unembed.weight.itemsize
         if not weights[REST] + buffers[REST]:
             names = names[:-1]
@@ -158,19 +158,19 @@ class Unit:
 def units(bridge: TransformerBridge) -> list[Unit]:
     """Return a Bridge's units: embeddings and others, each block, the unembedding last."""
     found: dict[str, Unit] = {}
-    of_component: dict[str, Unit] = {}
+    unit_by_component: dict[str, Unit] = {}
     for name, component in bridge_components(bridge):
         called = "unembed" if name == "ln_final" else name
-        of_component[name] = found.setdefault(called, Unit(called))
-        of_component[name].components[name] = component
+        unit_by_component[name] = found.setdefault(called, Unit(called))
+        unit_by_component[name].components[name] = component
     for name, tensor in bridge.state_dict().items():
         parts = _in_bridge(name, bridge).split(".")
         ends = range(len(parts) - 1, 0, -1)
         splits = ((".".join(parts[:end]), ".".join(parts[end:])) for end in ends)
-        place = next((split for split in splits if split[0] in of_component), None)
+        place = next((split for split in splits if split[0] in unit_by_component), None)
         if place is not None:  # others belong to no component of the Bridge
-            of_component[place[0]].weights[name] = tensor
-            of_component[place[0]].places[name] = place
+            unit_by_component[place[0]].weights[name] = tensor
+            unit_by_component[place[0]].places[name] = place
     return sorted(found.values(), key=lambda unit: unit.name == "unembed")
 
 

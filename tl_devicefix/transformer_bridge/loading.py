@@ -56,7 +56,7 @@ from tl_devicefix.transformer_bridge.components import (
     layout_of,
 )
 from tl_devicefix.transformer_bridge.twin import EXTRA_PARTS, check_bridge_numbers
-from tl_devicefix.twin import OnMismatch, chosen_action, parts_beyond_config, warn_or_refuse
+from tl_devicefix.twin import OnMismatch, chosen_action, extra_parts, warn_or_refuse
 
 _Boot = Callable[..., TransformerBridge]
 
@@ -145,7 +145,7 @@ def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> 
     choice, hf_model = chosen_action(on_mismatch), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
         return ""
-    if extra := parts_beyond_config(hf_model):
+    if extra := extra_parts(hf_model):
         message = (
             f"hf_model has parts that its config does not describe ({extra}), which a "
             "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "

@@ -165,11 +165,11 @@ class _Copy:
 
     def __getattr__(self, name: str) -> Any:
         attributes = self.__dict__
-        of_module = attributes["_copy_of"].__dict__
-        if name == "scaling" in of_module and attributes["_splitter"] is not None:
+        original = attributes["_copy_of"].__dict__
+        if name == "scaling" in original and attributes["_splitter"] is not None:
             return _scale_of(attributes["_splitter"])
-        if name in of_module:
-            return of_module[name]
+        if name in original:
+            return original[name]
         return super().__getattr__(name)  # type: ignore[misc]
 
 

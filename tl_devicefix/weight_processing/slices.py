@@ -43,8 +43,8 @@ class Slice:
 _SUM_OVER_HEADS = "attn.b_O"
 
 
-# For each kind of layer: the axis by which each weight is cut (heads, neurons or tokens), and the
-# weights that every slice has in full.
+# Each kind of layer has axes by which its weights are cut (heads, neurons or tokens), and weights
+# that every slice has in full.
 _LAYER_AXES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "attention": (
         {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
