@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 
 # The commands of `python -m tl_devicefix` call `enable()` themselves, so that help and usage errors
-# need not wait for the import of TransformerLens. Python imports the package with this argv then.
+# need not wait for the import of TransformerLens. While Python imports this file, argv[0] is "-m".
 _is_command = sys.argv[:1] == ["-m"] and ("-m", "tl_devicefix") in itertools.pairwise(sys.orig_argv)
 if os.environ.get("TL_DEVICEFIX_DISABLE", "0") in ("", "0") and not _is_command:
     importlib.import_module("tl_devicefix.patches").enable()

@@ -42,7 +42,7 @@ def _set_up() -> None:
 
     from tl_devicefix.patches import enable
 
-    enable()  # even with TL_DEVICEFIX_DISABLE: a command is an explicit wish
+    enable()  # even with TL_DEVICEFIX_DISABLE: a command is an explicit request
     hf_logging.disable_progress_bar()
     # TransformerLens 3 warns at each load that HookedTransformer is deprecated.
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
@@ -130,7 +130,7 @@ def _add_estimate(commands: _Commands) -> None:
         "--max-memory",
         type=_memory,
         default="80GiB",
-        help="the most to use of each device: 80GiB, or 0=24GiB,1=80GiB, of which those are used "
+        help="the most to use of each device: 80GiB, or 0=24GiB,1=80GiB to use only the devices "
         "that are named; with cpu=200GiB, blocks that do not fit are offloaded; "
         "default: %(default)s",
     )
@@ -185,7 +185,7 @@ def _number(text: str) -> int | str:
 
 
 def _memory(text: str) -> int | str | dict[int | str, int | str]:
-    """ "80GiB", or "0=24GiB,1=80GiB" as a dict; digits alone are bytes."""
+    """Return "80GiB" as it is, "0=24GiB,1=80GiB" as a dict, and digits alone as bytes."""
     if "=" not in text:  # one size for every device
         return _number(text)
     pairs = (part.partition("=") for part in text.split(","))
@@ -201,7 +201,7 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     from tl_devicefix.planning.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
-    if chosen.n_ctx is None:  # then the model has its own
+    if chosen.n_ctx is None:  # then the model keeps its own
         del options["n_ctx"]
     result = estimate(chosen.model, **options)
     print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)

@@ -29,10 +29,10 @@ class Adapter(Protocol):
     setup_hint: tuple[str, str]
     """The moment when its hook points are registered, and the call that repeats it."""
     has_dropout: bool
-    """True if its modules act differently in training mode."""
+    """True if its modules behave differently in training mode."""
 
     def view_of(self, model: Model) -> View[Model]:
-        """Make a view of a model: modules and hooks of its own, the same weights."""
+        """Make a view of a model: its own modules and hooks, the same weights."""
 
     def realign(self, model: Model, placement: Placement | None) -> None:
         """Update the config and the hooks after parts were moved or assigned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-# If it were lower, transformers' argument "device_mesh" would be a misspelt "device_map".
+# If it were lower, transformers' argument "device_mesh" would pass for "device_map".
 _NEAR = 0.85
 _MAX_LENGTH = 120
 
@@ -39,7 +39,7 @@ def check_iterable(called: str, value: object) -> None:
 
 
 def which_hook_point(name: object, hook_points: Collection[str]) -> str:
-    """Suggest a hook point, as `did_you_mean`, also for a part of a name; or name the blocks."""
+    """Suggest a hook point, also for part of a name; or say which blocks the model has."""
     for full_name in hook_points:
         if full_name.endswith((f".{name}", f".hook_{name}")):
             return f"; did you mean {full_name!r}, or that of another block?"
@@ -60,10 +60,10 @@ def refuse_unknown(
     where: str = "",
     passes_on: bool = False,
 ) -> None:
-    """Refuse every argument that does not exist; `where` is as " for a directory".
+    """Refuse every argument that does not exist; `where` is such as " for a directory".
 
-    If the function `passes_on` what it does not know, only near misses: TransformerLens passes
-    arguments on to transformers, which swallows them.
+    If the function `passes_on` unknown arguments, refuse only near misses: TransformerLens passes
+    them on to transformers, which ignores them.
     """
     parameters = list(parameters)
     for name in arguments:

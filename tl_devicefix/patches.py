@@ -1,4 +1,4 @@
-"""The table of patches, which modules register by `@patches`: apply it, undo it, and show it.
+"""The table of patches, which modules register with `@patches`: apply it, undo it, and show it.
 
 For a model, the report shows which forward each block runs.
 """
@@ -86,7 +86,7 @@ def enabled() -> Iterator[None]:
 
 
 class PatchReport(tuple[Patch, ...]):
-    """The patches of the installed TransformerLens, a tuple of one for each target.
+    """The patches of the installed TransformerLens, a tuple with one for each target.
 
     Printing it shows a line; `report()` has printed the table.
     """
@@ -126,7 +126,7 @@ def report(model: Model | None = None) -> PatchReport | ModelReport:
         model: a HookedTransformer or a TransformerBridge.
 
     Returns:
-        The same for programs. Without a model: the patches, each with `target`, `since`, `until`
+        The same as an object. Without a model: the patches, each with `target`, `since`, `until`
         and `why`, and for all together `version` and `is_enabled`. Of a model: a dict from
         each block's name to "fused", "not fused", or "not fused: ..." with the reason.
 

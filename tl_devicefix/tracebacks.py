@@ -32,7 +32,7 @@ def raised_in(error: BaseException) -> str:
 def is_own_bug(error: BaseException) -> bool:
     """Return True for an error that is a bug of this package.
 
-    Code that turns errors of other packages into a sentence about a file has to let it pass.
+    Code that turns other packages' errors into a message about a file must not hide it.
     """
     kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
     return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"
@@ -58,7 +58,7 @@ def note(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def noting_mixed_devices() -> Iterator[None]:
-    """Add the remedy to errors about tensors of several devices, within a `with` block."""
+    """Add the remedy to errors about tensors on several devices, within a `with` block."""
     try:
         yield
     except RuntimeError as error:

@@ -1,13 +1,13 @@
 """A check on a tiny model: before any weight is read, does a load give the model's own numbers?
 
 TransformerLens's configs leave out whatever TransformerLens has no place for, so a model can load
-without a word and be wrong. Lists of such settings are never complete. So each load is checked
-on a tiny random model of the same config, its twin:
+without a warning and be wrong. Lists of such settings are never complete. So each load is checked
+on a tiny random model of the same config:
 
 1. transformers' config is shrunk to a few heads, layers and tokens, and transformers makes a model
    of it, with random weights.
-2. The twin goes the way of the large model: through the same converter, the same processing and the
-   same forward.
+2. The tiny model is loaded and run like the large one, with the same converter, processing and
+   forward.
 3. If its log probabilities differ from transformers', the large model's would differ too.
 
 We shrink only numbers that no formula depends on: heads, layers of a kind, experts, neurons and
@@ -43,29 +43,29 @@ from tl_devicefix.tracebacks import is_own_bug
 _log = logging.getLogger(__name__)
 
 OnMismatch = Literal["warn", "refuse", "ignore"]
-"""The action of a load if the tiny model differs from transformers."""
+"""What a load does if the tiny model differs from transformers."""
 
 LIMIT = 1e-4
-"""A larger difference is reported. Right models differ by up to 2e-5, which is float32 rounding."""
+"""A larger difference is reported. Correct models differ by up to 2e-5, from float32 rounding."""
 
 _SETTING = "TL_DEVICEFIX_ON_MISMATCH"
 _MAX_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
 _MAX_LAYERS = 6
-_MAX_PARAMETERS = 30_000_000  # so that a twin takes less than a second
-_VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by them
-_CLIP = 0.1  # random projections never reach a published clip_qkv, so the twin's is smaller
+_MAX_PARAMETERS = 30_000_000  # so that a check takes less than a second
+_VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by size
+_CLIP = 0.1  # random projections never reach a published clip_qkv, so a smaller one is used
 _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
 
 @dataclass(frozen=True)
 class Twin:
-    """transformers' half of a twin.
+    """The tiny model of a check, as transformers makes it.
 
     Attributes:
         hf_model: a small model with random weights, in float32 on the CPU.
-        layers: the layers of the large model that it has: two or more, one at least of each kind.
-        windows: sliding window of the large model -> the twin's.
-        n_ctx: how many tokens the twin is run on.
+        layers: the layers of the large model that it has: the first of each kind, usually 2 to 6.
+        windows: sliding window of the large model -> that of this one.
+        n_ctx: how many tokens it is run on.
     """
 
     hf_model: PreTrainedModel
@@ -83,25 +83,25 @@ class Twin:
         window: int | None = None,
         has_positions: bool = False,
     ) -> Twin:
-        """Make the twin of a transformers config, which is not changed.
+        """Return the tiny model of a transformers config, which is not changed.
 
         Args:
             hf_config: the config; of a multimodal model, the text model's part is used.
-            n_ctx: the context length of the load, which the twin does not exceed.
+            n_ctx: the context length of the load, which the tiny model does not exceed.
             model_class: the class that makes the model; by default transformers' for causal models.
             attn_types: the load's own kinds of attention, layer by layer.
             window: the load's own sliding window.
             has_positions: True if positions are learned, so that their number can be shrunk.
 
         Raises:
-            ValueError: if the twin is too large to be made for each load.
+            ValueError: if the tiny model is too large to be made for each load.
         """
         config: Any = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
         if "long_factor" in _rope_settings(config):  # longer texts have other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
         found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
         windows = sorted(size for size in found if size is not None)
-        # A window that no text of the load can fill stays.
+        # Keep a window that no text can fill.
         shrunk = {w: w if w >= n_ctx else _WINDOW + 3 * i for i, w in enumerate(windows)}
         n_ctx = min(n_ctx, _MAX_TOKENS)
         layers = _layers(config, attn_types)
@@ -124,7 +124,7 @@ class Twin:
 
     @property
     def tokens(self) -> Int[torch.Tensor, "1 pos"]:
-        """Random tokens that fill the twin's context, without those that are special."""
+        """Random tokens that fill the context, without those that are special."""
         d_vocab = self.hf_model.config.vocab_size
         lowest = min(3, d_vocab - 1)  # the first few are often special
         seeded = torch.Generator().manual_seed(0)
@@ -167,7 +167,7 @@ def _per_layer(config: PretrainedConfig) -> dict[str, list[object]]:
 
 
 def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[int]:
-    """Return the first layer of each kind. Equal entries in all lists make layers alike."""
+    """Return the first layer of each kind: layers of a kind have equal entries in all lists."""
     lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
     kinds = [repr(entries) for entries in zip(*lists)]
     layers = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:_MAX_LAYERS]
@@ -177,14 +177,14 @@ def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[
 def _tiny_sizes(
     config: PretrainedConfig, layers: list[int], windows: dict[int, int]
 ) -> dict[str, Any]:
-    """Return the settings of the twin that differ from the config's."""
+    """Return the settings of the tiny model that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    # Scales and rotary frequencies depend on it.
+    # Keep d_head: scales and rotary frequencies depend on it.
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     n_groups = min(groups, 2)
     if groups == heads and heads & (heads - 1):
-        n_groups = 3  # ALiBi's slopes have another formula if it is no power of two
+        n_groups = 3  # ALiBi has another formula if n_heads is not a power of two
     n_heads = n_groups * min(heads // groups, 2)
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
@@ -205,7 +205,7 @@ def _tiny_sizes(
         elif name == "word_embed_proj_dim":
             sizes[name] = d_model if value == config.hidden_size else 48
         elif name in ("num_local_experts", "num_experts"):
-            sizes[name] = min(value, active + 2)  # more than run, so that the router has to choose
+            sizes[name] = min(value, active + 2)  # more than active: the router has to choose
         elif name == "clip_qkv":
             sizes[name] = value * _CLIP
         elif name == "num_key_value_heads":
@@ -220,7 +220,7 @@ def _randomise(model: nn.Module) -> None:
     """Give every weight a value that matters, but none so large that rounding does."""
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     seeded = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():  # so that a tied one is set once
+    for name, parameter in model.named_parameters():  # lists a tied one once
         parameter.normal_(generator=seeded)
         if parameter is embedding:
             parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
@@ -238,20 +238,20 @@ def check_numbers(
     on_mismatch: OnMismatch | None,
     advice: Callable[[], str],
 ) -> str | None:
-    """Run a twin, and warn or refuse if it differs from transformers.
+    """Check a tiny model, and warn or raise if it differs from transformers.
 
     Args:
-        measure: makes the twin, and returns its difference from transformers.
+        measure: makes the tiny model, and returns its difference from transformers.
         called: the model, as the message calls it.
-        on_mismatch: "warn", "refuse" or "ignore"; None is the environment variable
+        on_mismatch: "warn", "refuse" or "ignore"; None takes the environment variable
             TL_DEVICEFIX_ON_MISMATCH, or "warn".
-        advice: what to do about a difference; called if there is one.
+        advice: returns what to do about a difference.
 
     Returns:
-        The warning; None if there was none, or if the twin could not be made.
+        The warning; None if there was none, or if the tiny model could not be made.
 
     Raises:
-        ValueError: if `on_mismatch` is none of the three, or is "refuse" and the twin differs.
+        ValueError: if `on_mismatch` is none of the three, or is "refuse" and the numbers differ.
     """
     choice = chosen_action(on_mismatch)
     difference = None if choice == "ignore" else _measured(measure, called)
@@ -283,7 +283,7 @@ def chosen_action(on_mismatch: str | None) -> str:
 
 
 def _measured(measure: Callable[[], float], called: str) -> float | None:
-    """Return the difference; None, which is logged, if the twin cannot be made."""
+    """Return the difference; if the check cannot run, log why and return None."""
     try:
         with undisturbed():
             return measure()
@@ -302,15 +302,15 @@ def _measured(measure: Callable[[], float], called: str) -> float | None:
 
 
 def is_right(measure: Callable[[], float]) -> bool:
-    """Return True if a twin can be made and agrees with transformers."""
+    """Return True if a tiny model can be made and agrees with transformers."""
     difference = _measured(measure, "a changed load")
     return difference is not None and difference <= LIMIT
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the caller's settings of torch and transformers away from a twin."""
-    with one_load:  # torch's and transformers' settings are those of the process
+    """Keep the caller's settings of torch and transformers away from a check."""
+    with one_load:  # these settings belong to the whole process
         matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
         bar = hf_logging.is_progress_bar_enabled()
@@ -354,12 +354,12 @@ def extra_parts(hf_model: nn.Module) -> str:
     A converter drops a bias that it does not expect, and never sees a replaced norm or head.
     """
     live = LiveWeights(hf_model)
-    # Compare modules, not numbers: the twin is made of the config and lacks them too.
+    # Compare modules, not numbers: a tiny model is made from the config and lacks them too.
     config, cls = copy.deepcopy(live.model.config), class_in_transformers(live.model)
     try:
         with undisturbed(), EmptyOnMeta():
             made: nn.Module = cls._from_config(config)
-    except Exception as error:  # a class that cannot be made by its config
+    except Exception as error:  # a class that cannot be made from its config
         if is_own_bug(error):
             raise
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
@@ -380,7 +380,7 @@ def extra_parts(hf_model: nn.Module) -> str:
 
 
 def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
-    """Yield each module's path without numbers, and all that a converter would not see of it."""
+    """Yield each module's path without numbers, and what a converter would not see in it."""
     module = live.plain_module(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

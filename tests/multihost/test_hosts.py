@@ -11,7 +11,9 @@ from local_hosts import LocalConnection
 from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.multihost import hosts
 from tl_devicefix.multihost.hosts import Host, Hosts, join
+from tl_devicefix.placement.deciding import decide
 from tl_devicefix.placement.elsewhere import elsewhere
+from tl_devicefix.placement.placement import ComponentSize
 
 pytestmark = pytest.mark.hooked
 
@@ -80,6 +82,14 @@ def test_a_device_map_names_devices_of_joined_hosts(config, joined_hosts):
     assert places == [torch.device("cpu"), elsewhere(1), elsewhere(2), elsewhere(3)]
     assert placement.bytes_on("node-b/cuda:1") == placement.bytes_on("host1/1") > 0
     assert placement.read_at("blocks.1") == placement.home
+
+
+def test_an_offloaded_block_runs_on_a_device_of_this_host(machine):
+    names = ("embed", "blocks.0", "blocks.1", "blocks.2", "unembed")
+    elsewhere_and_offloaded = {"blocks.1": elsewhere(0), "blocks.2": "cpu"}
+    sizes = [ComponentSize(name, weights=1) for name in names]
+    placement = decide(sizes, device_map={"": machine.devices[1], **elsewhere_and_offloaded})
+    assert placement.device_of("blocks.2") == machine.devices[1]
 
 
 def test_plan_beyond_the_hosts_devices_or_memory_is_refused(config, joined_hosts):

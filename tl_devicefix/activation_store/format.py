@@ -80,7 +80,7 @@ class Shard:
 
     @property
     def examples(self) -> str:
-        """The range of examples, in the words of the file's metadata."""
+        """The range of examples, as written in the file's metadata."""
         return f"{self.start}:{self.stop}"
 
     def rows(self, entry: StoredTensor) -> int:
@@ -138,7 +138,7 @@ def read_index(directory: Path) -> Index:
 
     Raises:
         FileNotFoundError: if it has none.
-        ValueError: if it is of another version.
+        ValueError: if it has another version of the format.
     """
     try:
         fields = json.loads((directory / INDEX).read_text())
@@ -195,7 +195,7 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
     """Write a safetensors file from pieces of tensors, without concatenating them in memory.
 
     Returns:
-        Its bytes, and its checksum.
+        Its size in bytes, and its checksum.
     """
     # As in safetensors, the widest dtypes come first, so that each tensor is aligned.
     by_width = sorted(pieces.items(), key=lambda item: -item[1][0].itemsize)
@@ -255,12 +255,12 @@ class Stored:
 
     Index it by examples: `stored[3]`, `stored[3:7]` or `stored[[5, 1, 900]]`. You get a tensor on
     the CPU, `[examples, ...]`. If `token_mask` left tokens out, you get `[tokens, ...]`: the saved
-    tokens of one example after the other.
+    tokens of each example in turn.
     """
 
     def __init__(self, directory: Path, index: Index, entry: StoredTensor) -> None:
         self._directory, self._index, self.entry = directory, index, entry
-        # Shard -> the row at which each example's tokens end: `token_mask` varies their number.
+        # Shard -> the row at which each example's tokens end: `token_mask` makes their number vary.
         self._ends: dict[int, list[int]] = {}
 
     @property
@@ -293,7 +293,7 @@ class Stored:
         """Resolve an index to an example's number, or to several.
 
         Raises:
-            TypeError: if `index` is no number, slice or list of numbers.
+            TypeError: if `index` is not a number, slice or list of numbers.
             IndexError: if there is no such example.
         """
         if hasattr(index, "tolist"):  # an array of numpy, or a tensor
@@ -313,7 +313,7 @@ class Stored:
 
     def map_shard(self, number: int) -> torch.Tensor:
         """Map all rows of a shard; the disk is read when they are used."""
-        # Map it anew: a caller may change the tensor in place.
+        # Map it on each call: a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file
         verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
-    """Open saved activations. That needs no model, and reads nothing yet.
+    """Open saved activations. This needs no model, and reads only the index.
 
     Args:
         directory: the one that you gave to `save_activations`.
@@ -41,8 +41,8 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 
     Raises:
         FileNotFoundError: if the directory has no saved activations.
-        TypeError: if `directory` is no path.
-        ValueError: if its index is of another version.
+        TypeError: if `directory` is not a path.
+        ValueError: if its index has another version.
     """
     path = path_of(directory)
     return SavedActivations(path, read_index(path))
@@ -61,8 +61,8 @@ class _NoModel:
 class SavedActivations:
     """Activations on disk.
 
-    `saved["blocks.20.hook_resid_post"][3:7]` is a tensor of the fourth to the seventh example's;
-    see `Stored`.
+    `saved["blocks.20.hook_resid_post"][3:7]` is a tensor with the rows of examples 3 to 6; see
+    `Stored`.
 
     Attributes:
         directory (Path): the directory that they are in.
@@ -89,7 +89,7 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            # Import it late, as in `cache`. This path works in 2, 3 and 4: 3 renamed `utils`.
+            # Import it late, as in `cache`. TransformerLens 2 to 4 have this path.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -130,7 +130,7 @@ class SavedActivations:
         Raises:
             ValueError: if `token_mask` has left tokens out, or the model has other shapes.
             IndexError: if there is no such example.
-            TypeError: if `examples` is no number, slice or list of numbers.
+            TypeError: if `examples` is not a number, slice or list of numbers.
         """
         # Import it late: importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache

@@ -33,7 +33,7 @@ def locked(directory: Path) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise type(error)(
-            f"{directory} cannot be made, because a file is there: give another directory"
+            f"{directory} cannot be made, as a file is there: give another directory"
         ) from error
     with open(directory / LOCK, "ab") as file:
         try:
@@ -52,7 +52,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def saved_index(directory: Path, resume: bool) -> Index | None:
-    """Return the index of earlier activations, if any, without last shards that are gone.
+    """Return the index of earlier activations, if any, without missing shards at its end.
 
     Raises an error if saving cannot continue there.
     """
@@ -86,7 +86,7 @@ def saved_index(directory: Path, resume: bool) -> Index | None:
 
 
 def check_disk(directory: Path, needed: int) -> None:
-    """Refuse a disk that has fewer bytes free."""
+    """Refuse a disk with fewer than `needed` bytes free."""
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise OSError(

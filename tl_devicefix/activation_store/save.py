@@ -83,11 +83,11 @@ def save_activations(
         directory: where to write; created if missing. With several hosts, this process writes.
         dtype: the dtype to store, converted on the activation's device. By default the
             activation's own.
-        transform: a function of an activation, whose result, `[batch, ...]`, is stored instead. It
-            is called on the activation's device. Or a dict from names to such functions.
+        transform: a function of an activation, or a dict from names to such functions. Its result,
+            `[batch, ...]`, is stored instead. It is called on the activation's device.
         token_mask: which tokens' activations are stored: a function of tokens `[batch, pos]` (on
             the CPU) that returns booleans of that shape; or "attention_mask" for all but padding,
-            if the batches are texts, or dicts with one.
+            if the batches are texts, or dicts with a mask.
         resume: continue after the activations in the directory, if there are any.
         shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit, at least one.
         max_in_flight: how many batches may be in flight; see `pipeline_map`.
@@ -98,15 +98,15 @@ def save_activations(
         The activations, as `load_activations` opens them.
 
     Raises:
-        TypeError: for a model of neither class, an item that is no batch, a `transform` that
-            returns no tensor, or arguments that would change what a run leaves behind.
-        ValueError: for batches of different widths; a selection of nothing; activations that cannot
-            be stored; names that the model does not have or compute; and, with `resume`, if the
+        TypeError: for a model of neither class, an item that is not a batch, a `transform`
+            that returns no tensor, or arguments that would change what is stored.
+        ValueError: for batches of different widths; an empty selection; activations that cannot be
+            stored; names that the model does not have or compute; and, with `resume`, if the
             model, filter, dtype or data differ from those on disk.
-        FileExistsError: if the directory has activations, and `resume` is False, or is a file.
-        FileNotFoundError: if shards other than the last are missing, or all are.
+        FileExistsError: if the directory is a file, or has activations and `resume` is False.
+        FileNotFoundError: if all shards are missing, or any but the last ones.
         RuntimeError: if another process saves to the directory.
-        OSError: if the disk is too small, before anything is written; or if it is full.
+        OSError: if the disk is too small (checked before anything is written), or full.
         HostLost: if another host is lost. The shards that the index lists are complete.
     """
     adapter_of(model)  # raises for anything but a model
@@ -171,7 +171,7 @@ class _Save:
             raise ValueError("batches has no batch: give at least one")
         self._first = batch
         n_examples, self._width = batch.inputs.shape
-        # Hooks have to act as on the other batches, so pipeline_map runs this one too.
+        # pipeline_map runs this batch too, so that hooks behave as on the others.
         (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
         self._entries = self._entries_of(batch, tensors)
         if not any(name.startswith("unembed") for name in tensors):  # nobody reads the logits
@@ -206,7 +206,7 @@ class _Save:
         else:
             self._saved.compare_index(index)
             self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
-        # `_run` takes these in place of running the first batch again.
+        # `_run` uses these instead of running the first batch again.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
         self._first_tensors = {} if is_on_disk else tensors
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from transformer_lens.hook_points import NamesFilter
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-"""An activation, [batch, ...], to the tensor that is stored in its place."""
+"""Maps an activation [batch, ...] to the tensor that is stored in its place."""
 TokenMask = Callable[[torch.Tensor], torch.Tensor] | Literal["attention_mask"]
-"""Tokens, [batch, pos], to booleans that select those to store; or all but padding."""
+"""Maps tokens [batch, pos] to booleans, True to store; "attention_mask" is all but padding."""
 
 
 @dataclass(frozen=True)

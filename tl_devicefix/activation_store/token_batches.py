@@ -50,7 +50,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: True if the second axis is tokens, so that rows are tokens.
 
     Raises:
-        ValueError: for a size or number below 1, another `shuffle`, or a device that is not here.
+        ValueError: for a number below 1, a `shuffle` that is not a bool, or an unavailable device.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class TokenBatches(Iterator[torch.Tensor]):
             if name != "batches" and state.get(name) != own:
                 raise ValueError(
                     f"the state has {name}={state.get(name)!r}, but these batches have {own!r}: "
-                    "give activations() the arguments of the batches that the state is of"
+                    "call activations() with the arguments of the batches that saved the state"
                 )
         self.close()
         self._n_returned = state["batches"]
@@ -237,7 +237,7 @@ class _Groups:
         blocks = self._blocks  # [blocks, 3]
         if self._shuffle:
             blocks = blocks[self._permutation(len(blocks), epoch, -1)]
-        # A block belongs to the group in which its last row is.
+        # A block belongs to the group in which its last row falls.
         group = (blocks[:, 2].cumsum(0) - 1) // self._group_rows
         return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
 

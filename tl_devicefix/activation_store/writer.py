@@ -35,9 +35,9 @@ class Copied(NamedTuple):
 def start_copies(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], tuple[torch.Event, ...]]:
-    """Start to copy tensors to the host, on streams beside those that compute the next batch.
+    """Start copying tensors to the host, on streams other than those that compute.
 
-    The copies are in pinned memory where a device has streams; wait for the events.
+    If a device has streams, its copies are in pinned memory: wait for the events before use.
     """
     copies, streams = {}, set()
     for name, tensor in tensors.items():
@@ -66,8 +66,8 @@ def _download_stream(device: torch.device) -> torch.Stream:
 class Writer:
     """A thread that writes batches in order to shards, and adds each shard to the index.
 
-    Host memory has room for two shards, one that is written and one that fills, and for the
-    batches that run at the same time.
+    It keeps at most two shards in host memory, one being written and one filling, plus the batches
+    in flight.
 
     Args:
         directory: the directory to write to.
@@ -89,7 +89,7 @@ class Writer:
         """Wait until host memory has room for more examples; raises the errors of the thread."""
         self._largest = max(self._largest, n_examples)
         self._n_taken += n_examples
-        # With less room, the writer would wait for a batch that waits for the writer.
+        # With room for one shard, devices would wait while it is written.
         limit = 2 * self.index.examples_per_shard + self._n_batches * self._largest
         while self._writes and (
             self._writes[0].done() or self._n_taken - self.index.n_examples > limit
@@ -103,8 +103,8 @@ class Writer:
     def close(self, is_complete: bool) -> None:
         """Wait until everything is written; after an interrupt, only for the current shard.
 
-        Unless the data is complete, examples that fill no shard are dropped, and computed again on
-        resuming.
+        Unless the data is complete, examples that fill no shard are dropped, and computed again
+        when you resume.
         """
         try:
             if is_complete:
@@ -152,7 +152,7 @@ class Writer:
                 self._write_shard()
 
     def _write_shard(self, is_last: bool = False) -> None:
-        if self._has_ended:  # a batch may fill several shards, and `close` waits for one
+        if self._has_ended:  # interrupted in a batch of several shards: stop after one
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
         stop = start + self._n_examples

@@ -41,11 +41,11 @@ def check(model: Model, repair: bool = False) -> Report:
         that fixes it.
 
     Raises:
-        TypeError: if the model is of neither class.
+        TypeError: if the model is neither of these.
         HostLost: if a host that has blocks of the model is lost.
         ValueError: if the model has no placement and its `cfg.device` does not exist here.
-        torch.OutOfMemoryError: if a device has no room for its parts. Parts that were moved until
-            then stay moved; the others are where they were.
+        torch.OutOfMemoryError: if a device has no room for its parts. Parts that were
+            already moved stay moved; the others are where they were.
 
     >>> assert check(model)  # doctest: +SKIP
     """

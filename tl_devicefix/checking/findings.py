@@ -60,7 +60,7 @@ def config_findings(model: Model) -> Iterator[Finding]:
     if placement is None:
         return
     home, count = placement.home, len(placement.devices)
-    given: Any = cfg.device  # users give an index too
+    given: Any = cfg.device  # users may set an index
     device = torch.device(given)
     if device.type != home.type or with_index(device) != home:
         message = f"cfg.device is {str(cfg.device)!r}, but the placement's home is {home}"
@@ -101,7 +101,7 @@ def bring_back(model: Model) -> None:
 
 
 def device_findings(model: Model) -> Iterator[Finding]:
-    """Find misplaced tensors, joined to the largest modules that are misplaced as a whole."""
+    """Find misplaced tensors, grouped by the largest modules that are entirely misplaced."""
     attached = _attached_modules(model)
     tensors = list(_tensors(model, attached))
     modules = _misplaced_modules(tensors, set(attached.values()))
@@ -150,7 +150,7 @@ def _misplaced_modules(tensors: list[PlacedTensor], apart: set[str]) -> set[str]
 
 
 def _enclosing(path: str) -> Iterator[str]:
-    """ "blocks.4.mlp" -> "", "blocks", "blocks.4", "blocks.4.mlp"."""
+    """Yield a path and all above it: for "blocks.4", these are "", "blocks" and "blocks.4"."""
     yield ""
     parts = path.split(".") if path else []
     for end in range(len(parts)):
@@ -158,7 +158,7 @@ def _enclosing(path: str) -> Iterator[str]:
 
 
 def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
-    """Find modules with unknown hook points, and modules to which no input is carried."""
+    """Find modules with unregistered hook points, and modules to which no input is carried."""
     placement, registered = placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
     for path, module in named_modules(model):
@@ -171,7 +171,7 @@ def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
 
 
 def hook_findings(model: Model) -> Iterator[Finding]:
-    """Find users' leftover hooks, which act on the next run too. Permanent ones may stay."""
+    """Find users' leftover hooks, which would run in the next forward; permanent ones may stay."""
     for path, module in named_modules(model):
         handles: list[LensHandle] = []
         if isinstance(module, HookPoint):
@@ -194,7 +194,7 @@ def hook_findings(model: Model) -> Iterator[Finding]:
 def _name_of_handle(handle: LensHandle) -> str:
     if (hook := getattr(handle, "user_hook", None)) is not None:
         return _name(hook)
-    # TransformerLens 2.x has no user_hook, but the repr of one as a name.
+    # In TransformerLens 2.x, the hook's name is the repr of the user's hook.
     registered = (handle.hook.hooks_dict_ref() or {}).get(handle.hook.id)
     name = str(getattr(registered, "__name__", "unknown"))
     return re.sub(r"^<function (.*) at 0x\w+>$", r"\1", name)[:80]

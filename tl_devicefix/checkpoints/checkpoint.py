@@ -39,7 +39,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
     if "revision" not in kwargs and cfg.from_checkpoint:
         kwargs["revision"] = _revision(model_name, cfg)
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
-    # A directory may have a listed name by chance: it gets no trust_remote_code.
+    # A directory may have a listed name by chance, so it gets no trust_remote_code.
     listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
     if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
         kwargs.setdefault("trust_remote_code", True)
@@ -74,27 +74,27 @@ _DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56"
 def _dtypes_as_stored() -> Iterator[None]:
     """Make this thread's `from_pretrained` keep the dtypes of the files, within a `with` block.
 
-    transformers converts each tensor to the dtype of its empty parameter, which is the one in
+    transformers converts each tensor to the dtype of its empty parameter, which comes from
     config.json. So we set the dtypes of empty parameters from the files just before they are read.
     """
 
     def load(
         original: Callable[..., object], model: PreTrainedModel, *args: Any, **kwargs: object
     ) -> object:
-        if files := args[1]:  # after a state dict
+        if files := args[1]:  # args[0] is a state dict
             _give_dtypes(model, map(Path, files))
         return original(model, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced_in_thread(PreTrainedModel, "_load_pretrained_model", load))
-        # transformers 4 makes the parameters of all threads without values meanwhile.
+        # transformers 4 would meanwhile make other threads' parameters empty too.
         if hasattr(modeling_utils, empty := "init_empty_weights"):
             stack.enter_context(replaced_in_thread(modeling_utils, empty, lambda _: EmptyOnMeta()))
         yield
 
 
 def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
-    """Give a model's empty parameters, and buffers, the dtypes of the tensors in `files`.
+    """Give a model's empty parameters, and its buffers, the dtypes of the tensors in `files`.
 
     transformers renames and joins tensors. So a parameter without a tensor of its name gets the
     widest dtype among the tensors without a parameter of their name.
@@ -107,11 +107,11 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
         if file.suffix in (".safetensors", ".bin"):
             with naming(file):
                 for name, _, dtype in headers(file):
-                    # Many files leave out the prefix of all names but the head's.
+                    # Many files omit the base model's prefix, which only the head's name lacks.
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None
-    # Parameters with a tensor of their name come last: a tied head has none of its own.
+    # Stored names come last, so that a tied head's other, unstored name does not override them.
     for name in sorted(own, key=stored.__contains__):
         dtype = stored.get(name, widest)
         is_read = name in stored or isinstance(own[name], nn.Parameter)

@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
 from tl_devicefix.tracebacks import is_own_bug
 
-# Errors of transformers, safetensors and torch for damaged files and wrong values of a config.
+# What transformers, safetensors and torch raise for damaged files and wrong config values.
 UNREADABLE = (
     OSError, ValueError, RuntimeError, EOFError, AttributeError, ArithmeticError, AssertionError,
     LookupError, TypeError, pickle.UnpicklingError, SafetensorError, struct.error,
 )  # fmt: skip
 
-# The embedding of masked sound in wav2vec 2.0 and HuBERT. Only training needs it, so many
+# The embedding of masked audio in wav2vec 2.0 and HuBERT. Only training needs it, so many
 # checkpoints lack it.
 _UNREAD = re.compile(r"masked_spec_embed$")
 
@@ -42,17 +42,17 @@ def check_report(
     model: torch.nn.Module,
     refuse_unexpected: bool = False,
 ) -> None:
-    """Raise an error where transformers' loading report lists tensors that it made up.
+    """Raise an error if transformers' loading report lists tensors that were not loaded.
 
     Args:
         report: as `from_pretrained(..., output_loading_info=True)` returns it.
         model_name: the checkpoint.
         kwargs: the arguments of `from_pretrained` that say where its files are.
         model: the loaded model.
-        refuse_unexpected: True to refuse tensors too that the model has no place for.
+        refuse_unexpected: True to also refuse tensors that the model has no place for.
 
     Raises:
-        ValueError: with the names of tensors that are missing, or of another shape.
+        ValueError: naming the tensors that are missing, have another shape, or are refused.
     """
     missing = {name for name in report.get("missing_keys", ()) if not _UNREAD.search(name)}
     unexpected = report.get("unexpected_keys", ()) if refuse_unexpected else ()
@@ -60,7 +60,7 @@ def check_report(
     stored: _Stored = {}
     if refuse_unexpected or missing or mismatched:
         stored = stored_tensors(model_name, kwargs)
-    if refuse_unexpected:  # transformers 4 believes the index of a sharded checkpoint
+    if refuse_unexpected:  # transformers 4 trusts the index of a sharded checkpoint
         missing |= {name for name, (_, shape) in stored.items() if shape is None}
     own = model.state_dict()
     problems = {
@@ -106,7 +106,7 @@ def stored_tensors(model_name: str, kwargs: Mapping[str, Any]) -> _Stored:
     except ValueError:  # none of its files has been fetched
         return {}
     stored: _Stored = {}
-    for name in ("model.safetensors", "pytorch_model.bin"):  # in the order of transformers
+    for name in ("model.safetensors", "pytorch_model.bin"):  # in transformers' order
         files, index = [folder / name], folder / f"{name}.index.json"
         if not files[0].is_file() and index.is_file():
             with naming(index):
@@ -128,13 +128,13 @@ def stored_tensors(model_name: str, kwargs: Mapping[str, Any]) -> _Stored:
 
 @contextlib.contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Name a file that cannot be read, in one sentence, within a `with` block."""
+    """Turn errors of reading `file` into one sentence that names it, within a `with` block."""
     try:
         yield
     except UNREADABLE as error:
         if is_own_bug(error):
             raise
-        # Leave out torch's own reason: it says how to unpickle an unsafe file all the same.
+        # Leave out torch's own message: it says how to unpickle an unsafe file anyway.
         reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(
@@ -151,7 +151,7 @@ def naming(file: Path) -> Iterator[None]:
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-"""safetensors's names of the dtypes that weights are converted between."""
+"""safetensors' names of the dtypes that weights are converted between."""
 
 
 def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]:
@@ -161,9 +161,9 @@ def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]
             names = opened.keys()
             tensors = [(name, opened.get_slice(name)) for name in names]
             return [(n, tuple(t.get_shape()), _DTYPES.get(t.get_dtype())) for n, t in tensors]
-    is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are no archives
+    is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not archives
     held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
     if not isinstance(held, dict) or not all(torch.is_tensor(t) for t in held.values()):
-        raise ValueError("it holds other things than tensors")
+        raise ValueError("it holds things other than tensors")
     known = set(_DTYPES.values())
     return [(n, tuple(t.shape), t.dtype if t.dtype in known else None) for n, t in held.items()]

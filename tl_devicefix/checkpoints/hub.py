@@ -1,6 +1,6 @@
 """Checkpoints by name, on the Hugging Face hub or in a directory: tokenizers, configs and dtypes.
 
-known_configs.json has the fields that TransformerLens reads of each model's config. Only planning
+known_configs.json has the fields of each model's config that TransformerLens reads. Only planning
 uses it: a checkpoint's own config may differ.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import HFValidationError
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
@@ -40,7 +39,7 @@ def hub_arguments(kwargs: Mapping[str, object]) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's message in one line, with its type where that says more."""
+    """Return an error's message in one line, with its type if that says more."""
     text = " ".join(str(error).split())
     speaks = isinstance(error, (OSError, RuntimeError, ValueError))
     return text if speaks and text else f"{type(error).__name__}: {text}"
@@ -56,7 +55,7 @@ def check_model(model_name: object, hf_model: object) -> None:
     if not isinstance(model_name, str | os.PathLike):
         raise TypeError(
             f"model_name must be a name or a directory, but is {shown(model_name)}: pass a model "
-            "that transformers has loaded as hf_model, beside its name"
+            "that transformers has loaded as hf_model, along with its name"
         )
     if hf_model is not None and not hasattr(hf_model, "config"):
         raise TypeError(
@@ -66,7 +65,7 @@ def check_model(model_name: object, hf_model: object) -> None:
 
 
 def refuse_directory(model_name: str) -> None:
-    """Refuse a local directory that is not there, or in which there is no checkpoint."""
+    """Refuse a local directory that does not exist, or that has no checkpoint."""
     directory = Path(model_name)
     # No name on the hub looks like this.
     is_path = model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1
@@ -78,7 +77,7 @@ def refuse_directory(model_name: str) -> None:
         raise ValueError(
             f"the directory {model_name!r} has a PEFT adapter and no model: load both with "
             "peft.AutoPeftModelForCausalLM.from_pretrained(...), and pass that as hf_model "
-            "beside the base model's name"
+            "along with the base model's name"
         )
     raise ValueError(
         f"the directory {model_name!r} has no config.json, so it is not a Hugging Face "
@@ -87,7 +86,7 @@ def refuse_directory(model_name: str) -> None:
 
 
 def snapshot(name: str, listed: Collection[str] = (), **kwargs: object) -> Path:
-    """Fetch a checkpoint's config.json and return its folder; errors suggest a name of `listed`."""
+    """Fetch a checkpoint's config.json and return its folder; errors suggest a name in `listed`."""
     try:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
@@ -121,10 +120,10 @@ def has_tokenizer(name: str, **kwargs: object) -> bool:
 
 @contextlib.contextmanager
 def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> Iterator[None]:
-    """Fetch tokenizers as the model is fetched, within a `with` block.
+    """Fetch tokenizers with the model's hub arguments, within a `with` block.
 
-    `revision` and `subfolder` hold for the model's own repository, the rest (`cache_dir`, `token`,
-    ...) for every one.
+    `revision` and `subfolder` apply only to the model's own repository, the rest (`cache_dir`,
+    `token`, ...) to every repository.
     """
     options = hub_arguments(kwargs)
 
@@ -150,13 +149,13 @@ _READS_ROPE_PARAMETERS = Version(transformers.__version__) >= Version("5.dev0")
 
 
 def as_saved(config: PretrainedConfig) -> PretrainedConfig:
-    """Put the rotary settings that transformers 5 saved where transformers 4 looks for them."""
-    # Transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
+    """Copy rotary settings that transformers 5 saved to where transformers 4 reads them."""
+    # transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
     text: Any = getattr(config, "text_config", config)
     rope = getattr(text, "rope_parameters", None)
     if _READS_ROPE_PARAMETERS or not rope:
         return config
-    scaling = dict(rope.get("full_attention", rope))  # Gemma 3 has several
+    scaling = dict(rope.get("full_attention", rope))  # Gemma 3 has one per layer type
     theta, partial = scaling.pop("rope_theta", None), scaling.pop("partial_rotary_factor", None)
     settings = {
         "rope_theta": theta,
@@ -174,7 +173,7 @@ def as_saved(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextlib.contextmanager
 def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Turn errors from wrong values of a config.json into one sentence, within a `with` block."""
+    """Turn errors from wrong values in a config.json into one sentence, within a `with` block."""
     try:
         yield
     except (ImportError, NotImplementedError):  # the config itself is fine
@@ -185,7 +184,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
         # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
-        if isinstance(error, OSError | HFValidationError):  # nothing was read
+        if isinstance(error, OSError | ValueError):  # nothing was read
             refuse_directory(name)
         cannot = f"config.json of {name!r} cannot be read"
         nearest = did_you_mean(name, known_fields(), at_least=0.85)

@@ -70,8 +70,8 @@ def refuse_unmergeable(module: nn.Module) -> None:
 
 def _refuse_adapter(kind: str) -> NoReturn:
     raise ValueError(
-        f"hf_model has an adapter ({kind}) that cannot be merged, because it is not a weight "
-        "delta; pass the base model, loaded without the adapter"
+        f"hf_model has an adapter ({kind}) that is not a weight delta, so it cannot be "
+        "merged; pass the base model, loaded without the adapter"
     )
 
 
@@ -124,7 +124,7 @@ def _unquantised_adapter_class(kind: type) -> Any:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return True if this is a PEFT layer that wraps one of the base model's."""
+    """Return True if this is a PEFT layer that wraps a layer of the base model."""
     if not is_from("peft", module):
         return False
     return isinstance(module, importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer)
@@ -135,7 +135,7 @@ def copy_with(
     tensor: Callable[[str, torch.Tensor], torch.Tensor],
     child: Callable[[nn.Module], nn.Module],
 ) -> Any:
-    """Copy a module, with other tensors and children, and without accelerate's hooks.
+    """Copy a module, with new tensors and children, and without accelerate's hooks.
 
     `tensor` returns the new value of a parameter or buffer by its name and value; `child` returns
     the new module in place of a child.
@@ -161,7 +161,7 @@ class LiveWeights:
 
     Attributes:
         model: the model to convert: the given one, without its PEFT wrappers.
-        needs_reading: True if some values have to be computed, or read from their offload.
+        needs_reading: True if some weights are offloaded, quantised or have adapters to merge.
     """
 
     def __init__(self, hf_model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class LiveWeights:
     def values(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a parameter or buffer, reading offloaded ones.
 
-        Copy it before editing: it may be the model's own tensor. Without values, it is on meta.
+        Copy the result before editing: it may be the model's own. Without values, it is on meta.
         """
         if not tensor.is_meta:
             return tensor
@@ -208,7 +208,7 @@ class LiveWeights:
         new = self._floating(module, device)
         if getattr(new, "source_cls", None) != Conv1D:
             return new
-        # bitsandbytes puts a linear layer, its weight transposed, in a Conv1D's place.
+        # bitsandbytes replaces a Conv1D with a linear layer, whose weight is transposed.
         with torch.device("meta"):
             conv = Conv1D(new.out_features, new.in_features)
         conv.weight, conv.bias = nn.Parameter(new.weight.T.contiguous(), False), new.bias
@@ -241,7 +241,7 @@ class LiveWeights:
         return tensor.detach().to(device, _wide(tensor.dtype), copy=True)
 
     def _dequantised(self, module: Any, packed: torch.Tensor) -> torch.Tensor:
-        """Dequantise the weight of a bitsandbytes layer by its own functions, if it is packed."""
+        """Dequantise a bitsandbytes layer's weight with bitsandbytes, if it is packed."""
         functional = importlib.import_module("bitsandbytes.functional")
         weight, is_8bit = module.weight, type(module.weight).__name__ == "Int8Params"
         state = module.state if is_8bit else weight.quant_state
@@ -273,7 +273,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _offloaded_tensors(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
-    """Return accelerate's map of tensors for each offloaded module, and its names' prefix there."""
+    """Return accelerate's map of tensors for each offloaded module, and its prefix in the map."""
     stored: dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]] = {}
     for module in model.modules():
         outer: Any = getattr(module, "_hf_hook", None)

@@ -1,8 +1,8 @@
 """Sources of weights, read one component at a time, in HookedTransformer's format.
 
 A Hugging Face model is converted one block at a time, by TransformerLens's own converter. For each
-block, the converter gets a view of the model, which shares the model's weights but has only that
-block, and whose other matrices have no values. The given model is not changed.
+block, the converter gets a view of the model. The view shares the model's weights, but has only
+that block, and its other matrices have no values. The given model is not changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Source(Protocol):
     """Anything that weights can be read from, one processing unit at a time."""
 
     computes: bool
-    """True if reading makes tensors of a component's size, so one thread reads at a time."""
+    """True if reading allocates tensors of a component's size, so one thread reads at a time."""
 
     def read(self, unit: str, device: torch.device) -> Weights:
         """Return the weights of one unit, by their names within it, on any device.
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 class StateDictSource:
-    """A whole state dict in HookedTransformer's format, as the small `.pth` models come."""
+    """A whole state dict in HookedTransformer's format, such as the small `.pth` models."""
 
     computes = False
 
@@ -104,7 +104,7 @@ class HuggingFaceSource:
     def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, which is then called "blocks.0", or the parts outside the blocks."""
         layers = [int(unit.split(".")[1])] if unit.startswith("blocks.") else []
-        # Converters scale a Gemma's embedding, which rounds it to the dtype that it has.
+        # Converters scale a Gemma's embedding in its own dtype, which would round it.
         is_scaled = (self._cfg.original_architecture or "").startswith("Gemma") and unit == "embed"
         dtype = self._cfg.dtype if is_scaled else None
         unread = self._embeddings_not_of(unit)
@@ -115,7 +115,7 @@ class HuggingFaceSource:
         # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
         converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
-        cfg.from_checkpoint = False  # otherwise the converter loads it again
+        cfg.from_checkpoint = False  # otherwise the converter loads the model again
         try:
             # Any official name will do: the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
@@ -126,7 +126,7 @@ class HuggingFaceSource:
             if is_out_of_memory(error) or is_own_bug(error):
                 raise
             named, own = self._cfg.original_architecture, type(self.hf_model).__name__
-            # Converters pass None to einops for a missing weight, which says nothing about it.
+            # For a missing weight, converters pass None to einops, whose error does not name it.
             reason = f"a weight of a {named} is missing" if "einops" in str(error) else error
             if named == own:
                 raise ValueError(
@@ -152,14 +152,14 @@ class HuggingFaceSource:
                 "layer"
             )
         read = {"embed": embedding, "unembed": head}.get(unit)
-        shared = None if read is None else read.weight  # made anew at each read by some adapters
+        shared = None if read is None else read.weight  # some adapters make it anew at each read
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
 
 
 def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.ModuleList:
     """Find the list of blocks of a Hugging Face model."""
     hf_config: Any = hf_model.config
-    hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal models nest it
+    hf_config = getattr(hf_config, "text_config", hf_config)  # multimodal configs nest it
     n_blocks = hf_config.num_hidden_layers
     lists = [
         module
@@ -193,13 +193,13 @@ class _View:
     device: torch.device
     """The device to compute merged or dequantised weights on."""
     dtype: torch.dtype | None
-    """The dtype of matrices in the view; by default their own."""
+    """The dtype to widen matrices to; None keeps their own."""
     unread: set[nn.Module]
     """Modules outside the blocks whose matrices have no values either."""
     widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def of(self, module: nn.Module, is_read: bool) -> nn.Module:
-        """Copy a module, sharing the tensors that are read; others have no values."""
+        """Copy a module, sharing the tensors that are read; other matrices have no values."""
         if module is self.blocks:
             return nn.ModuleList(self.of(self.blocks[i], is_read=True) for i in self.layers)
         is_read = is_read and module not in self.unread
@@ -211,7 +211,7 @@ class _View:
     def _shown(
         self, module: nn.Module, is_read: bool, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        if not is_read and tensor.dim() > 1:  # a matrix that nobody reads
+        if not is_read and tensor.dim() > 1:  # a matrix that the unit does not read
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:

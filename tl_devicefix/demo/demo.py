@@ -47,7 +47,7 @@ def run_demo(n_devices: int) -> bool:
         words = [model.to_string([token]) for token in logits[:, -1].argmax(dim=-1).tolist()]
         right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
         print(f"\n  {prompts[0].text} -> {words[0]}")
-        print(f"recalled {right} of {len(prompts)} answers that only the context tells\n")
+        print(f"recalled {right} of {len(prompts)} answers that only the context gives\n")
         patterns = [cache["pattern", layer] for layer in range(model.cfg.n_layers)]
         _show_heads(model, prompts, patterns)
     return difference < TOLERANCE
@@ -97,7 +97,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
 
 
 def hf_logits(tokens: Int[torch.Tensor, "batch pos"]) -> Float[torch.Tensor, "batch pos d_vocab"]:
-    """Compute the shipped checkpoint's logits by transformers alone, in float32 on the CPU."""
+    """Compute the shipped checkpoint's logits with transformers alone, in float32 on the CPU."""
     hf_model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     with torch.no_grad():
         return hf_model(tokens.cpu()).logits  # [batch, pos, d_vocab]

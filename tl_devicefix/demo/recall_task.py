@@ -49,7 +49,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """A prompt whose next word can be known from its context only."""
+    """A prompt whose next word can be known only from its context."""
 
     text: str  # with one space between any two tokens; it ends with the verb of the question
     answer: str  # the word that should come next: the object of the fact asked for
@@ -70,5 +70,5 @@ def sample_prompt(rng: random.Random, n_facts: int) -> RecallPrompt:
     asked = rng.randrange(n_facts)
     facts = [f"{name} {verb} {what} ." for name, what in zip(names, objects)]
     text = " ".join([*facts, names[asked], verb])
-    # <bos> and then four tokens a fact: name, verb, object, full stop.
+    # <bos> and then four tokens per fact: name, verb, object, full stop.
     return RecallPrompt(text, answer=objects[asked], answer_position=4 * asked + 3)

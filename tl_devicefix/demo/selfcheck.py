@@ -81,9 +81,9 @@ def _verdict(checks: list[bool], good: str) -> bool:
 
 
 def _check_copy(source: torch.device, target: torch.device) -> bool:
-    """Return True if copies between two devices arrive intact, read through the CPU."""
+    """Return True if copies from one device to the other arrive intact, as read on the CPU."""
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
-    # torch copies tensors that are not contiguous, empty or 0-dimensional by other code.
+    # torch has other code to copy non-contiguous, empty and 0-dimensional tensors.
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
     wrong = sum(
         int((sent.to(source).to(target).cpu() != sent).sum())
@@ -96,7 +96,7 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
 def _check_streams(device: torch.device) -> bool:
     """Return True if a gradient keeps its memory until another stream has read it."""
     # Autograd calls `recordDataPtrOnStream` of the device's guard. A backend may lack it, and then
-    # gradients of runs at the same time are wrong without an error.
+    # concurrent runs get wrong gradients without an error.
     module = torch.get_device_module(device.type)
     size, products = _BUSY
     main, side = module.current_stream(device), module.Stream(device)

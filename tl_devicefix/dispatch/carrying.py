@@ -1,4 +1,4 @@
-"""Bring what a component takes or returns to a device; skip blocks whose output is known.
+"""Move components' inputs and outputs between devices; skip blocks whose output is known.
 
 When a forward skips blocks, everything else runs as usual: tokens are embedded, masks and positions
 are made. TransformerLens's `start_at_layer` would not do: a Bridge runs the blocks before it all
@@ -29,7 +29,7 @@ BlockOutput: TypeAlias = torch.Tensor | tuple[Any, ...]
 
 
 def move(value: T, device: torch.device) -> T:
-    """Bring a tensor to a device, from elsewhere too; leave anything else alone."""
+    """Bring a tensor, even a remote one, to a device; return anything else as it is."""
     moved: Any = plain(value)
     if isinstance(moved, torch.Tensor) and moved.device != device:
         moved = copy_to(moved, device)
@@ -52,7 +52,7 @@ class CarryTo(Around):
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return the arguments, on the device."""
         skip = SkipBlock.of(module)
-        if skip is not None and not skip.is_over:  # it reads none of them
+        if skip is not None and not skip.is_over:  # a skipped block reads none of them
             return args, kwargs
         ahead = run_ahead()
         if ahead is not None and args:
@@ -62,7 +62,7 @@ class CarryTo(Around):
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Fetch values before `moving_to`, while the run still holds the device elsewhere.
+            # Fetch values before `moving_to`, while the run still holds the remote device.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
             # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.
@@ -83,8 +83,8 @@ class CarryTo(Around):
         if isinstance(value, torch.Tensor):
             if value.device == self.device:
                 return value
-            # All blocks get the same mask and rotary tables, so they are copied once a forward; and
-            # once more with gradients, since a copy that was made without them is in no graph.
+            # All blocks get the same mask and rotary tables: copy them once per forward and per
+            # grad mode. A copy that was made without gradients is in no graph.
             what = type(self), torch.is_grad_enabled()
             return cached_for_forward((value,), what, self.device, lambda: move(value, self.device))
         # A block's own entry of a HookedTransformer's KV cache.
@@ -95,7 +95,7 @@ class CarryTo(Around):
         return map_entries(value, self._on_device)
 
 
-# Each block gets another tensor by these names, so they are copied for each block.
+# Each block gets a different tensor under these names, so they are copied for each block.
 _STREAM = ("hidden_states", "residual")
 
 
@@ -112,7 +112,7 @@ class BringHome(Around):
 
 
 def carry(model: Model, placement: Placement, brings_home: Callable[[str], bool]) -> None:
-    """Bring arguments to all components, and outputs home from those that `brings_home` names."""
+    """Attach hooks: arguments go to each component, outputs home if `brings_home(name)` is True."""
     for component, module in placement.modules_of(model):
         CarryTo(component.device).attach(module)
         if brings_home(component.name) and not is_elsewhere(component.device):
@@ -120,7 +120,7 @@ def carry(model: Model, placement: Placement, brings_home: Callable[[str], bool]
 
 
 def not_carried_to(model: Model, placement: Placement) -> list[str]:
-    """Return the components that were replaced after `carry`, so that nothing is carried there."""
+    """Return the components replaced since `carry`: their arguments are not carried."""
     if len(placement.devices) == 1:
         return []
     return [
@@ -136,7 +136,7 @@ def not_carried_to(model: Model, placement: Placement) -> list[str]:
 class Skipping:
     """Lets one forward of a model begin at a later block.
 
-    What stands around the blocks is made once: a run pays one assignment for each skipped block.
+    The wrappers around the blocks are made once: a run pays one assignment for each skipped block.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -147,10 +147,10 @@ class Skipping:
 
     @contextlib.contextmanager
     def until(self, first: int, output: BlockOutput | None, n_times: int = 1) -> Iterator[None]:
-        """Within it, a forward begins at block `first`, from the output of the block before.
+        """Make a forward within the `with` block begin at block `first`, from `output`.
 
         Args:
-            first: the block's index; it may be after the last.
+            first: the block's index; `len(blocks)` skips them all.
             output: the output of the block before; None if `first` is 0.
             n_times: how often the batch is repeated.
         """
@@ -178,7 +178,7 @@ def run_blocks(
     run: Callable[[], object],
     keep: Callable[[int, BlockOutput], None],
 ) -> None:
-    """Call `keep(index, output)` for blocks in the forward of `run`, which ends at the last one."""
+    """Call `run`, ended after the last of `blocks`, and `keep(index, output)` for each block."""
     stop = StopAfter(blocks[-1], keep)
     try:
         for block in blocks:
@@ -214,19 +214,19 @@ class SkipBlock(Around):
     """Returns a known output instead of running the first blocks, in one forward.
 
     Attributes:
-        is_over: True once the last skipped block has returned it. A forward that a hook starts
-            within that forward runs all blocks.
+        is_over: True once the last skipped block has returned the output. A forward that a later
+            hook starts runs all blocks.
     """
 
     is_over = True
 
     def begin(self, output: BlockOutput | None, last: nn.Module | None, n_times: int = 1) -> None:
-        """Return `output` up to the block `last`, with the batch repeated; or end with None."""
+        """Make blocks up to `last` return `output`, with the batch repeated; None ends this."""
         self._output, self._last, self._n_times = output, last, n_times
         self.is_over = last is None
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Return the output; the last skipped block's is a copy."""
+        """Return the known output; the last skipped block returns a copy."""
         if self.is_over:
             return run(*args, **kwargs)
         if module is not self._last or self._output is None:

@@ -24,8 +24,8 @@ T = TypeVar("T")
 _UNFINISHED = "_tl_devicefix_unfinished"
 
 WHY_REFUSED = (
-    "this model's weights are only partly processed, because that was interrupted: load the model "
-    "again"
+    "this model's weights are only partly processed, since processing was interrupted: load the "
+    "model again"
 )
 
 
@@ -78,7 +78,7 @@ def _forward(original: Callable[..., T], self: Model, *args: object, **kwargs: A
     placement: Placement = vars(self)["placement"]
     move_in_parts(self, placement.here)
     run = current_run()
-    # A hook may run the model again: the run then goes on at the device of the hook's block.
+    # A hook may run the model again: afterwards, the run goes on with the device it had.
     with contextlib.nullcontext() if run is None else run.preserve_device():
         with contextlib.ExitStack() as stack:
             stack.enter_context(noting_mixed_devices())

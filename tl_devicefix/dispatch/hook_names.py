@@ -1,4 +1,4 @@
-"""Suggest a name where a hook, or a filter of a cache, names a hook point that a model lacks."""
+"""Suggest a name if a hook, or a cache's filter, names a hook point that the model lacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHY = "an error that suggests a hook point's name"
 def add_hook(
     original: Callable[..., T], self: Model, name: object, *args: object, **kwargs: object
 ) -> T:
-    """See TransformerLens's `add_hook`.
+    """Wrap `add_hook`: for an unknown name, the error suggests a hook point.
 
     Raises:
         KeyError: if a HookedTransformer has no such hook point.
@@ -41,11 +41,11 @@ def add_hook(
 @patches("HookedTransformer", takes="self fwd_hooks bwd_hooks", why=_WHY)
 @patches("TransformerBridge", takes="self fwd_hooks bwd_hooks", why=_WHY)
 def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
-    """See TransformerLens's `hooks`.
+    """Wrap `hooks`: check the names, and suggest one for an unknown name.
 
     Raises:
-        KeyError: if the model has no hook point of a name. TransformerLens 3's Bridge ignores such
-            a hook, so there it is a warning.
+        KeyError: if the model has no hook point of that name. TransformerLens 3's Bridge ignores
+            such a hook, so there it only warns.
         TypeError: for a list of anything but pairs.
     """
     given = [kwargs.get("fwd_hooks"), kwargs.get("bwd_hooks"), *args[:2]]
@@ -67,12 +67,12 @@ def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: obje
 
 @patches("TransformerBridge", takes="self input fwd_hooks bwd_hooks", why=_WHY)
 def run_with_hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
-    """See TransformerLens's `run_with_hooks`; names are checked as in `hooks`."""
+    """Wrap `run_with_hooks`: names are checked as in `hooks`."""
     return hooks(lambda *_, **__: original(self, *args, **kwargs), self, *args[1:], **kwargs)
 
 
 def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
-    """Warn of names in a `names_filter` that the model lacks, and that are not cached."""
+    """Warn about names in a `names_filter` that the model lacks: they are not cached."""
     names = [names_filter] if isinstance(names_filter, str) else names_filter
     for name in names if isinstance(names, list) else ():
         if not _is_hook_point(model, name):
@@ -80,7 +80,7 @@ def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
 
 
 def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
-    """Warn of a `names_filter` function that has selected nothing."""
+    """Warn about a `names_filter` function that selected nothing."""
     if callable(names_filter) and not selected:
         warnings.warn(
             "names_filter selects no hook point, so the cache is empty: names are in "
@@ -107,11 +107,11 @@ _REQUIRED_SETTINGS = {
     "hook_mlp_in": "use_hook_mlp_in",
     **dict.fromkeys(("hook_q_input", "hook_k_input", "hook_v_input"), "use_split_qkv_input"),
 }
-"""Hook point -> the config's setting that has to be on, or it is not called."""
+"""Hook point -> the setting in the config without which it is not called."""
 
 
 def _is_hook_point(model: Model, name: object) -> bool:
-    """Return True for the name of a hook point, and for a function."""
+    """Return True for a hook point's name, and for anything that is not a string."""
     # A Bridge rebuilds `hook_dict` at each access, which takes 75 ms for 80 layers.
     made = vars(model).get("_hook_registry", ())
     return not isinstance(name, str) or name in made or name in model.hook_dict

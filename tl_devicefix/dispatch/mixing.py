@@ -2,7 +2,7 @@
 
 1. torch is tried first.
 2. If it refuses, the arguments are copied to one device and the function is called again.
-3. Copies that it changed are written back.
+3. Copies that the function changed are written back.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context for a user's hook or module, in which the paused modes are on again."""
-    if not _paused.modes:  # a forward in it is not launched ahead
+    if not _paused.modes:  # forwards that it starts are not launched ahead
         return contextlib.nullcontext() if run_ahead() is None else launching(None)
     return _resuming([*_get_current_function_mode_stack(), *_paused.modes])
 
@@ -131,7 +131,7 @@ class JoinedAt(OutsideBlocks):
     """A mode in which torch functions that mix these devices get all arguments on one of them.
 
     A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
-    are copied there. Of several nested modes, the outermost copies.
+    are copied there. If modes are nested, the outermost copies.
     """
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
@@ -240,7 +240,7 @@ def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor; for a sparse one those of the dense tensor."""
+    """Return the size of a tensor in bytes; a sparse one counts as if it were dense."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -306,7 +306,7 @@ class _Mixing(JoinedAt):
         return frozenset() if torch.compiler.is_compiling() else devices_in_use() | {CPU}
 
     def target(self, tensors: Tensors, devices: frozenset[torch.device]) -> torch.device:
-        """Return home, or the device of an operand that is larger than all others together."""
+        """Return home, or the non-CPU device of an operand larger than all others together."""
         home = device_of_result(devices)
         sizes = {id(tensor): tensor_bytes(tensor) for tensor in tensors if tensor.device in devices}
         largest = max(tensors, key=lambda tensor: sizes.get(id(tensor), -1))
@@ -326,22 +326,22 @@ class mix_devices:
     device, and the function runs there. The first of these rules that applies decides:
 
     1. A tensor that the function changes in place (or by ``out=``), or indexes, stays where it is.
-    2. An operand that is larger than all others together stays where it is.
+    2. Unless on the CPU, an operand that is larger than all others together stays where it is.
     3. All operands are copied to home, the first device.
 
     Gradients return to each operand's device.
 
-    It acts on the devices of loaded models, on the CPU, and on the device of `gather_on`, which is
-    then home. Tensors of other devices are not copied, so torch raises as usual.
+    It covers the devices of loaded models, the CPU, and the device of `gather_on`, which is then
+    home. Tensors on other devices are not copied, so torch raises as usual.
 
     As a statement, such as in a notebook's first cell, it stays on until ``mix_devices(False)``.
-    Like `torch.set_grad_enabled`, it acts in this thread only: call it in each thread that mixes.
-    On CUDA, autograd runs hooks in threads of its own. Hooks registered by `Tensor.register_hook`
-    while it is on mix there too, those of modules (`register_full_backward_hook`) do not. It does
+    Like `torch.set_grad_enabled`, it applies to this thread only: call it in each thread that
+    mixes. On CUDA, autograd runs hooks in other threads. Hooks registered by `Tensor.register_hook`
+    while it is on mix there too; those of modules (`register_full_backward_hook`) do not. It does
     not reach code that torch compiles.
 
-    While it is on, torch calls Python at each of its functions, which takes time. In a model's
-    forward it acts in your hooks and modules only, and costs nothing elsewhere.
+    While it is on, each torch function calls Python code, which takes time. In a model's forward it
+    is on in your hooks and modules only, and costs nothing elsewhere.
 
     Args:
         mode: False turns it off.
@@ -390,7 +390,7 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     # `updated` would copy the attributes of a callable object, such as a module.
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> object:
-        # Modes are a thread's own, and on CUDA autograd calls hooks in threads of its own.
+        # A mode applies to one thread, and on CUDA autograd calls hooks in other threads.
         with JoinedAt(gradient.device, devices_in_use()):
             result = hook(gradient)
         if isinstance(result, torch.Tensor) and result.device in devices_in_use():
@@ -513,7 +513,7 @@ _UNLIKE = "unlike"
 
 
 def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) -> None:
-    """Keep a message about a result of another shape or class: the forward may fail with it."""
+    """Keep a message about a result of another shape or class: the forward may fail later."""
     returned = f"a {type(result).__name__}"
     if isinstance(result, torch.Tensor):
         if result.shape == activation.shape:
@@ -527,7 +527,7 @@ def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) 
 
 @contextlib.contextmanager
 def noting_unlike() -> Iterator[None]:
-    """Add to errors of a forward which hook returned something unlike its activation."""
+    """Name, in a forward's error, the hook that returned something unlike its activation."""
     try:
         yield
     except Exception as error:

@@ -10,7 +10,7 @@ from torch import nn
 from tl_devicefix.types import Model
 
 WRAPPED = "_original_component"
-"""A Bridge's component holds the Hugging Face module that it wraps by this name."""
+"""Under this name, a Bridge's component holds the Hugging Face module that it wraps."""
 
 
 def expression(path: str) -> str:
@@ -41,7 +41,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def by_shortest_name(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return modules of a kind by their shortest name."""
+    """Return the modules that `is_one` accepts, by their shortest names."""
     # A Bridge's modules have several names, and the shortest is not the first.
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):

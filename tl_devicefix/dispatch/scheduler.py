@@ -1,6 +1,6 @@
 """Runs in flight: a run holds the device that it computes on, and queues for the next one.
 
-Each run is a thread (for a sweep's, see `RunAhead`). When its residual stream moves to another
+Each run is a thread (except a sweep's: see `RunAhead`). When its residual stream moves to another
 device, the run
 
 1. releases its device,
@@ -58,7 +58,7 @@ class DeviceQueue:
 
     def __init__(self) -> None:
         self.python_turn = threading.Lock()
-        # The condition's lock guards what follows; only `check` reads `_is_over` without it.
+        # The condition's lock guards the attributes below; `check` alone reads `_is_over` without.
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._waiting: dict[torch.device, list[Run]] = defaultdict(list)
@@ -164,8 +164,8 @@ class Run:
         """Wait for a device, and hold it."""
         self.queue.acquire(self, device)
         self.device = device
-        # A run on a device elsewhere only waits for an answer, and needs no turn. A run here
-        # goes on without the turn after MAX_WAIT: the one that has it may wait too, in a hook.
+        # A run on a remote device only waits for an answer, and needs no turn. A local run goes
+        # on without it after MAX_WAIT: the run that has the turn may be waiting too, in a hook.
         if not is_elsewhere(device):
             self._has_turn = self.queue.python_turn.acquire(timeout=MAX_WAIT)
 
@@ -224,9 +224,9 @@ class Run:
 class RunAhead:
     """A run that the host launches without waiting for it: devices compute it later, in order.
 
-    The residual stream returns to the first device for the final norm. On the stream that computes
-    there, this would wait for the other devices, and the next run would wait for it. So the end of
-    the run has a stream of its own:
+    The residual stream returns to the first device for the final norm. On the computing stream,
+    its copy would wait for the other devices, and the next run for the copy. So the end of each
+    run has a separate stream:
 
         home, computing stream    run 0   run 1   run 2   run 3
         cuda:1                            run 0   run 1   run 2   run 3
@@ -253,7 +253,7 @@ class RunAhead:
         self._end.close()
 
     def begin(self, module: nn.Module, residual: torch.Tensor) -> None:
-        """Use the run's own stream, if the residual stream comes to one of the last modules.
+        """Call `return_home` if one of the last modules gets its input from another device.
 
         Hooks there rule this out: they may free tensors of the computing stream, which would reuse
         their memory too early.
@@ -353,7 +353,7 @@ def running(run: Run) -> Iterator[None]:
 
 
 def with_view_of(model: nn.Module, run: Callable[[Model, Item], T]) -> Callable[[Model, Item], T]:
-    """Wrap `run`, which gets a view of `model`, so that using `model` itself raises in it."""
+    """Wrap `run`, which gets a view of `model`, so that it raises if it uses `model` itself."""
     refuse_in_run(model)
     points = (module for module in model.modules() if isinstance(module, HookPoint))
     refused = _current.get().refused.union((model,), points)

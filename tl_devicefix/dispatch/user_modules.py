@@ -33,7 +33,7 @@ from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
 WATCH = "_tl_devicefix_watch"
-"""A model split across devices has its `Watch` by this name."""
+"""A model split across devices has its `Watch` under this name."""
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
 """Takes a model, a path and the module there. Returns True if the model's class puts one there."""
@@ -66,9 +66,9 @@ def runs_where_it_is(module: nn.Module) -> bool:
 
 
 def _users_modules(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
-    """Return the outermost modules in the components that are not TransformerLens's."""
-    # TransformerLens has modules of torch's classes, too. Such a module counts only if it is
-    # elsewhere and `is_own` does not know it.
+    """Yield the outermost modules in each component that are not part of TransformerLens."""
+    # TransformerLens also uses torch's module classes. A module of such a class counts only if
+    # it is elsewhere and `is_own` returns False for it.
     inside: set[nn.Module] = set()
     for name, device in placement.device_map.items():
         own = (None, device, placement.stored_on(name))  # None without weights
@@ -95,19 +95,19 @@ class Watch:
     def __init__(self, is_own: IsOwn | None, warned_of: set[str] | None = None) -> None:
         self._is_own = is_own
         self._warned_of = set() if warned_of is None else warned_of
-        # Refer weakly: a replaced module has to be freed at once.
+        # Weak references: a replaced module has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: tuple[list[int], list[torch.device]] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A copied or unpickled model has other modules, so the snapshot stays behind.
+        # A copied or unpickled model has other modules, so the snapshot is not copied.
         return Watch, (self._is_own, self._warned_of)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         return copy.copy(self)  # each view of a model has such a copy, with the same set
 
     def for_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
-        """Return the same for a view of the model, by the counterparts of its modules."""
+        """Return a Watch for a view of the model, with the counterparts of its modules."""
         watch = Watch(self._is_own, self._warned_of)
         if self.is_as_seen():
             modules = (module for reference in self._modules if (module := reference()) is not None)
@@ -140,7 +140,7 @@ class Watch:
                     continue
                 moved.append(tensor)
                 mover.move(tensor.module, tensor.name, tensor.planned)
-            if moved:  # some perhaps to host memory
+            if moved:  # some may have gone to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
             for root in roots:  # outermost: `PinnedModule` asks where the weights are
@@ -195,12 +195,12 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _elsewhere(model: Model, placement: Placement) -> Iterator[PlacedTensor]:
-    """Yield misplaced tensors, without those in modules that run on their own device."""
+    """Yield misplaced tensors, except those in modules that run on their own device."""
     for component, root in placement.modules_of(model):
         names = {id(module): path for path, module in root.named_modules(prefix=component.name)}
         for module in _own_modules(root):
             for name, value, is_weight in held_tensors(module):
-                # While an offloaded block runs, its weights are on the device.
+                # While an offloaded block runs, its weights are on its device.
                 planned = component.stored_on if is_weight else component.device
                 tensor = PlacedTensor(names[id(module)], name, module, value, is_weight, planned)
                 if tensor.is_misplaced and not (is_weight and value.device == component.device):
@@ -208,7 +208,7 @@ def _elsewhere(model: Model, placement: Placement) -> Iterator[PlacedTensor]:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it, without hook points and modules on their own device."""
+    """Yield a module and those in it, except hook points and modules that `PinnedModule` runs."""
     inside: set[nn.Module] = set()
     for part in module.modules():
         if runs_where_it_is(part):
@@ -218,7 +218,7 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shared(model: Model, placement: Placement) -> Callable[[nn.Module | torch.Tensor], bool]:
-    """Return a function that tells if components on several devices share a module or weight."""
+    """Return a check whether components on several devices share a given module or weight."""
     places: dict[int, set[torch.device]] = defaultdict(set)
     for component, root in placement.modules_of(model):
         for module in root.modules():

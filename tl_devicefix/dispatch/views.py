@@ -1,11 +1,11 @@
-"""Views of a model: the same weights, with hook points, hooks and hook contexts of their own.
+"""Views of a model: the same weights, but separate hook points, hooks and hook contexts.
 
-Each run in flight has a view of its own, so that no run sees another's hooks. Each module has a
+Each run in flight has its own view, so that no run sees another's hooks. Each module has a
 counterpart in the view, of the same class, with the same tensors:
 
     module.W_Q, module.cfg          the same objects
     module._modules, ._forward_hooks, .fwd_hooks
-                                    dicts and lists of the counterpart's own
+                                    the counterpart's own dicts and lists
     lists, methods and handles that refer to a module; a library's closures
                                     rebuilt to refer to its counterpart
     a function, partial or object of the user's that refers to a module
@@ -53,7 +53,7 @@ class View(Generic[Module]):
     Attributes:
         model: the view itself.
         is_captured: True if a function, partial or object of the user's, in a hook or attribute of
-            the model, holds a module of it. In the view, it uses the model's module all the same.
+            the model, holds one of its modules. Even in the view, it uses the model's module.
     """
 
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
@@ -85,20 +85,20 @@ class View(Generic[Module]):
         self._begin()
 
     def _begin(self) -> None:
-        # An OrderedDict is filled by its `__setitem__`, which notes it.
+        # Filling an OrderedDict calls its `__setitem__`, which notes a change.
         for state in self._changed:
             state.is_noted = False
         self._changed.clear()
 
     def shared_setting(self) -> str | None:
-        """Return the config flag that has changed since the view was made, if any."""
+        """Return the name of a config flag that has changed since the view was made, if any."""
         now = vars(self._config) if self._config else {}
         return next((name for name in now if now[name] is not self._settings.get(name)), None)
 
     def kept_setting(self) -> str | None:
         """Return the attribute of a module, such as `training`, that a run has set, if any.
 
-        It visits all modules, so it is for the end of all runs.
+        This visits all modules: call it once, after all runs.
         """
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
         modules = (state for state in self._states if issubclass(state.kind, nn.Module))
@@ -107,7 +107,7 @@ class View(Generic[Module]):
 
 @patches("HookPoint", takes="self", why="a view's hook points keep their contexts")
 def clear_context(original: Callable[..., None], self: HookPoint) -> None:
-    """Wrap `HookPoint.clear_context`; in a view the dict stays, which notes what is written."""
+    """Wrap `HookPoint.clear_context`: a view keeps the dict, which notes changes."""
     if IN_VIEW in vars(self):
         self.ctx.clear()
     else:
@@ -142,7 +142,7 @@ class _State:
             self.changed.append(self)
 
     def restore(self) -> None:
-        """Give the counterpart what it had."""
+        """Give the counterpart back what it had."""
         for container, contents in zip(self.containers, self.contents):
             now = contents_of(container)
             # Compare by identity: `==` of two tensors is a tensor.
@@ -155,10 +155,10 @@ class _State:
         self.attributes.update(self.as_made)
 
     def kept_setting(self) -> str | None:
-        """See `View`."""
+        """See `View.kept_setting`."""
         for name, value in self.attributes.items():
             before = self.as_made.get(name, _MISSING)
-            # A library replaces its tables, lists and dicts, and what is around a forward.
+            # Libraries replace their tables, lists and dicts, and wrappers of a forward.
             is_kept = type(before) in _REPLACED or value is before or name.startswith("_")
             # `generate` calls `eval()`, which changes nothing: no run in flight has dropout.
             is_eval = name == "training" and value is False
@@ -167,7 +167,7 @@ class _State:
         return None
 
 
-# Classes of values that lead to no module. Most values are of them, so they are looked up first.
+# Values of these classes lead to no module. Most values are of these, so they are checked first.
 _PLAIN = frozenset(
     (
         *(str, int, float, bool, bytes, complex, type(None), type, frozenset),
@@ -182,7 +182,7 @@ _MISSING = object()
 
 
 def _noting(kind: type) -> type:
-    """Return a subclass of a dict's class that has its owner noted before it changes."""
+    """Return a subclass of a dict class that calls `owner.note()` before it changes."""
 
     def noting(name: str) -> Callable[..., object]:
         original = getattr(kind, name)
@@ -200,7 +200,7 @@ def _noting(kind: type) -> type:
     methods: dict[str, Any] = {
         name: noting(name) for name in changes.split() if hasattr(kind, name)
     }
-    # A copy of a view's module is no part of the view.
+    # A copy of a view's module does not belong to the view.
     methods["__reduce__"] = lambda self: (kind, (), None, None, iter(self.items()))
     return type(kind.__name__, (kind,), {"__slots__": ("owner",), **methods})
 
@@ -246,7 +246,7 @@ class ViewBuilder:
         # Use a loop: recursion would go as deep as modules refer to one another.
         while self._to_fill:
             self._fill(self._to_fill.pop())
-        # Handles come last: each refers to its dict of hooks, whose counterpart has to be there.
+        # Handles come last: each refers to its dict of hooks, whose counterpart must exist by then.
         for handle, new_handle in self._handles:
             hooks, number, *others = handle.__getstate__()
             extra = tuple(map(self.counterpart_of, others[0])) if others else ()
@@ -279,7 +279,7 @@ class ViewBuilder:
         if issubclass(kind, nn.Module):
             attributes[IN_VIEW] = True
         attributes.pop(BOUND, None)  # the view's block binds its own modules
-        # Classes of modules have a setattr of their own.
+        # Module classes override __setattr__.
         object.__setattr__(counterpart, "__dict__", attributes)
         state = _State(kind, attributes, self.changed)
         self._to_fill.append(state)
@@ -287,7 +287,7 @@ class ViewBuilder:
         return counterpart
 
     def _new(self, kind: type) -> Any:
-        """Return an empty container of the holder that is being filled."""
+        """Return an empty container for the counterpart that is being filled."""
         container = _NOTING.get(kind, kind)()
         if kind in _NOTING:
             container.owner = self._owner
@@ -295,7 +295,7 @@ class ViewBuilder:
         return container
 
     def _fill(self, state: _State) -> None:
-        """Put counterparts in the places of a counterpart's attributes."""
+        """Replace the attributes of a counterpart by their counterparts."""
         self._owner, kind, attributes = state, state.kind, state.attributes
         for name, value in attributes.items():
             value_kind = type(value)
@@ -309,7 +309,7 @@ class ViewBuilder:
                 attributes[name] = self(value)
 
     def _own(self, value: Any) -> object:
-        """Return a container that is the counterpart's own, whatever is in it."""
+        """Return a new container, even if it leads to no module."""
         counterpart = self._counterparts.get(id(value))
         if counterpart is None:
             counterpart = self._counterparts[id(value)] = self._new(type(value))
@@ -338,7 +338,7 @@ class ViewBuilder:
         return counterpart
 
     # A library's function that leads to a module of the model gets a counterpart. A user's gets
-    # none, and what else a function refers to is shared, such as a list of results.
+    # none. Whatever else a function refers to, such as a list of results, is shared.
 
     def _in_function(self, value: object) -> Any:
         kind = type(value)  # not `isinstance`: a proxy of a module says that it is one
@@ -404,15 +404,15 @@ class ViewBuilder:
         return counterpart
 
     def _proxy(self, value: Any) -> object:
-        # A Bridge's block puts proxies of itself and its attention into closures. A proxy hands
-        # this method on to the object that it stands for, which it gives in no other way.
+        # A Bridge's block puts proxies of itself and its attention into closures. A proxy
+        # forwards `__repr__` to its object, which it reveals in no other way.
         referent = value.__repr__.__self__
         return weakref.proxy(self(referent)) if isinstance(referent, nn.Module) else value
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_own(kind: type, name: str) -> bool:
-    """Return True if each object of a class has a container of its own by this name."""
+    """Return True if objects of a class each have their own container under this name."""
     # Other containers of a module are shared: they may be the user's, as in `model.results = []`.
     return (
         not issubclass(kind, nn.Module)

@@ -1,1 +1,1 @@
-"""Fused blocks: one function of their weights, after `fuse_blocks(model)`."""
+"""Fused blocks: after `fuse_blocks(model)`, each runs as one function of its weights."""

@@ -126,8 +126,8 @@ def fuse_blocks(model: nn.Module) -> None:
         tl_devicefix.fuse_blocks(model)
         tl_devicefix.report(model)  # each block: fused, or why not
 
-    TransformerLens 3.8 and later. Older ones, and blocks that are not TransformerLens's own, stay
-    as they are; if no block is fused, a warning says why. Fused attention has no second
+    A HookedTransformer needs TransformerLens 3.8, and a Bridge 4.0. Older blocks, and users' own,
+    stay as they are; if no block is fused, a warning says why. Fused attention has no second
     derivatives: unfuse before you differentiate twice.
 
     Args:
@@ -189,7 +189,7 @@ def kind_of(module: nn.Module) -> type[Fused] | None:
 
 
 def is_known_block(module: nn.Module) -> bool:
-    """Return True for a block of TransformerLens's."""
+    """Return True if a module is one of TransformerLens's blocks."""
     return any(kind.is_block(module) for kind in KINDS)
 
 
@@ -199,7 +199,7 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def set_fused(module: nn.Module, asked: bool) -> None:
-    """Fuse or unfuse a module; for a block on another host, only record the wish."""
+    """Fuse or unfuse a module; for a block on another host, only record the request."""
     attributes, unfused = vars(module), class_of(module)
     kind: Any = None if hasattr(unfused, "is_remote") else kind_of(module)
     attributes.pop(BOUND, None)  # fusing again has to find replaced methods

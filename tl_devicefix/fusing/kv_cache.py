@@ -23,7 +23,7 @@ from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
 
-if TYPE_CHECKING:  # TransformerLens 2 has it by another name
+if TYPE_CHECKING:  # TransformerLens 2 has it under another name
     from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
 Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
@@ -129,7 +129,7 @@ class _Preallocated:
         if self._version != self._all_keys._version:  # other code has written to the keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
-        # `.data` leaves the version: graphs may hold the earlier keys, which do not change.
+        # `.data` keeps the version counter: graphs may hold earlier keys, which do not change.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
@@ -149,7 +149,7 @@ class _Preallocated:
         return self._rotated[:, :end]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()  # copies and pickles of an entry start without
+        return type(None), ()  # copies and pickles of an entry have none
 
 
 def _with_room(start: Heads, room: int) -> Heads:

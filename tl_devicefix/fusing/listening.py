@@ -75,7 +75,7 @@ class Listeners:
     """Finds the modules of a fused block that have hooks.
 
     Args:
-        block: the fused block. Assigning a module within it makes this out of date.
+        block: the fused block. Assigning a module within it makes this object out of date.
         named: the modules, each with the name that `look` returns for it. Several may share a name.
         are_harmless: returns True for a dict of hooks that need not be called.
     """

@@ -1,4 +1,4 @@
-"""Values that are computed once in a forward and shared by its blocks: masks, positions."""
+"""Values that are computed once per forward and shared by its blocks: masks, positions."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def cached_for_forward(
     device: torch.device,
     make: Callable[[], Made],
 ) -> Made:
-    """Compute a value from some tensors, once in a forward.
+    """Return a value that is computed from some tensors once per forward.
 
-    It is computed again if one of the tensors was modified in place, and on another stream, which
+    It is computed again if one of the tensors was modified in place, or on another stream, which
     would not wait for the first one.
 
     Args:

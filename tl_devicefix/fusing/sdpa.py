@@ -1,4 +1,4 @@
-"""Attention by `scaled_dot_product_attention`, as TransformerLens computes it by a pattern."""
+"""TransformerLens's attention by `scaled_dot_product_attention`, without a pattern."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Mask = Bool[torch.Tensor, "batch 1 query_pos key_pos"]
 def unmask_empty_rows(mask: Mask) -> Mask:
     """Let a query that sees no key see all of them.
 
-    Only rows of padding see none. A kernel may make NaN of the mean of nothing, and zero times NaN
-    is NaN in other rows.
+    Only padding rows see none. A kernel may return NaN for these, and in later blocks other rows
+    would get NaN too: zero times NaN is NaN.
     """
     return mask | ~mask.any(dim=-1, keepdim=True)
 
@@ -37,7 +37,7 @@ def attend(
     """
     dtype, attn_mask = v.dtype, mask
     if bias is not None:
-        if is_causal:  # SDPA takes no bias beside it
+        if is_causal:  # SDPA takes no bias with it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
         if dtype.itemsize < 4:
             q, k, v = q.float(), k.float(), v.float()  # 16 bits do not hold the bias

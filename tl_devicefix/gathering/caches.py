@@ -1,6 +1,6 @@
 """Caches whose activations stay where they were computed, and are copied home at each read.
 
-Home is the model's first device; within `gather_on`, its device. The same dict serves for weights.
+Home is the model's first device; in `gather_on`, the one given to it. Weights use the same dict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class CacheAtHome(dict[str, torch.Tensor]):
     """A cache of activations that stores each tensor where it was computed and reads it at home.
 
-    A `functools.partial` stands for a tensor on disk: it is called each time that you ask for it.
+    A `functools.partial` stands for a tensor on disk: each read calls it.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -76,7 +76,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         items, values = MutableMapping.items, MutableMapping.values
 
     def copy(self) -> CacheAtHome:
-        """Return a shallow copy that reads at home too."""
+        """Return a shallow copy with the same home."""
         return self.of(dict(super().items()))
 
     __copy__ = copy  # otherwise `copy.copy` would use __reduce_ex__
@@ -85,7 +85,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return self.of(copy.deepcopy(self.stored(), memo))
 
     def of(self, activations: Mapping[str, torch.Tensor]) -> CacheAtHome:
-        """Return a cache of other activations, wherever they are, read where this one is."""
+        """Return a cache of other activations, on any devices, with this cache's home."""
         new = type(self)(self._home)
         new.update(activations)
         return new
@@ -100,7 +100,7 @@ def _read(value: Any) -> Any:
 
 
 def cache_for(model: Model, device: DeviceLike | None = None) -> CacheAtHome | None:
-    """Make an empty cache that is read at home, or on a device; None for a model on one device."""
+    """Return an empty cache, read at home or on `device`; None for a model on one device."""
     placement = placement_of(model)
     if placement is None or len(placement.devices) == 1:
         return None
@@ -117,8 +117,8 @@ _READ = "activations are read at home, or on the device of `gather_on`"
 def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap `get_caching_hooks` and `add_caching_hooks`: the cache is read at home.
 
-    With a `device` that the caller names, activations stay there and are read there. A model on one
-    device, and a dict that the caller brings, are left as they are.
+    If the caller names a `device`, activations are copied there and read there. A model on one
+    device gets a plain dict, and a dict that the caller passes is used as it is.
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
     names_filter = call.arguments.get("names_filter")
@@ -168,7 +168,7 @@ def reading_together(
     """
     device = _read_on(self)
     if device is not None:
-        args, kwargs = bring_home((args, kwargs), device)  # such as a direction from a block
+        args, kwargs = bring_home((args, kwargs), device)  # a direction may be on any device
     read = functools.partial(original, self, *args, **kwargs)
     name = original.__name__
     # Head results, [batch, pos, head, d_model], are larger than their factors: they are computed
@@ -186,7 +186,7 @@ def reading_together(
 def changing_in_place(
     original: Callable[..., ActivationCache], self: ActivationCache, *args: object, **kwargs: object
 ) -> ActivationCache:
-    """Wrap a method of ActivationCache that changes each activation, which stays where it is."""
+    """Wrap a method of ActivationCache that changes activations; they stay where they are."""
     kept = self.cache_dict
     if not isinstance(kept, CacheAtHome):
         return original(self, *args, **kwargs)
@@ -223,7 +223,7 @@ def _device_by_name(cache_dict: Mapping[str, object]) -> dict[str, torch.device]
 
 
 def _in_place(cache: ActivationCache) -> ActivationCache:
-    """Return a cache with each activation read where it was computed; this one if it is plain."""
+    """Return a cache that reads without copying home; this one if its dict is plain."""
     if not isinstance(cache.cache_dict, CacheAtHome):
         return cache
     in_place = copy.copy(cache)

@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 def gathering_device(model: object) -> torch.device | None:
-    """Return the device on which to combine a model's weights; None if they are on one device."""
+    """Return the device on which to combine a model's weights; None to leave them in place."""
     chosen, placement = chosen_device(home_of(model)), spread_placement(model)
     return placement.home if chosen is None and placement is not None else chosen
 
 
 def spread_placement(model: object) -> Placement | None:
-    """Return a model's placement if its weights lie in several memories; the host's counts."""
+    """Return a model's placement if its weights lie in several memories, the host's included."""
     placement = placement_of(model)
     return None if placement is None or len(placement.memories) == 1 else placement
 
@@ -49,11 +49,11 @@ class ReadAt(JoinedAt):
     """A mode in which functions written for one device can read a model on several.
 
     Args:
-        device: the device to which operands on two devices are copied, and where stacks are made.
-        model: the model, or what a cache has in its place.
+        device: the device that mixed operands are copied to, and that stacks are made on.
+        model: the model, or whatever a cache has as its `model`.
         what: the name of what is read, for messages.
-        in_place: True to leave tensors that the functions bring home where they are, until an
-            operation mixes them with others; False to copy them to `device`.
+        in_place: True to ignore the functions' own `.to(home)`, so that tensors move only when
+            they are mixed with others; False to copy them to `device` instead.
     """
 
     def __init__(self, device: torch.device, model: object, what: str, in_place: bool) -> None:
@@ -63,7 +63,7 @@ class ReadAt(JoinedAt):
         self._home, self._what, self._in_place = home, what, in_place
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
-        """Return the device of the reading."""
+        """Return the mode's device, or the one on which an offloaded weight's block runs."""
         # Offloaded weights are copied to the one other device, on which their block runs.
         others = devices - {CPU}
         return next(iter(others)) if len(others) == 1 and self._device != CPU else self._device
@@ -128,7 +128,7 @@ def read_together(
     read: Callable[[], T],
     in_place: bool = True,
 ) -> T:
-    """Call `read` within `ReadAt`, and bring its result to the device; without one, only call."""
+    """Call `read` within `ReadAt`, and bring its result to `device`; if it is None, just call."""
     if device is None:
         return read()
     with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
@@ -147,7 +147,7 @@ _GATHERS = "weights of several devices are read at home, or on the device of `ga
 @patches("TransformerBridge", *_SINGLE, *_COMBINING_NAMES, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
 def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
-    """Wrap a property that returns a weight, a stack of all blocks' weights, or their product."""
+    """Wrap a property or method that returns a weight, stacked weights, or a result from them."""
     what = f"model.{original.__name__}"
     read = functools.partial(original, self, *args, **kwargs)
     return read_together(gathering_device(self), self, what, read)
@@ -155,7 +155,7 @@ def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: o
 
 @patches("TransformerBridge", "_stack_block_params", takes="self attr_path", why=_GATHERS)
 def stacked(original: Callable[..., T], self: Model, attr_path: str, *args: object) -> T:
-    """Wrap the method by which a Bridge's W_Q, b_Q and others are stacked, from "attn.W_Q"."""
+    """Wrap the method that stacks a Bridge's W_Q, b_Q and others, given a path like "attn.W_Q"."""
     what = f"model.{attr_path.rpartition('.')[2]}"
     read = functools.partial(original, self, attr_path, *args)
     return read_together(gathering_device(self), self, what, read)
@@ -165,7 +165,7 @@ def stacked(original: Callable[..., T], self: Model, attr_path: str, *args: obje
 def stacked_key_value_heads(
     original: Callable[..., Shaped[torch.Tensor, "block head ..."]], self: Model
 ) -> Shaped[torch.Tensor, "block head ..."]:
-    """Wrap `HookedTransformer.W_K` and `W_V`: grouped heads are repeated after stacking."""
+    """Wrap HookedTransformer's W_K, W_V, b_K and b_V: repeat grouped heads after stacking."""
     attn: Any = self.blocks[0].attn
     name, device = original.__name__, gathering_device(self)
     if device is None or not hasattr(attn, f"_{name}"):

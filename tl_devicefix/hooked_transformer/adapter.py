@@ -31,7 +31,7 @@ has_dropout = False
 
 
 def passes_stream_alone(model: HookedTransformer) -> bool:
-    """Return True: a HookedTransformer's blocks pass on nothing else."""
+    """Return True: a HookedTransformer's blocks pass on only the residual stream."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""The blueprint of a HookedTransformer: its config, and making it without values."""
+"""The blueprint of a HookedTransformer: its config, and a model without values made from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HookedGeneration:
     def __init__(self, model: HookedTransformer, batch_size: int, seq_len: int) -> None:
         self._model = model
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
-        # The mask that TransformerLens would make by the tokenizer.
+        # Otherwise TransformerLens would make a mask with the tokenizer.
         self._mask = torch.ones_like(self._tokens)
         # TransformerLens 3 renamed it.
         in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
@@ -47,7 +47,7 @@ class HookedGeneration:
         self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
 
     def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
+        """Make the KV cache as long as after this many tokens."""
         for entry in self._kv_cache.entries:
             for name in ("past_keys", "past_values"):
                 cached = getattr(entry, name)
@@ -58,7 +58,7 @@ class HookedGeneration:
         self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
 
     def last_token(self) -> None:
-        """Run one token more."""
+        """Run one more token."""
         token, mask = self._tokens[:, :1], self._mask[:, :1]
         self._model(token, past_kv_cache=self._kv_cache, attention_mask=mask)
         del self._tokens, self._mask  # so that only the KV cache is still held
@@ -103,14 +103,14 @@ class HookedBlueprint:
     def check_numbers(self, on_mismatch: OnMismatch | None) -> None:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
-            return  # transformers knows nothing about a HookedTransformerConfig
+            return  # a HookedTransformerConfig has no counterpart in transformers
         arguments = bind_arguments(HookedTransformer, (self.name,), {})
         steps = applicable_steps(self._cfg, {**arguments, **self._options})
         hf_config = known_config(official_name(self.name)) or read_config(self.name)
         check_hooked_numbers(hf_config, self._cfg, steps, on_mismatch)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return the most bytes that loading needs beside the weights: a slice in float32."""
+        """Return the most bytes that loading needs beyond the weights: two slices in float32."""
         return working_room(placement, self.dtype)
 
     generation = HookedGeneration
@@ -170,11 +170,11 @@ def _empty_as_loaded(
 ) -> torch.Tensor:
     """Make a parameter without values in the memory layout of a load.
 
-    An `architecture` of None means a model from no checkpoint.
+    `architecture` is None for a model without a checkpoint.
     """
-    # A load keeps the checkpoint's layout (`weight_processing/slices.py`), of which
-    # TransformerLens's shapes are mostly transposed views. TransformerLens's own copies, and so
-    # the memory of a forward, depend on it.
+    # A load keeps the checkpoint's layout (`weight_processing/slices.py`): most parameters are
+    # transposed views of it. The layout decides what TransformerLens's forward copies, and so
+    # how much memory it takes.
     orders = _OF_CONV1D if architecture == "GPT2LMHeadModel" else _OF_LINEAR
     order = orders.get(name.rpartition(".")[2]) if architecture else None
     if order is None or len(order) != like.dim():

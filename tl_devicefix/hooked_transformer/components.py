@@ -23,9 +23,9 @@ from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.placement import ComponentSize, component_of
 
 IS_2 = installed() < Version("3.dev0")
-"""True for TransformerLens 2, which differs in places."""
+"""True if TransformerLens 2 is installed."""
 POST_NORM = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-"""TransformerLens's POST_NORM_ARCHITECTURES: norms follow attention and MLP."""
+"""TransformerLens's POST_NORM_ARCHITECTURES, whose norms follow attention and MLP."""
 
 
 def component_names(cfg: HookedTransformerConfig) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def is_own(model: HookedTransformer, path: str, module: nn.Module) -> bool:
 def final_norm_class(cfg: HookedTransformerConfig) -> type[nn.Module]:
     """Return the class of `ln_final`."""
     kind = str(cfg.normalization_type)
-    is_rms = kind.startswith("RMS") or cfg.final_rms  # `final_rms` makes an RMS of an LN
+    is_rms = kind.startswith("RMS") or cfg.final_rms  # `final_rms` overrides an LN
     if kind.endswith("Pre"):
         return RMSNormPre if is_rms else LayerNormPre
     return RMSNorm if is_rms else LayerNorm

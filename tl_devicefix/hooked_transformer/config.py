@@ -1,7 +1,7 @@
-"""The HookedTransformerConfig of a model, by a name that TransformerLens lists or a checkpoint.
+"""The HookedTransformerConfig of a model that TransformerLens lists, or of any checkpoint.
 
 TransformerLens guesses the architecture and sizes from parts of the name ("llama", "gemma-2"). A
-local directory or a fine-tune on the hub may have any name, so its config.json decides.
+local directory or a fine-tune on the hub may have any name, so we read its config.json.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def model_config(
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
             another checkpoint on the hub.
-        prefer_known: use the config of `known_configs` if it has one, and fetch nothing. This is
-            for planning: a load always reads the checkpoint's own config.
+        prefer_known: use the config in known_configs.json if there is one, and fetch nothing. This
+            is for planning: a load always reads the checkpoint's own config.
         hf_model: a live model to load under this name. Its config is used.
         kwargs: as for `transformer_lens.loading_from_pretrained.get_pretrained_model_config`.
 
@@ -129,7 +129,7 @@ def is_listed(model_name: str) -> bool:
 def _config_by_name(
     name: str, hf_config: PretrainedConfig | None = None, token: object = None, **kwargs: Any
 ) -> HookedTransformerConfig:
-    """Return TransformerLens's config for a name, read from `hf_config` or else from the hub's."""
+    """Return TransformerLens's config for a name, read from `hf_config` or else the hub."""
     read = functools.partial(_config_for_transformer_lens, hf_config, token)
     try:
         with one_load, replaced_in_thread(AutoConfig, "from_pretrained", read):
@@ -165,8 +165,8 @@ class _UnguessedPath(str):
         return False
 
 
-# Architectures that TransformerLens configures by official name only: start from the config of this
-# name, and replace its sizes by those of config.json.
+# Architectures that TransformerLens configures only by an official name: start from the config of
+# that name, and replace its sizes with those in config.json.
 _CONFIGURED_BY_NAME = {
     "GemmaForCausalLM": "google/gemma-2b",
     "Gemma2ForCausalLM": "google/gemma-2-2b",
@@ -213,7 +213,7 @@ def _config_of_directory(
     except NotImplementedError as error:
         raise ValueError(
             f"{called!r} holds a {architecture}, which TransformerLens {installed()} cannot "
-            "convert to a HookedTransformer: try TransformerBridge, of 3.9 or later"
+            "convert to a HookedTransformer: try TransformerBridge (3.9 or later)"
         ) from error
     cfg.load_in_4bit = False  # packed weights arrive dequantised
     cfg.trust_remote_code = trusted  # TransformerLens sets True for some architectures
@@ -292,7 +292,7 @@ def config_post_init(original: Callable[..., None], self: HookedTransformerConfi
 
 
 def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:
-    """Return fields of config.json in whose place some TransformerLens versions use a default."""
+    """Return settings from config.json that some TransformerLens versions set to a default."""
     if architecture == "LlamaForCausalLM":
         return _rope(hf_config)
     if architecture == "GPTNeoXForCausalLM":
@@ -304,7 +304,7 @@ def overlooked(architecture: str, hf_config: PretrainedConfig) -> Options:
 
 
 def _named_sizes(hf_config: PretrainedConfig, d_head: int) -> Options:
-    """Return the sizes that OLMo and Gemma have under the same names."""
+    """Return the sizes that OLMo's and Gemma's configs name alike."""
     return {
         "d_model": hf_config.hidden_size,
         "d_head": d_head,
@@ -355,17 +355,17 @@ def _gemma_sizes(hf_config: PretrainedConfig) -> Options:
 
 
 def _gemma_activation(hf_config: PretrainedConfig) -> str:
-    """Return the activation of a Gemma; Gemma 1 has it under an older name."""
+    """Return the activation of a Gemma; Gemma 1's config has an older field for it."""
     if hf_config.model_type != "gemma":
         return str(hf_config.hidden_activation)
-    # The first checkpoints say "gelu" and mean its approximation, which transformers 5 uses.
+    # The first checkpoints say "gelu" but mean its approximation, which transformers 5 uses.
     activation = str(hf_config.hidden_act)
     return "gelu_pytorch_tanh" if activation == "gelu" else activation
 
 
 def _gemma_rope(hf_config: PretrainedConfig) -> Options:
     """Return the rotary bases of a Gemma; Gemma 3 has a second one for local attention."""
-    # transformers 5 has them in rope_parameters; for Gemma 3, in one dict per kind of attention.
+    # transformers 5 has the bases in rope_parameters: for Gemma 3, one dict per kind of attention.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     full = rope.get("full_attention", rope) or getattr(hf_config, "rope_scaling", None) or {}
     local = rope.get("sliding_attention", {}).get("rope_theta")
@@ -379,8 +379,8 @@ def _gemma_rope(hf_config: PretrainedConfig) -> Options:
 
 
 def _rope(hf_config: PretrainedConfig) -> Options:
-    """Return rotary settings: for unlisted names, TransformerLens uses a default base."""
-    # transformers 5 has both in rope_parameters, 4 in rope_theta and rope_scaling.
+    """Return the rotary settings; for unlisted names, TransformerLens uses a default base."""
+    # transformers 5 keeps all in rope_parameters, 4 in rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}
     theta = rope.get("rope_theta", getattr(hf_config, "rope_theta", None))

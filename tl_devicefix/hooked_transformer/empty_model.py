@@ -33,7 +33,7 @@ def empty_model(
     name = cfg.tokenizer_name or ""
     if tokenizer is None and is_checkpoint_directory(name) and has_tokenizer(name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=cfg.trust_remote_code)
-    # TransformerLens 2 and 3 have different defaults for None.
+    # Never pass None: the defaults of TransformerLens 2 and 3 differ.
     side: dict[str, Any] = (
         {} if default_padding_side is None else {"default_padding_side": default_padding_side}
     )
@@ -66,8 +66,8 @@ def _give_buffers(model: HookedTransformer) -> None:
     for layer, block in enumerate(model.blocks):
         kind = attention_kind(model.cfg, layer)
         if kind not in made:
-            # Its weights are not written, and take no memory, unless torch's deterministic mode
-            # fills them.
+            # The block's weights are never written, so they take no memory, unless torch's
+            # deterministic mode fills them.
             with torch.device("cpu"):
                 made[kind] = TransformerBlock(model.cfg, layer)
         for name, module in made[kind].named_modules():

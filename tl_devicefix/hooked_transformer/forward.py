@@ -42,7 +42,7 @@ def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: A
 def simple_attn_linear(
     original: Callable[..., torch.Tensor], input: torch.Tensor, w: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
-    """See TransformerLens's, which brings the weights to the input."""
+    """Move the input to the weights; TransformerLens's function moves the weights instead."""
     return original(input.to(w.device), w, b)
 
 
@@ -50,11 +50,11 @@ def simple_attn_linear(
     "HookedTransformer",
     "generate",
     takes="self input",
-    why="fused blocks look for padding once",
+    why="fused blocks check for padding once",
     since="3.8",
 )
 def generate(original: Original, self: HookedTransformer, *args: Any, **kwargs: Any) -> object:
-    """Wrap `HookedTransformer.generate`: fused blocks take none of its new tokens for padding."""
+    """Wrap `HookedTransformer.generate`: fused blocks check only the prompt for padding."""
     with setting(prompts, {}):
         return original(self, *args, **kwargs)
 
@@ -71,9 +71,9 @@ def generate_one_by_one(
 ) -> object:
     """Wrap `HookedTransformer.generate`, and generate texts of unequal length one by one.
 
-    Tokens that you padded yourself go to TransformerLens's own method.
+    Tokens, which you padded yourself, go to TransformerLens's own method.
     """
-    # TransformerLens 2 and 3.0 drop the mask of padding, so only the longest text would be right.
+    # TransformerLens 2 and 3.0 drop the padding mask, so only the longest text would be right.
     if isinstance(input, list) and kwargs.get("return_type", "input") in ("input", "str"):
         prepends = {name: kwargs[name] for name in ("prepend_bos",) if name in kwargs}
         lengths = {self.to_tokens(text, **prepends).shape[1] for text in input}
@@ -101,13 +101,13 @@ def override_defaults(original: Original, self: LocallyOverridenDefaults) -> obj
         if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
             placement = placement_by(model.cfg)
             model.cfg = copy.copy(model.cfg)
-            if placement is not None:  # it is found by the config, which is a new one now
+            if placement is not None:  # it is looked up by config, which is new
                 remember(model.cfg, placement)
     return original(self)
 
 
 def _differs(value: object, default: object) -> bool:
-    # A missing argument is None, or in TransformerLens 2 a string.
+    # A missing argument is None, or some other string in TransformerLens 2.
     return value in (True, False, "left", "right") and value != default
 
 
@@ -124,7 +124,7 @@ def remove_all_hook_fns(
 ) -> None:
     """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks."""
     # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`. The first
-    # is visited in any case: `remove_hooks` checks the direction.
+    # is always visited: its `remove_hooks` checks the direction.
     points = list(self.hook_points())
     for point in points[:1] + [each for each in points if each.fwd_hooks or each.bwd_hooks]:
         point.remove_hooks(direction, including_permanent, level)

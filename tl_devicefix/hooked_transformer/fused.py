@@ -1,10 +1,10 @@
-"""A block of a HookedTransformer as one function of its weights.
+"""Run a block of a HookedTransformer as one function of its weights.
 
     no hooks inside                            `_block`
     hooks inside, or a module not listed here  TransformerLens's block around `_fused_attention`
-    hooks on scores or pattern, all else       TransformerLens's block, which builds a pattern
+    hooks on scores or pattern, anything else  TransformerLens's block, which builds a pattern
 
-Hooks on the residual stream, and on what attention and MLP add to it, are not inside.
+Hooks on the residual stream, and on what attention and MLP add to it, count as outside.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tl_devicefix.monkeypatch.versions import installed
 Residual = Float[torch.Tensor, "batch pos d_model"]
 Modules = dict[str, Any]  # by name
 
-SINCE = Version("3.8.dev0")  # earlier blocks compute in other ways
+SINCE = Version("3.8.dev0")  # earlier blocks compute differently
 _ParameterNames = dict[type, tuple[str, ...]]  # class -> the names of its parameters
 _NORMS: _ParameterNames = {
     LayerNorm: ("w", "b"),
@@ -68,10 +68,10 @@ _OUTER_POINTS = frozenset(
 )
 """Hook points of a block that do not count as inside."""
 _KINDS: dict[str, _ParameterNames] = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
-"""Prefix of a module's name -> the classes that it may have. All others have one of `_NORMS`."""
+"""Prefix of a module's name -> its allowed classes. Others must be in `_NORMS`."""
 _PARAMETER_NAMES: _ParameterNames = {**_NORMS, **_MLPS, **_ATTENTIONS}
 _PATTERN_MODULES = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
-"""Modules whose hooks need a pattern: torch hooks on attention see its own call."""
+"""Modules whose hooks need a pattern. A torch hook on `attn` runs only if `attn` is called."""
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalise queries and keys before these are split into heads."""
 
@@ -159,7 +159,7 @@ class BoundBlock:
         return self._why_not or _why_flags(self.attributes["cfg"])
 
     def why_pattern(self) -> str | None:
-        """Return why attention builds a pattern that nobody hooks; None if it builds none."""
+        """Return why attention builds a pattern even without hooks; None if it builds none."""
         return self._why_pattern or _why_pattern(self.modules["attn"])
 
     def has_usual_weights(self) -> bool:
@@ -177,7 +177,7 @@ def _bound_of(block: nn.Module) -> BoundBlock:
 
 
 def _hook_place(name: str) -> str:
-    """Return the name under which a module's hooks count."""
+    """Return what hooks on a module count as: "pattern", "inside" or an outer point's name."""
     if name in _PATTERN_MODULES:
         return "pattern"
     return name if name in _OUTER_POINTS else "inside"
@@ -198,7 +198,7 @@ def _why_flags(cfg: HookedTransformerConfig) -> str | None:
     if cfg.use_attn_in or cfg.use_split_qkv_input:
         return "use_split_qkv_input or use_attn_in is set"
     if cfg.positional_embedding_type == "shortformer":
-        return "queries and keys alone have positions"
+        return "only queries and keys have positions"
     return None
 
 
@@ -322,7 +322,7 @@ def _fused_attention(
     v = point("hook_v", _project(value_input, W_V, b_V))
     norm = (lambda norm, x: norm(x)) if is_hooked else _norm
     if cfg.use_qk_norm:
-        q = norm(attn.q_norm, q.reshape(-1, q.shape[-1])).view(q.shape)  # each head by itself
+        q = norm(attn.q_norm, q.reshape(-1, q.shape[-1])).view(q.shape)  # each head separately
         k = norm(attn.k_norm, k.reshape(-1, k.shape[-1])).view(k.shape)
     elif cfg.original_architecture in _WHOLE_VECTOR_NORMS:
         q = norm(attn.q_norm, q.flatten(2)).view(q.shape)  # all heads together
@@ -346,7 +346,7 @@ def _fused_attention(
             tables = attn._buffers["rotary_cos"], attn._buffers["rotary_sin"]
             states = tuple(map(state_of, tables)) if pads is None else None
             k = kv_cache.rotated_keys(entry, k, states, rotate)
-            k = k.clone() if is_hooked else k  # a hook may edit it, and the cache keeps it
+            k = k.clone() if is_hooked else k  # a hook may edit k, but the cache keeps it
         k = point("hook_rot_k", k)  # [batch, key_pos, kv_head_index, d_head]
     bias = None
     if cfg.positional_embedding_type == "alibi":
@@ -355,13 +355,13 @@ def _fused_attention(
     by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
     z = sdpa.attend(*by_head, 1 / attn.attn_scale, mask, is_causal, bias).transpose(1, 2)
     if is_hooked and z.requires_grad:
-        z = z.clone()  # a hook may edit it in place, and SDPA's backward needs its result
+        z = z.clone()  # a hook may edit z in place, but SDPA's backward needs it
     z = point("hook_z", z)  # [batch, pos, head_index, d_head]
     return F.linear(z.to(W_O.dtype).flatten(2), W_O.flatten(0, 1).T, b_O)  # [batch, pos, d_model]
 
 
 def _is_padded(padding: Padding | None, entry: kv_cache.Entry | None) -> bool:
-    """Return True if a mask leaves a token out; read it once in a forward."""
+    """Return True if a mask leaves out a token; the mask is read once per forward."""
     if padding is None:
         return False
     read = functools.partial(kv_cache.is_padded, padding, entry)

@@ -76,24 +76,24 @@ def from_pretrained(
         device_map: instead of `n_devices`, "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
-            (`{0: "20GiB", 1: "40GiB"}`). All devices of the dict are used, unless `n_devices` says
-            how many.
-        fuse_blocks: have blocks run as one function each, see `tl_devicefix.fuse_blocks`.
+            (`{0: "20GiB", 1: "40GiB"}`). All devices in the dict are used, unless `n_devices`
+            limits them.
+        fuse_blocks: run each block as one function; see `tl_devicefix.fuse_blocks`.
         on_mismatch: "warn" (the default), "refuse" or "ignore": what to do if the model would not
-            give transformers' numbers. A tiny random model of the same config shows that before
-            weights are read. "ignore" does not look at the parts of `hf_model` either. The
+            give transformers' numbers. A tiny random model of the same config is checked before
+            weights are read. "ignore" also skips the check for extra parts of `hf_model`. The
             environment variable TL_DEVICEFIX_ON_MISMATCH sets another default.
 
-    `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub's name of
+    `model_name` may also be a local directory with a Hugging Face checkpoint, or the hub name of
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
     `local_files_only` are as in transformers. `hf_model` may be on any devices, offloaded in part
     or whole, or quantised by bitsandbytes. It may be a PEFT model: its active adapters are merged
-    into your copy. It is never changed. `n_devices=4` with `device="cuda:2"` means cuda:2 to
+    into your copy; it is never changed. `n_devices=4` with `device="cuda:2"` means cuda:2 to
     cuda:5. The model's `placement` says where its components are.
 
-    Weights are folded in float32 or wider, and rounded to `dtype` once. So in bfloat16 and float16
+    Weights are folded in float32 or wider, and rounded to `dtype` once. So in bfloat16 and float16,
     folding is as exact as the dtype allows. You need `from_pretrained_no_processing` only if
-    weights must be bit for bit those of the checkpoint.
+    weights must equal the checkpoint's bit for bit.
 
     Parameters are laid out as in the checkpoint, and blocks on one device share masks and rotary
     tables. torch.save keeps both. safetensors takes neither, so give it copies:
@@ -103,16 +103,16 @@ def from_pretrained(
 
     Raises:
         ValueError: one sentence saying what is wrong with the arguments or the checkpoint. No
-            model is returned, and what was given is unchanged.
+            model is returned, and the arguments are unchanged.
         TypeError: if an argument's name is a near miss of one that exists.
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
-    handled = id(sys.exc_info()[1])  # the caller's own error may be its context
+    handled = id(sys.exc_info()[1])  # the error's context may be one that the caller is handling
     try:
         model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, on_mismatch)
     except BaseException as error:
-        # Its frames would keep the loaded weights as long as the error.
+        # Its frames would keep the loaded weights alive as long as the error.
         clear_frames(error, but_not=[handled])
         raise
     if fuse_blocks:
@@ -127,7 +127,7 @@ def _load(
     max_memory: MaxMemory | None,
     on_mismatch: OnMismatch | None,
 ) -> HookedTransformer:
-    """Load a model by all arguments of `from_pretrained`."""
+    """Load a model; `arguments` are all those of `from_pretrained`."""
     hf_kwargs = arguments.pop("from_pretrained_kwargs", {})  # TransformerLens passes them on
     parameters = [*arguments, "device_map", "max_memory", "fuse_blocks", "on_mismatch"]
     refuse_unknown("from_pretrained", hf_kwargs, parameters, passes_on=True)
@@ -148,14 +148,14 @@ def _load(
     for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "on_mismatch": "ignore"}
     load = "transformer_lens:HookedTransformer.from_pretrained"
     with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:
-        with one_load:  # methods of all models are replaced meanwhile
+        with one_load:  # it replaces methods of all models meanwhile
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             hf_model = getattr(source, "hf_model", None)
             tokenizer, side = arguments["tokenizer"], arguments["default_padding_side"]
             with tokenizers_fetched_with(model_name, hf_kwargs):
                 model = empty_model(cls, cfg, tokenizer, side, hf_model)
         fill(model, source, placement, steps)
-    place(model, placement)  # the weights are on their devices, the buffers are not
+    place(model, placement)  # the weights are on their devices, the buffers not yet
     attach(model, remotes)
     vars(model)["numbers_warning"] = warning
     if not arguments["move_to_device"]:
@@ -221,7 +221,7 @@ def _load_config(
 
 
 def applicable_steps(cfg: HookedTransformerConfig, arguments: Mapping[str, Any]) -> Steps:
-    """Return the requested processing without steps that do not apply to such a model."""
+    """Return the requested steps without those that do not apply to this config."""
     steps = {name: arguments[name] for name in Steps.__dataclass_fields__ if name in arguments}
     refused: dict[str, str] = {}  # as TransformerLens's own `from_pretrained` refuses them
     if cfg.positional_embedding_type == "shortformer":
@@ -258,7 +258,7 @@ def _check_numbers(
     n_layers = getattr(model.config, "text_config", model.config).num_hidden_layers
     if n_layers > cfg.n_layers and arguments.get("first_n_layers") is None:
         raise ValueError(
-            f"hf_model has {n_layers} layers, but {model_name!r} has {cfg.n_layers}, so that the "
+            f"hf_model has {n_layers} layers, but {model_name!r} has {cfg.n_layers}, so the "
             f"last {n_layers - cfg.n_layers} would be left out: give the model's own name or "
             f"directory, or first_n_layers={cfg.n_layers}"
         )
@@ -268,7 +268,7 @@ def _check_numbers(
 
 
 def _has_own_format(model_name: str) -> bool:
-    """Return True if it is a checkpoint in HookedTransformer's format, not transformers'."""
+    """Return True for a checkpoint in HookedTransformer's format, not in transformers'."""
     own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # the owners that TransformerLens goes by
     return is_listed(model_name) and model_name.startswith(own)
 

@@ -30,9 +30,9 @@ from tl_devicefix.placement.placement import Placement, placement_of
 
 
 def place(model: HookedTransformer, placement: Placement) -> None:
-    """Move each component to its planned device, and the rest home; make the model run there.
+    """Move each component to its planned device, and all else home; make the model run there.
 
-    The rest is, for example, a subclass's own parameters. Sets the model's `placement`,
+    All else is, for example, a subclass's own parameters. This sets the model's `placement`,
     `cfg.device` and `cfg.n_devices`.
     """
     share_buffers(model)
@@ -88,7 +88,7 @@ def to(
         nn.Module.to(self, to)
         self.cfg.dtype = to
     elif isinstance(to, torch.device | str | int):
-        home: Any = self.cfg.device  # users give an index too, although it is typed as a str
+        home: Any = self.cfg.device  # typed as a str, but users also give an index
         to = resolve_to_move(to, torch.device(home))
         if print_details:
             print("Moving model to device: ", to)
@@ -103,7 +103,7 @@ def to(
 def _apply(
     self: HookedTransformer, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> HookedTransformer:
-    """Follow the weights when they are moved, also by a module that holds this one.
+    """Convert or move the weights, and update the placement, even if a parent module is moved.
 
     Every way to move a module (`to`, `cuda`, a wrapper's `to`, accelerate's `prepare`) ends here.
     """
@@ -122,7 +122,7 @@ def _apply(
 
 
 def _follow_weights(model: HookedTransformer) -> None:
-    """Update config and placement after all weights were moved to one device."""
+    """Update config and placement if all weights are now on one device."""
     devices = _devices(model)
     if len(devices) != 1:
         return
@@ -141,13 +141,13 @@ def _devices(model: nn.Module) -> set[torch.device]:
 @patches(
     "HookedTransformer",
     takes="self",
-    why="place by the plan, not by whichever device has most free memory",
+    why="place by the plan, not on whichever device has most free memory",
 )
 def move_model_modules_to_device(original: Callable[..., None], self: HookedTransformer) -> None:
     """Place the model by its config's `device` and `n_devices`."""
     placement = placement_of(self)
     if placement is not None and placement.here is not placement:
-        return  # a model across several hosts stays
+        return  # a model across several hosts is not moved
     if placement is not None and _is_spread_by(placement, self.cfg):
         place(self, placement)
     elif self.cfg.n_devices > 1:
@@ -160,7 +160,7 @@ def move_model_modules_to_device(original: Callable[..., None], self: HookedTran
 
 
 def _is_spread_by(placement: Placement, cfg: HookedTransformerConfig) -> bool:
-    """Return True if a config asks for a placement of several devices, or with offloaded blocks."""
+    """Return True if a placement is split or offloaded, and still fits the config's devices."""
     if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
@@ -177,7 +177,7 @@ def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
     try:
         devices = _devices(self)
     except AttributeError:
-        return  # a block is still being copied, whose hook led to the model
+        return  # the copy of a block, whose hook refers to the model, is unfinished
     # torch.load has a `map_location`, so the devices may differ from the saved ones.
     if devices != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
@@ -186,7 +186,7 @@ def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Let the blocks of a model that was constructed, moved or converted share their buffers."""
+    """Make blocks share equal buffers, which are separate after a model is built or moved."""
     shared: dict[Hashable, torch.Tensor] = {}
     for module in model.modules():
         kind = getattr(module, "attn_type", None)
@@ -201,7 +201,7 @@ def share_buffers(model: nn.Module) -> None:
 
 def align_hooked(model: HookedTransformer, placement: Placement) -> None:
     """Make `model` run across the devices of `placement`, replacing any earlier alignment."""
-    # Outputs of blocks go on to the next device.
+    # A block's output goes to the next device, not home.
     running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
     if model.cfg.positional_embedding_type != "alibi":
         return
@@ -217,7 +217,7 @@ def align_hooked(model: HookedTransformer, placement: Placement) -> None:
 class AlibiOnDevice(Around):
     """Makes a block's ALiBi table on its device.
 
-    The installed attention would make it at home, the device of the config.
+    TransformerLens's attention would make it on the config's device, which is home.
     """
 
     device: torch.device
@@ -227,7 +227,7 @@ class AlibiOnDevice(Around):
         entry = kwargs.get("past_kv_cache_entry")
         past = 0 if entry is None else entry.past_keys.shape[1]
         n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]  # [batch, pos, ...]
-        if hasattr(block.attn, "alibi"):  # and is no other module
+        if hasattr(block.attn, "alibi"):  # a user may have replaced `attn`
             alibi_table(block.attn, n_keys, self.device)
         return args, kwargs
 
@@ -238,7 +238,7 @@ def alibi_table(
     """Return an attention's ALiBi table on a device, for at least `n_keys` keys."""
     table = attn.alibi
     is_short = table is None or table.shape[-1] < n_keys
-    # SDPA saves it for backward, which torch refuses of a table from inference mode.
+    # SDPA saves the table for backward; torch refuses to save one made in inference mode.
     if is_short or (table.is_inference() and torch.is_grad_enabled()):
         table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
     attn.alibi = table.to(device)
@@ -248,7 +248,7 @@ def alibi_table(
 @patches(
     "AbstractAttention",
     takes="n_heads device",
-    why="BLOOM's slopes where the heads are no power of two",
+    why="BLOOM's slopes if the number of heads is not a power of two",
     until="3",
 )
 def create_alibi_multipliers(
@@ -268,7 +268,7 @@ def create_alibi_multipliers(
 @patches(
     "HookedTransformer",
     takes="self",
-    why="SAEs and the like run where they are, whatever block they are attached to",
+    why="SAEs and similar modules run on their own device, whatever block they are attached to",
 )
 def setup(original: Callable[..., object], self: HookedTransformer) -> object:
     """Wrap `HookedRootModule.setup`, which is called after a module was attached or removed."""
@@ -279,14 +279,14 @@ def setup(original: Callable[..., object], self: HookedTransformer) -> object:
 
 
 # Keys are configs' ids: TransformerLens asks for a block's device by config alone.
-# torch's WeakIdKeyDictionary takes ten times as long, and each block asks in each forward.
+# torch's WeakIdKeyDictionary is ten times slower, and each block asks in each forward.
 _placement_by_config: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
 
 
 def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
     """Return the placement of the model with this very config; None if it has none."""
     config_ref, placement = _placement_by_config.get(id(cfg), (None, None))
-    # A freed config's id may be reused before it is forgotten.
+    # A freed config's id may be reused before its entry is removed.
     return placement if config_ref is not None and config_ref() is cfg else None
 
 
@@ -310,11 +310,11 @@ def get_device_for_block_index(
     placement = placement_by(cfg)
     if placement is None:
         return original(index, cfg, device)
-    # TransformerLens's forward calls `x.to(...)` with it, and `x.to(None)` moves nothing: only a
-    # block's `CarryTo` moves the residual stream; in a run in flight, it waits for the device. If
-    # `device` is given, the call is for a KV cache.
+    # TransformerLens's forward calls `x.to()` with the result, and `x.to(None)` moves nothing: the
+    # residual stream is left to each block's `CarryTo`, which also waits for the device if several
+    # runs are in flight. A call with `device` is for a KV cache.
     if index and device is None and is_in_forward():
         return None
-    # With index 0, TransformerLens asks where the tokens belong: at home.
+    # With index 0, TransformerLens asks for the tokens' device, which is home.
     runs_on = placement.home if index == 0 else placement.device_of(f"blocks.{index}")
     return placement.home if is_elsewhere(runs_on) else runs_on

@@ -1,7 +1,7 @@
 """Process the weights of a HookedTransformer, one component at a time.
 
-A component's weights are completed and checked, brought to its device, folded there in float32 (or
-wider), rounded once, and stored.
+Each component's weights are completed and checked, moved to its device, folded there in float32
+(or wider), rounded once, and stored.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def one_step(
     step: Callable[..., None] = functools.partial(_fold_norms, self.cfg)
     if method != "fold_layer_norm":
         steps = Steps(**{method: True})
-        if not method.startswith("center"):  # TransformerLens's own always centre
+        if not method.startswith("center"):  # TransformerLens's method always centres
             steps = steps.applicable(self.cfg, conventions)
         given: dict[str, Any] = {"cfg": self.cfg, "steps": steps, "conventions": conventions}
         step = functools.partial(process_component, **given)
@@ -139,8 +139,8 @@ def load_and_process_state_dict(
     Args:
         state_dict: weights on any devices and in any dtypes; not changed.
 
-    There is no second copy of the weights: if it is interrupted, the model has to be loaded again,
-    and says so when it is used.
+    No second copy of the weights is kept. After an interrupted call, the model must be loaded
+    again, and using it raises an error that says so.
 
     Raises:
         RuntimeError: if an earlier call was interrupted, or blocks are on other hosts.
@@ -190,7 +190,7 @@ def process_weights_(
 ) -> None:
     """Process the model's own weights in place, each component on its own device.
 
-    Steps that were done before are skipped. TransformerLens's own method after 3.0 does the same.
+    Steps that are already done are skipped, as in TransformerLens's own method after 3.0.
 
     Raises:
         RuntimeError: if an earlier call was interrupted.
@@ -205,13 +205,13 @@ def process_weights_(
 
 
 def fold_norm_modules(model: HookedTransformer) -> None:
-    """Replace LayerNorm by LayerNormPre, and RMSNorm by RMSNormPre, which have no weights."""
+    """Replace LayerNorm and RMSNorm with LayerNormPre and RMSNormPre, which have no weights."""
     if model.cfg.normalization_type not in ("LN", "RMS"):
         return
     pre = LayerNormPre if model.cfg.normalization_type == "LN" else RMSNormPre
     model.cfg.normalization_type += "Pre"
     for module in [model, *model.blocks, *(getattr(b, "mlp", None) for b in model.blocks)]:
-        for name in ("ln1", "ln2", "ln", "ln_final"):  # `ln` is inside of SoLU's MLP
+        for name in ("ln1", "ln2", "ln", "ln_final"):  # `ln` is inside SoLU's MLP
             if module is not None and name in module._modules:
                 norm = final_norm_class(model.cfg) if name == "ln_final" else pre
                 setattr(module, name, norm(model.cfg))
@@ -226,7 +226,7 @@ def processing_units(cfg: HookedTransformerConfig) -> list[str]:
 def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) -> None:
     """Read, process and store every component of a model, each on its planned device.
 
-    Without a placement, each stays on the device where the model has it.
+    Without a placement, each component stays on its present device.
 
     Raises:
         ValueError: if the source lacks weights that the model's config asks for.
@@ -239,7 +239,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     # Process an offloaded block where it runs: the host would be slow.
     devices = [_device_and_storage(model, unit)[0] for unit in units]
     if source.computes:
-        devices = devices[:1] * len(units)  # memory allows one at a time
+        devices = devices[:1] * len(units)  # one at a time, to save memory
     elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
         at_once = min(torch.get_num_threads(), _MAX_CONCURRENT)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
@@ -269,17 +269,17 @@ def _device_and_storage(model: HookedTransformer, unit: str) -> tuple[torch.devi
 def load_component(model: HookedTransformer, unit: str, weights: Weights, steps: Steps) -> None:
     """Process one unit's weights on the device that runs it, and store them, rounded once.
 
-    It takes slice after slice, so that only one slice is held beyond the model and the source.
+    The unit is processed in slices, so only one is held beyond the model and the source.
     """
     device, stored_on = _device_and_storage(model, unit)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = slicing.working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
-    means = None  # of the whole vocabulary, of which a slice has some tokens only
+    means = None  # over the whole vocabulary; a slice has only some tokens
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
-    left = dict(weights)  # stored after all slices, or never read by a step
+    left = dict(weights)  # to store after all slices
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, left), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
@@ -300,7 +300,7 @@ def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weig
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
-        if component not in component_names(model.cfg):  # ln_final, if nothing is normalised
+        if component not in component_names(model.cfg):  # ln_final, in a model without norms
             continue
         for leaf, own in model.get_submodule(component).state_dict().items():
             name = f"{component}.{leaf}"
@@ -314,7 +314,7 @@ def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weig
 
 
 def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
-    # A tensor of one element fits a scalar, as in torch's load_state_dict (Apertus's alphas).
+    # A one-element tensor fits a scalar, as in torch's load_state_dict (Apertus's alphas).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
         raise ValueError(
             f"{name} has shape {tuple(weight.shape)}, but this model's config asks for "
@@ -345,14 +345,14 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
 
 
 def _is_own_buffer(name: str) -> bool:
-    """Return True for masks and rotary tables, which a model has itself, by its n_ctx."""
+    """Return True for masks and rotary tables, which a model makes itself for its n_ctx."""
     return name.rsplit(".", 1)[-1] in ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
 @functools.cache
 def installed_conventions() -> Conventions:
     """Return the conventions of the installed TransformerLens."""
-    # Folding of MoE came with 3.0, went, and came back, so this warning tells, and no version.
+    # MoE folding was added in 3.0, removed and added again: look for the warning, not a version.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
     return Conventions(

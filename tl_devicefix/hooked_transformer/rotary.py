@@ -34,7 +34,7 @@ def scale_rotary(model: HookedTransformer, hf_model: nn.Module) -> None:
     made: dict[str | None, tuple[ScaledRotary, tuple[Table, Table]] | None] = {}
     for layer, block in enumerate(model.blocks):
         kind = attention_kind(model.cfg, layer)
-        # transformers 4 has a module of its own for Gemma 3's local attention.
+        # transformers 4 has a separate module for Gemma 3's local attention.
         module = modules.get(f"rotary_emb_{kind}", modules.get("rotary_emb"))
         if module is None or _rope_type(module, kind) in (None, "default"):
             continue
@@ -46,7 +46,7 @@ def scale_rotary(model: HookedTransformer, hf_model: nn.Module) -> None:
             agree = all(_agree(table[:n_ctx], new) for table, new in zip(tables, scaled))
             made[kind] = None if agree and rotary.longest is None else (rotary, scaled)
         if (scaled_tables := made[kind]) is not None:
-            # Set an attribute: TransformerLens calls it again to extend the tables.
+            # Replace the method too: TransformerLens calls it again to extend the tables.
             attn.calculate_sin_cos_rotary, (attn.rotary_sin, attn.rotary_cos) = scaled_tables
 
 
@@ -58,21 +58,21 @@ def _agree(own: Table, scaled: Table) -> bool:
 
 
 def _rope_type(module: nn.Module, kind: str | None) -> str | None:
-    """Return the scaling of a kind of attention, by transformers' name; "default" is none."""
+    """Return the scaling of a kind of attention, by transformers' name; "default" means none."""
     scaling = getattr(module, "rope_type", None)
     return scaling.get(_LAYER_TYPES[kind or "global"]) if isinstance(scaling, dict) else scaling
 
 
 class ScaledRotary:
-    """Computes rotary tables by transformers' module, in place of `calculate_sin_cos_rotary`.
+    """Computes rotary tables with transformers' module, for `calculate_sin_cos_rotary`.
 
     Attributes:
-        longest: the most tokens that one table serves. With LongRoPE and dynamic scaling, longer
-            texts have other frequencies at each position. Otherwise None.
+        longest: the most tokens that one table serves; with LongRoPE and dynamic scaling, longer
+            texts have other frequencies at each position. None for other scalings.
     """
 
     def __init__(self, module: Any, kind: str | None) -> None:
-        # Make one on the CPU: the model's own may lie anywhere, and changes as it runs.
+        # Make a new module on the CPU: the model's may be anywhere, and running changes it.
         with torch.device("cpu"):
             self._module = type(module)(module.config)
         by_layer_type = "layer_type" in inspect.signature(module.forward).parameters
@@ -87,7 +87,7 @@ class ScaledRotary:
     def __call__(
         self, rotary_dim: int, n_ctx: int, base: float = 10000, dtype: torch.dtype = torch.float32
     ) -> tuple[Table, Table]:
-        """Return sines and cosines, as `calculate_sin_cos_rotary`; the base is transformers' own.
+        """Return sines and cosines, as `calculate_sin_cos_rotary` does, but ignore `base`.
 
         Raises:
             ValueError: if `n_ctx` is above `longest`.
@@ -102,6 +102,6 @@ class ScaledRotary:
             like = torch.empty(1, dtype=torch.promote_types(dtype, torch.float32))
             positions = torch.arange(n_ctx)[None]  # [1, n_ctx]
         tables = self._module(like, positions, **self._layer_type)  # [1, n_ctx, rotary_dim] each
-        # gpt-oss's have one column for both halves.
+        # gpt-oss's tables have one column for both halves.
         cos, sin = (t[0].repeat(1, rotary_dim // t.shape[-1]).to(dtype) for t in tables)
         return sin, cos

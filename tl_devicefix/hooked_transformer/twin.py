@@ -36,10 +36,10 @@ def check_hooked_numbers(
 
     Args:
         hf_config: transformers' config of the model; not changed.
-        cfg: the HookedTransformerConfig that was made for it, with all choices of the caller.
+        cfg: the HookedTransformerConfig that was made for it, with all of the caller's choices.
         steps: the processing of the load.
         on_mismatch: as for `check_numbers`.
-        hf_class: the class of the model that is converted; by default transformers' own for it.
+        hf_class: the class of the model to convert; by default, the one that transformers uses.
 
     Returns:
         The warning, or None.
@@ -52,7 +52,7 @@ def check_hooked_numbers(
         return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
-        for step in fields(steps):  # any one may be the fault
+        for step in fields(steps):  # any one may be at fault
             without = functools.partial(run, steps=replace(steps, **{step.name: False}))
             if getattr(steps, step.name) and is_right(without):
                 return f"pass {step.name}=False"
@@ -68,7 +68,7 @@ def difference(
     steps: Steps,
     hf_class: type[PreTrainedModel] | None,
 ) -> float:
-    """Return how far a HookedTransformer's twin is from transformers; see `Twin.difference`."""
+    """Return how far the tiny model is from transformers; see `Twin.difference`."""
     twin = Twin.of(
         hf_config,
         cfg.n_ctx,
@@ -82,7 +82,7 @@ def difference(
 
 
 def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig:
-    """Return the config of the twin, shrunk like transformers' config."""
+    """Return `cfg` with the sizes of the tiny model."""
     small = twin.hf_model.config
     n_experts = getattr(small, "num_local_experts", None) or getattr(small, "num_experts", None)
     sizes = {
@@ -101,18 +101,18 @@ def _shrunk(cfg: HookedTransformerConfig, twin: Twin) -> HookedTransformerConfig
         "device": "cpu",
         "n_devices": 1,
         "dtype": torch.float32,
-        "tokenizer_name": None,  # it is given tokens
+        "tokenizer_name": None,  # the check passes tokens
         "n_params": None,  # the config counts them again
-        "seed": None,  # would set the process's random numbers
+        "seed": None,  # a seed would set the process's random state
     }
     if cfg.original_architecture == "Gemma3ForConditionalGeneration":
         sizes["original_architecture"] = type(twin.hf_model).__name__  # the text model alone
-    settings = cfg.to_dict()  # older TransformerLens versions have fewer
+    settings = cfg.to_dict()  # older TransformerLens versions have fewer settings
     return type(cfg).from_dict({name: sizes.get(name, value) for name, value in settings.items()})
 
 
 def _hooked(hf_twin: nn.Module, cfg: HookedTransformerConfig, steps: Steps) -> HookedTransformer:
-    """Make a HookedTransformer of the twin's weights, as `from_pretrained` does."""
+    """Make a HookedTransformer from the tiny model's weights, as `from_pretrained` does."""
     model: Any = empty_model(HookedTransformer, cfg, None, hf_model=hf_twin)
     placement = decide_fitting(component_sizes(cfg), n_devices=1, device="cpu")
     model.placement = placement

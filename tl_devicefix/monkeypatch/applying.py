@@ -31,8 +31,8 @@ class _Replacement(NamedTuple):
     after: object
 
 
-# This lists all that is replaced, from before the first change until after the last is undone, so
-# that after an interrupt the next `apply_patches` or `remove_patches` can finish the job.
+# This is set before the first change, and cleared after the last one is undone. So after an
+# interrupt, the next `apply_patches` or `remove_patches` can finish the job.
 _replaced: tuple[_Replacement, ...] = ()
 _functions: dict[_Function, _Function] = {}  # of modules: the installed one -> ours
 _is_enabled = False
@@ -51,11 +51,11 @@ def apply_patches(table: Sequence[Patch]) -> None:
 
 
 def _apply_table(table: Sequence[Patch]) -> None:
-    """Apply a table that was checked and is not applied."""
+    """Apply a table that was checked and is not applied yet."""
     global _applied, _functions, _is_enabled, _originals, _replaced
     replacements: list[_Replacement] = []
     functions: dict[_Function, Any] = {}
-    for patch in table:  # all of them before any is set: a target may be wrong
+    for patch in table:  # prepare all before setting any: a target may be wrong
         target = named(patch.owner or patch.name)
         if patch.owner is None:
             functions[target] = _like_installed(target, patch.replacement)
@@ -87,7 +87,7 @@ def _rename(functions: Mapping[_Function, _Function]) -> None:
 
 
 def remove_patches() -> None:
-    """Undo all patches: TransformerLens gets the objects back that `apply_patches` replaced."""
+    """Undo all patches: restore the objects that `apply_patches` replaced."""
     global _functions, _is_enabled, _originals, _replaced
     _is_enabled = False
     for owner, name, before, _ in _replaced:
@@ -109,7 +109,7 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         if were_enabled and not is_enabled():
-            remove_patches()  # one that was interrupted may have left some
+            remove_patches()  # an interrupted `apply_patches` may have left some
             _apply_table(_applied)
 
 
@@ -126,8 +126,8 @@ def original(cls: type, name: str) -> Any:
     return cached[cls, name]
 
 
-# Each forward asks. The dict is a new one when the patches change, so that a thread that
-# looks up meanwhile cannot leave an old answer.
+# Each forward looks here. Changing the patches makes a new dict, so that a lookup in another
+# thread cannot leave an outdated answer.
 _originals: dict[tuple[type, str], object] = {}
 
 
@@ -180,7 +180,7 @@ def _classmethod_like(target: _Function, replacement: _Function) -> object:
         for parameter in inspect.signature(replacement).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     ]
-    # New ones come before the last, which is `**hf_kwargs`.
+    # New parameters come before the last, which is `**hf_kwargs`.
     *parameters, hf_kwargs = inspect.signature(target).parameters.values()
 
     def method(cls: type, *args: object, **kwargs: object) -> object:
@@ -195,14 +195,14 @@ def _classmethod_like(target: _Function, replacement: _Function) -> object:
 
 @contextlib.contextmanager
 def replaced_in_thread(owner: object, name: str, replacement: _Function) -> Iterator[None]:
-    """Replace a function for this thread's calls, within a `with` block; others call it as it is.
+    """Replace a function within a `with` block, for this thread's calls only.
 
     Only one thread at a time may be within it: hold `one_load`.
 
     Args:
         owner: the module that has the function, or the class of the method.
         name: its name there.
-        replacement: called with the function, which needs no class, and with its arguments.
+        replacement: called with the function (a classmethod is bound) and with its arguments.
     """
     installed: Any = vars(owner)[name]
     thread = threading.get_ident()

@@ -69,7 +69,7 @@ def patches(
     since: str | None = None,
     until: str | None = None,
 ) -> Callable[[Replacement], Replacement]:
-    """Put the decorated function in the table of patches, which `enable()` applies.
+    """Add the decorated function to the table of patches, which `enable()` applies.
 
         @patches("HookedTransformer", takes="self state_dict", why="folded where they lie")
         def load_and_process_state_dict(original, self, state_dict): ...
@@ -150,11 +150,11 @@ _OF_BRIDGE = (
 
 
 def named(name: str) -> Any:
-    """Find a class or a function of a module with patches, by name; None if there is none."""
+    """Return the class or function of this name in the patched modules; None if none has it."""
     # In versions with a Bridge, importing `utils` warns.
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
-            # TransformerLens 4 raises ImportError at the names that it has dropped.
+            # TransformerLens 4 raises ImportError for names that it has dropped.
             attribute = vars(importlib.import_module(module_name)).get(name)
             if attribute is not None and not inspect.ismodule(attribute):
                 return attribute

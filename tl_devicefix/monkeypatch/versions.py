@@ -41,7 +41,7 @@ def has_hooked_transformer() -> bool:
 
 
 def has_bridge() -> bool:
-    """Return True if there is a TransformerBridge that can be patched, as from 3.9 on."""
+    """Return True if there is a TransformerBridge that can be patched: from 3.9 on."""
     return installed() >= Version("3.9.dev0")
 
 

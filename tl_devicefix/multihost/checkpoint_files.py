@@ -16,8 +16,8 @@ Files = dict[str, tuple[int, str]]
 """File -> its size in bytes, and a checksum of its tensors."""
 
 _FILES = ("config.json", "*.index.json", "*.safetensors", "*.bin")
-# Weights of two trainings differ everywhere, so samples show it. An edited part is seen if it is as
-# long as the distance between samples.
+# Weights of two trainings differ everywhere, so samples suffice. An edit is always found if it is
+# as long as the distance between samples.
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 """Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
@@ -61,7 +61,7 @@ def _file(path: Path) -> tuple[int, str]:
             ranges = [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
         for start, end in ranges:
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE
-            # The last sample is that of the range's end, which the steps may miss.
+            # The last sample is the end of the range, which the steps may miss.
             for first in (*range(start, end, distance), max(start, end - _SAMPLE)):
                 checksum.update(os.pread(file.fileno(), min(_SAMPLE, end - first), first))
     return nbytes, checksum.hexdigest()

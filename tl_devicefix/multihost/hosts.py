@@ -23,7 +23,7 @@ class Connection(Protocol):
     - Several threads may call at once, and a call may take long.
     - Arguments and values are None, numbers, strings, dtypes, devices, classes, dense CPU tensors
       without gradients, and tuples, lists, dicts and messages (see `messages.py`) of these.
-    - A tensor that arrives is its receiver's own, and may be written to.
+    - A tensor that arrives belongs to its receiver, which may write to it.
 
     Attributes:
         name: the host's: "node-b"; "host1" if two hosts have the same name.
@@ -61,8 +61,8 @@ class Host:
         return self.connection.call(method, *arguments)
 
     def take_forgotten(self) -> list[int]:
-        """Empty `forgotten` one by one: other threads may append meanwhile."""
-        return [self.forgotten.pop() for _ in range(len(self.forgotten))]
+        """Empty `forgotten`, and return its numbers."""
+        return [self.forgotten.pop() for _ in range(len(self.forgotten))]  # others may append
 
 
 class Hosts(Elsewhere):
@@ -87,7 +87,7 @@ class Hosts(Elsewhere):
             self._names |= {device: f"{host}/{name}" for name, device in there}
             numbered = {str(index): device for index, (_, device) in enumerate(there)}
             by_number[f"host{number}"] = by_name[host] = numbered | dict(reversed(there))
-        self._by_host = by_number | by_name  # a host's name comes before another one's number
+        self._by_host = by_number | by_name  # a host's name takes precedence over a number
         self.listed = ", ".join(
             f"{host}/{first}"
             + (f" to {others[-1]}" if others else "")
@@ -108,7 +108,7 @@ class Hosts(Elsewhere):
         return self._names.get(device, str(device))
 
     def free_memory(self, device: torch.device) -> int:
-        """Ask a device's worker, which first frees what nobody needs."""
+        """Return a device's free bytes, after its worker has freed what nobody needs."""
         host, number = host_of(device)
         return int(host.call("free_memory", number, host.take_forgotten()))
 

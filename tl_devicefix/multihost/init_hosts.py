@@ -25,7 +25,7 @@ _INSTALL = "pip install ray"
 _CALLS_AT_ONCE = 64
 _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0
-"""Seconds to wait for a call, and then for the answer to a ping, which busy workers answer too."""
+"""Seconds to wait for a call, then for the answer to a ping: busy workers answer that too."""
 _PACKAGES_ALIKE = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 
 
@@ -45,8 +45,8 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
     Raises:
         ImportError: if a cluster is asked for, and Ray is not installed.
         ConnectionError: if no cluster is at the address.
-        RuntimeError: if a node has other versions of what it computes with (Python, torch,
-            transformers, TransformerLens, this package), or starts no worker in time.
+        RuntimeError: if a node has another version of Python, torch, transformers,
+            TransformerLens or this package, or starts no worker in time.
     """
     with one_load:
         if joined_hosts() and all(map(_answers, joined_hosts())):
@@ -86,7 +86,7 @@ def _answers(host: Host) -> bool:
 
 
 def _connect(address: str) -> bool:
-    """Connect to a Ray cluster, unless there is none, and none is asked for."""
+    """Connect to a Ray cluster; return False if there is none, and none is asked for."""
     asked_for = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     if importlib.util.find_spec("ray") is None:
         if asked_for:
@@ -168,7 +168,7 @@ class WorkerActor(Worker):
     """The actor: a worker with all devices of its node.
 
     Args:
-        n_threads: the driver's number of threads; by default, Ray gives an actor one.
+        n_threads: the driver's number of threads; Ray alone would give an actor one.
     """
 
     def __init__(self, n_threads: int) -> None:
@@ -192,14 +192,14 @@ class WorkerActor(Worker):
 class _Packed:
     """A tensor as an array of its bytes."""
 
-    # Ray sends arrays without pickling. An array of bytes, since numpy lacks bfloat16.
+    # Ray sends arrays without pickling them. The array is of bytes: numpy lacks bfloat16.
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
         self.bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor, in memory of its own."""
-        # Ray's memory is read-only. The CPU is named for drivers within `torch.device("cuda")`.
+        """Return the tensor, in new memory."""
+        # Copy: Ray's memory is read-only. The driver may be within `torch.device("cuda")`.
         tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         tensor.view(-1).view(torch.uint8).numpy()[:] = self.bytes
         return tensor
@@ -218,7 +218,7 @@ class RayConnection:
 
     Args:
         name: the host's name.
-        node_id: Ray's id of the node on which the worker starts; it is never restarted.
+        node_id: Ray's id of the node where the worker runs. The worker is never restarted.
         n_gpus: the number of GPUs that Ray has there, all of which the worker gets.
     """
 
@@ -262,7 +262,7 @@ class RayConnection:
     def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the worker, and wait for its result."""
         ray = self._ray
-        if not ray.is_initialized():  # the call would start a cluster of its own
+        if not ray.is_initialized():  # the call would start a new cluster
             raise self._lost("ray.shutdown() was called")
         reference = self._actor.call.remote(method, _packed(arguments))
         try:

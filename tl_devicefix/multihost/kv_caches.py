@@ -2,7 +2,7 @@
 
 1. Home sends an `EntryState`: keys and values, or the names of unread ones that the worker keeps.
 2. The worker builds an entry, and the block appends to it.
-3. The worker keeps the new tensors under a new number; home's entry gets `RemoteTensor`s with it.
+3. The worker keeps the new tensors under a new number; home's entry gets `RemoteTensor`s for it.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ def loading_elsewhere(
 
     Args:
         placement: the model's placement.
-        load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
+        load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
         name: the checkpoint.
         arguments: the arguments of that method.
-        hub: the arguments among them by which the hub finds files.
+        hub: those of these arguments by which the hub finds files.
 
     Yields:
         Block -> the part of the model on its host, for each block of another host.

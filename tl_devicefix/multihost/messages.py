@@ -23,7 +23,7 @@
 The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
 number that home chose. A tensor that it keeps is named by a `KeptTensor`, in both directions.
 
-All of a message is on the CPU and without gradients; what may be in one, `Connection` says.
+Tensors in a message are on the CPU, without gradients; `Connection` lists what else it may have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Output: TypeAlias = torch.Tensor | tuple[Any, ...]
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """A tensor that the worker keeps: that of a number, or an attribute in what has the number."""
+    """A tensor that the worker keeps: the value with a number, or a named tensor in that value."""
 
     number: int
     name: str
@@ -54,17 +54,17 @@ class KeptTensor:
 
     @staticmethod
     def of(tensor: torch.Tensor, number: int, name: str = "") -> KeptTensor:
-        """Name a tensor that is kept."""
+        """Return the `KeptTensor` of a tensor."""
         return KeptTensor(number, name, tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass
 class EntryState:
-    """A block's part of a KV cache, in the place of the argument with it.
+    """A block's part of a KV cache, sent in place of the cache.
 
     Attributes:
         kind: its class.
-        attributes: those that are plain values, and its tensors.
+        attributes: its tensors, and its attributes that are plain values.
         is_in_cache: True if the block is given transformers' cache, with this as its layer.
         new: the number for its tensors once it has grown.
     """
@@ -81,7 +81,7 @@ class LoadRequest:
 
     Attributes:
         model: the number of the model from now on.
-        load: what loads: "transformer_lens:HookedTransformer.from_pretrained".
+        load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
         name: the checkpoint.
         arguments: the arguments of that method.
         device_map: each component's device, by its index there; None if it is elsewhere.
@@ -130,7 +130,7 @@ class RunRequest:
         leaves: the positions, among x and all arguments, of the tensors that get gradients.
         has_graph: True if gradients are enabled.
         settings: home's values of the settings of torch that change numbers.
-        facts: those of the model's forward.
+        facts: what blocks have to know of the model's forward (`SENT_FACTS`).
         forget: numbers of values to free first.
     """
 
@@ -155,8 +155,8 @@ class Reply:
         value: the activation, or what the last block returned; None if home has the tensor.
         same_as: the position of the tensor, if home has it, among those that both sides have: x,
             and then the activation of each tap.
-        has_graph: True if the value has a graph there.
-        cached: step, hook point and activation of each that was kept since the last reply.
+        has_graph: True if the value has a graph on the worker.
+        cached: step, hook point and tensor of each activation kept since the last reply.
         grown: step and attributes of each entry of a KV cache that has grown since then.
     """
 

@@ -1,13 +1,13 @@
 """A block whose weights are on another host, and whose forward calls the worker there.
 
-`attach` turns blocks whose parameters have no values into such; `messages.py` shows how they run.
-Their hook points, and all code of users, stay in this process. At a hook point with a hook, the
+`attach` turns blocks without values into remote blocks; `messages.py` shows how they run.
+Their hook points, and all user code, stay in this process. At a hook point with a hook, the
 worker pauses, and the hook gets the activation as a plain tensor. A hook that only looks, such as
 those of `run_with_cache`, pauses nothing: the activation stays on its host until it is read.
 
 Consecutive blocks of one host wait, and return a `RemoteTensor`, until one of them has a hook or
-somebody reads the output of the last: then one call runs them all. Code that you replace, such as a
-method, stays as it is on the worker.
+the last one's output is read: then one call runs them all. Code that you replace here, such as a
+class's method, is not replaced on the worker.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _Value = TypeVar("_Value")
 
 
 class RemoteHandle:
-    """Stands for a value on a worker, by its number; freed there after this object is freed."""
+    """The number of a value on a worker, which frees the value after this object is freed."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.number, self.has_graph = host, next(_numbers), False
-        # A finalizer may run in the middle of a call, so it only notes the number for the next one.
+        # A finalizer may run in the middle of a call, so it only notes the number for a later one.
         # At exit, workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
@@ -76,14 +76,14 @@ class RemoteModel(RemoteHandle):
 
     Attributes:
         home: the device to which tensors are fetched.
-        changed: names of settings that have been changed since it was loaded.
+        changed: names of settings that have been changed since the model was loaded.
     """
 
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
-        # Settings of these names are sent with each run. Where one is back at its first value, the
-        # worker still has the changed one.
+        # Settings of these names are sent with each run, even one that is back at its first value:
+        # the worker still has the changed value.
         self.changed: set[str] = set()
 
     def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
@@ -106,8 +106,8 @@ class _Record:
     """This process's knowledge of a remote block; copies and views of the block share it.
 
     Attributes:
-        forms: the type of its output, a tensor or a tuple of one, by the number of positional
-            arguments and the names of the others. It is known after the first call of each form.
+        forms: form of a call (the number of positional arguments, the names of the others) -> the
+            type of the output, a tensor or a tuple of one; known after the first such call.
     """
 
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
@@ -116,7 +116,7 @@ class _Record:
         self.look_at(block)
 
     def look_at(self, block: nn.Module) -> None:
-        """Take note of the block as its host has it: its hook points, and its settings."""
+        """Record the block's hook points, and its settings as its host has them."""
         named = list(block.named_modules())
         self.points = [path for path, module in named if isinstance(module, HookPoint)]
         # Keep each config's first path: most modules of a block share one.
@@ -205,7 +205,7 @@ _SET_BY_LIBRARIES = {
     *("training", "name", "alibi"),
     *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
 }
-"""Attributes that TransformerLens sets. `StepRequest` or `call_everywhere` sends them along."""
+"""TransformerLens sets these; `call_everywhere` has workers set those that change results."""
 
 
 class RemotePart(RemoteModule):
@@ -215,7 +215,7 @@ class RemotePart(RemoteModule):
 def _checking_method(
     method: str, check: Callable[[_Module, _Value], None]
 ) -> Callable[..., object]:
-    """Return a method of `nn.Module` that checks its first argument before it registers it."""
+    """Return `nn.Module`'s `method`, preceded by a `check` of its first argument."""
 
     def register(self: _Module, given: _Value, *args: object, **kwargs: object) -> object:
         check(self, given)
@@ -225,10 +225,10 @@ def _checking_method(
 
 
 def _check_hook(part: RemotePart, hook: object) -> None:
-    # A Bridge registers hooks of its own, here as at the worker.
+    # A Bridge registers its own hooks, here and on the worker.
     from_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
     if not (from_bridge or records(hook)):
-        part._refuse("hooks of torch's were")
+        part._refuse("torch hooks were")
 
 
 for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
@@ -242,7 +242,7 @@ class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on the block itself run here."""
 
     def _check_name(self, name: str) -> None:
-        if name != "forward":  # that acts here, around the call
+        if name != "forward":  # it takes effect here, around the call
             super()._check_name(name)
 
 
@@ -251,9 +251,9 @@ _WAITING = "remote blocks"
 
 
 def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
-    """Run the block there; within a forward of the model, together with those that follow."""
+    """Run the block on its host; in a model's forward, one call runs it and those that follow."""
     record: _Record = vars(self)[_REMOTE]
-    # A Bridge's blocks begin with these, so that `start_at_layer` and `stop_at_layer` act here.
+    # A Bridge's blocks begin with these calls, which implement `start_at_layer`, `stop_at_layer`.
     for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):
         if hasattr(self, name):
             changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
@@ -266,8 +266,8 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
         waiting = _WaitingBlocks(record.remote, plain(x))
     output = waiting.add(step)
     form = record.forms.get(step.form)
-    # A block with taps runs at once: its hooks run before those of later blocks. So does one of
-    # which we do not know yet whether it returns a tensor or a tuple.
+    # A block with taps or torch hooks runs at once: they run before those of later blocks. So does
+    # a block whose type of output, a tensor or a tuple, is not known yet.
     is_watched = step.taps or self._forward_hooks or self._backward_hooks
     if is_watched or form is None or not is_in_forward():
         output.read()
@@ -295,18 +295,18 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
 
 @cache
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
-    # Python lets a module change its class only to one whose first base is the class that it had,
-    # so the mixin comes last. The `__call__` of a Bridge's block expects the layer's weights here.
+    # The mixin comes last: Python lets a module whose class derives from ABC change only to a class
+    # that has the old one as its first base. A Bridge block's `__call__` expects weights here.
     block_methods = {"forward": _run_there, "__call__": nn.Module.__call__}
     has = {"__module__": __name__, **(block_methods if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
 
 def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object]) -> None:
-    """Call a method that changes weights on all hosts that have blocks of a model."""
+    """Call a method that changes a model's weights, on all hosts that have blocks of it."""
     blocks = [module for module in model.modules() if isinstance(module, RemoteBlock)]
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
-        # Their shapes may have changed.
+        # `apply` returns the weights: their shapes may have changed.
         weights: list[KeptTensor] = remote.host.call("apply", remote.number, method, arguments)
         for weight in weights:
             path, _, key = weight.name.rpartition(".")
@@ -321,7 +321,7 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
     """Refuse to move weights of other hosts, or to change their dtype.
 
     Raises:
-        RuntimeError: if `convert` would change a remote weight. None has been converted then.
+        RuntimeError: if `convert` would change a remote weight; nothing is converted then.
     """
     for weight in model.parameters():
         if type(weight) is RemoteTensor:
@@ -334,7 +334,7 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
 
 
 def _why_not_now() -> str | None:
-    """Return a mode of this process that the worker does not have, such as autocast; else None."""
+    """Say which mode of this process the worker lacks, such as autocast; None if there is none."""
     if (why := unsupported_mode()) is not None:
         return why
     is_of_bridge, *_ = forward_cache().get(SENT_FACTS) or [False]
@@ -394,21 +394,21 @@ class _Step:
             )
 
     def _sent(self, argument: Any) -> object:
-        """Return an argument as it is sent: the state of an entry in the place of a KV cache."""
+        """Return an argument as it is sent: a KV cache as the state of its entry."""
         is_in_cache = isinstance(argument, Cache)
         if not (is_in_cache or hasattr(argument, "past_keys")):
             return argument
         entry = layer_of_cache(argument, self.record.index) if is_in_cache else argument
         if entry is None:
             raise self.record.refusal(
-                f"a {type(argument).__name__} is used: only a DynamicCache goes there"
+                f"a {type(argument).__name__} is used: only a DynamicCache can be sent"
             )
         self._entry, self._grown = entry, RemoteHandle(self.record.remote.host)
         attributes = {name: self._part(value) for name, value in attributes_of(entry).items()}
         return EntryState(type(entry), attributes, is_in_cache, self._grown.number)
 
     def _part(self, value: object) -> object:
-        """Return an attribute of an entry; if nobody has read what the worker keeps, its name."""
+        """Return an entry's attribute as it is sent: a tensor that only the worker has, by name."""
         if not (isinstance(value, RemoteTensor) and value.source):
             return value
         handle, kept = value.source
@@ -447,7 +447,7 @@ class _Step:
 
 
 class _WaitingBlocks:
-    """Consecutive blocks of one host in a forward: one call runs them, once the last is read."""
+    """Consecutive blocks of one host in a forward: reading the last one's output runs all."""
 
     def __init__(self, remote: RemoteModel, x: Float[torch.Tensor, "batch pos d_model"]) -> None:
         self._remote, self._x, self._has_graph = remote, x, torch.is_grad_enabled()
@@ -456,13 +456,13 @@ class _WaitingBlocks:
         self.returned: Output
 
     def continue_with(self, x: object, remote: RemoteModel) -> bool:
-        """Return True if a block of `remote` that is given `x` follows."""
+        """Return True if a block of `remote` with the input `x` can be added."""
         is_next = isinstance(x, RemoteTensor) and x is self.output and not x.is_fetched
         # The blocks run in one graph, or in none.
         return is_next and remote is self._remote and self._has_graph == torch.is_grad_enabled()
 
     def add(self, step: _Step) -> RemoteTensor:
-        """Let a block follow; return its output."""
+        """Add a block; return its output."""
         self._steps.append(step)
         like = self._x.shape, self._x.dtype, self._x.device  # [batch, pos, d_model]
         self.output = RemoteTensor(partial(self._run, len(self._steps)), *like, waits=True)
@@ -472,8 +472,8 @@ class _WaitingBlocks:
         if n_steps != len(self._steps):
             raise RuntimeError(
                 f"the output of blocks.{self._steps[n_steps - 1].record.index} stayed on "
-                f"{self._remote.host.connection.name}, because the next block there has used it: "
-                "to keep it, put a hook on one of its hook points"
+                f"{self._remote.host.connection.name}, where the next block has used it: to read "
+                "it here, put a hook on a hook point of its block"
             )
         with torch.set_grad_enabled(self._has_graph):
             self.returned = _RemoteRun(self._remote, self._steps).run(self._x)
@@ -483,7 +483,7 @@ class _WaitingBlocks:
 
 
 class _RemoteRun(RemoteHandle):
-    """A run of blocks by their worker; see `worker.py` for the protocol."""
+    """A run of blocks by their worker; see `messages.py` for the protocol."""
 
     def __init__(self, remote: RemoteModel, steps: list[_Step]) -> None:
         super().__init__(remote.host)
@@ -533,7 +533,7 @@ class _RemoteRun(RemoteHandle):
             same_as = reply.same_as
             activation = value if same_as is None else shared[same_as]
             hooked, in_place = self._hooked(activation, shared)
-            # Most hooks look, and what they leave unchanged is not sent back.
+            # Most hooks only look: an activation that they leave unchanged is not sent back.
             is_changed = in_place or hooked is not activation
             if same_as is None or hooked is not activation:
                 shared.append(hooked)
@@ -550,7 +550,7 @@ class _RemoteRun(RemoteHandle):
         step, name = self._steps[self._reply.step], self._reply.tap
         others = [(tensor, version_of(tensor)) for tensor in shared if tensor is not activation]
         version = version_of(activation)
-        before = activation.detach().clone()  # writes by `.data` and numpy are not counted
+        before = activation.detach().clone()  # versions miss writes by `.data` and numpy
         hooked = step.block.get_submodule(name)(activation)
         step.check_after_hook(name, any(version_of(tensor) != was for tensor, was in others))
         is_written = version_of(activation) != version or not torch.equal(activation, before)
@@ -581,7 +581,7 @@ class _RemoteRun(RemoteHandle):
 class _RemoteBackward(torch.autograd.Function):
     """One part of a run, in home's graph.
 
-    Each takes a token from the part before, so that autograd runs them in order, the last first:
+    Each part takes a token from the one before, so that autograd runs them in reverse order:
 
         x ---------> part 0 -- z ---> hook(z) ---> part 1 ---> output
                         `---- token ----------------^

@@ -47,11 +47,11 @@ class RemoteTensor(TensorElsewhere):
     """A tensor of another host; see the module.
 
     Attributes:
-        source: what the worker keeps, and the handle that has it kept; None if that is not known.
+        source: the handle that it is kept for, and its `KeptTensor`; None if the worker keeps none.
     """
 
     source: Any
-    _is_param: bool  # torch recognises parameters by it, also of other classes
+    _is_param: bool  # makes torch take it for a parameter
     _weight_is: str
     _waits: bool
     _fetch: Callable[[], torch.Tensor]
@@ -69,7 +69,7 @@ class RemoteTensor(TensorElsewhere):
         source: object = None,
         strides: tuple[int, ...] | None = None,
     ) -> RemoteTensor:
-        """Make one whose values `fetch` returns.
+        """Make a tensor whose values `fetch` returns.
 
         Args:
             fetch: returns a plain tensor at home.
@@ -114,8 +114,8 @@ class RemoteTensor(TensorElsewhere):
             is_same = func in (_T.detach, _T.data.__get__) and not this._waits
             if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
-            # `cache.remove_batch_dim()` indexes all entries, and a Bridge's hook points take heads
-            # apart, but few of the activations are read.
+            # `cache.remove_batch_dim()` indexes all entries, and a Bridge's hook points split
+            # heads, but few of the activations are read.
             is_view = func in _VIEWS or (func is _T.__getitem__ and _is_basic(args[1]))
             if is_view and not this._waits:
                 with DisableTorchFunctionSubclass():
@@ -158,7 +158,7 @@ class RemoteTensor(TensorElsewhere):
     def __torch_dispatch__(  # type: ignore[override]  # torch's has no default arguments
         cls, func: _TorchFunction, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Calls from C++ pass `__torch_function__` by.
+        # Calls from C++ bypass `__torch_function__`.
         return cls.__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
@@ -172,7 +172,7 @@ class RemoteTensor(TensorElsewhere):
 def _changes_nothing(
     func: _TorchFunction, tensor: RemoteTensor, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> bool:
-    """Return True for a `to` the same device and dtype, and for freezing a weight."""
+    """Return True for a `to` with the same device and dtype, and for freezing a weight."""
     if func in (_T.requires_grad_, _T.requires_grad.__set__):
         return bool(tensor._weight_is) and args == (False,)
     like = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -204,7 +204,7 @@ def refuse_weights(tensors: Iterable[object]) -> None:
     """Refuse weights of other hosts.
 
     Raises:
-        RuntimeError: if one of the tensors is a weight of another host, naming it.
+        RuntimeError: if one of the tensors is such a weight; the message names it.
     """
     for tensor in tensors:
         if type(tensor) is RemoteTensor and tensor._weight_is:
@@ -222,7 +222,7 @@ def add_param_group(
     """Wrap `Optimizer.add_param_group`, which each optimiser calls when it is made.
 
     Raises:
-        RuntimeError: if there are weights of other hosts.
+        RuntimeError: if the group has weights of other hosts.
     """
     original(self, *args, **kwargs)
     try:

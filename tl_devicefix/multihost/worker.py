@@ -114,7 +114,7 @@ class Worker:
         """Call a method that changes a model's weights; return all weights here."""
         module = self._kept[model].module
         getattr(module, method)(**arguments)
-        self._kept[model] = _Model(module)  # the views have the weights of before
+        self._kept[model] = _Model(module)  # its views have the old weights
         named = module.blocks.named_parameters(prefix="blocks", remove_duplicate=False)
         return [KeptTensor.of(w, model, name) for name, w in named if not w.is_meta]
 
@@ -134,7 +134,7 @@ class Worker:
     def proceed(
         self, run: int, activation: torch.Tensor | None, needs_gradient: bool, in_place: bool
     ) -> Reply:
-        """Go on with a paused run, up to the next tap or the end.
+        """Resume a paused run, up to the next tap or the end.
 
         Args:
             run: its number.
@@ -147,7 +147,7 @@ class Worker:
     def backward(
         self, run: int, part: int, gradient: torch.Tensor | None, task: int
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the leaves of a part of a run; the last part comes first.
+        """Return the gradients of a part's leaves. Home asks for the last part first.
 
         Args:
             run: its number.
@@ -179,7 +179,7 @@ class _Model:
     def borrow(self, layer: int) -> View[nn.Module]:
         """Return a view of a block: runs in flight must not see each other's hooks."""
         views = self._views.setdefault(layer, [])
-        try:  # and not a test: another thread may take the last one in between
+        try:  # not `if views`: another thread may take the last one in between
             return views.pop()
         except IndexError:
             return View(self.blocks[layer])
@@ -190,18 +190,18 @@ class _Model:
         self._views[layer].append(view)
 
 
-class _Ended(BaseException):  # no Exception: code in a block may catch these
+class _Ended(BaseException):  # not an Exception: a block may catch those
     """Ends a run that home has dropped."""
 
 
 @dataclass
 class _GraphPart:
-    """The computation of a run between two replies.
+    """The computation of a run up to a reply, from its start or the reply before.
 
     Attributes:
-        leaves: the tensors that it was given, and that get gradients.
+        leaves: its inputs that get gradients.
         edge: the place of its value in the graph; None if the value needs no gradient.
-        device: the value's.
+        device: the device of its value.
     """
 
     leaves: list[torch.Tensor]
@@ -210,13 +210,13 @@ class _GraphPart:
 
 
 class _PausableRun:
-    """A run of blocks. If there are taps, a thread runs them, and waits at each for `proceed`."""
+    """A run of blocks. If there are taps, it has a thread, which waits at each for `proceed`."""
 
     def __init__(self, kept: _Kept, request: RunRequest) -> None:
         self._kept, self._request = kept, request
         self._model: _Model = kept[request.model]
         self._replies = queue.SimpleQueue[Reply | BaseException]()
-        # None ends the run; others are the arguments of `proceed`.
+        # None ends the run; others are `proceed`'s `activation` and `in_place`.
         self._arrivals = queue.SimpleQueue[tuple[torch.Tensor | None, bool] | None]()
         self._cached: list[tuple[int, str, KeptTensor]] = []
         self._grown: list[tuple[int, dict[str, object]]] = []
@@ -251,7 +251,7 @@ class _PausableRun:
         return self._reply()
 
     def end(self) -> None:
-        """End it, if it is paused."""
+        """End the run, if it is paused."""
         self._arrivals.put(None)
 
     def _reply(self) -> Reply:
@@ -319,7 +319,7 @@ class _PausableRun:
         return output
 
     def _entry(self, state: EntryState, device: torch.device) -> CacheEntry:
-        """Make the entry that home has; what is appended to it makes new tensors."""
+        """Return a copy of home's entry. Appending to it makes new tensors."""
         # Skip `__init__`: its arguments differ between classes and versions.
         entry: CacheEntry = object.__new__(state.kind)
         given = tree_map_only(
@@ -338,9 +338,9 @@ class _PausableRun:
             self._grown.append((number, attributes | named))
 
     def _put_hook(self, number: int, step: StepRequest, name: str, point: Any) -> None:
-        """Put a hook of torch's on a hook point."""
+        """Register a torch hook on a hook point."""
 
-        # torch's: home runs TransformerLens's conversions around the user's hook.
+        # A torch hook: home runs TransformerLens's conversions around the user's hook.
         def cache(module: object, args: object, activation: torch.Tensor) -> None:
             kept = step.cached[name]
             self._kept[kept] = activation.detach()
@@ -372,7 +372,7 @@ class _PausableRun:
             # Copy it: `given` is a leaf of the graph, and the block may write to it.
             activation = given.to(activation.device, copy=self._request.has_graph)
             if in_place and same_as is not None:
-                self._shared[same_as] = activation  # home has its own tensor in that place still
+                self._shared[same_as] = activation  # home still has its own at this index
             else:
                 same_as = None
         elif same_as is None and activation.requires_grad:

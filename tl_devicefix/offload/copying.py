@@ -1,6 +1,6 @@
 """Copies of offloaded weights on a device, made while it computes; and what autograd keeps of them.
 
-Where a device has streams, copies are on a stream of their own, into memory of the stream that
+Where a device has streams, copies run on a separate stream, into memory of the stream that
 computes. That stream waits for a block's copies before the block runs.
 """
 
@@ -35,7 +35,7 @@ class BlockCopy:
 
     Attributes:
         device: where the copies are.
-        weights: what stands in the places of the parameters, between `swap_in` and `swap_out`.
+        weights: the copies, which replace the parameters between `swap_in` and `swap_out`.
     """
 
     def __init__(self, places: Iterable[Place], device: torch.device) -> None:
@@ -72,14 +72,14 @@ class BlockCopy:
 
     def _record(self) -> None:
         if self._streams is not None:
-            self._done = _weights_stream(self.device).record_event()  # behind all copies so far
+            self._done = _weights_stream(self.device).record_event()  # after all copies so far
 
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""
         return self._states == [(place[:2], stamp(place.host)) for place in places]
 
     def swap_in(self) -> None:
-        """Put the copies in the places of the parameters."""
+        """Replace the parameters with the copies."""
         self.share()
         for weight in self.weights:
             weight.swap_in()
@@ -91,8 +91,8 @@ class BlockCopy:
         self.drop()
 
     def share(self) -> None:
-        """Make the current stream wait for the copies, and the allocator for the stream."""
-        # Streams are a thread's own, and a hook may run a block in another thread.
+        """Make the current stream wait for the copies, and record it on their memory."""
+        # Each thread has its current stream, and a hook may run a block in another thread.
         if self._streams is None:
             return
         stream = self._streams.current_stream(self.device)
@@ -115,7 +115,7 @@ class BlockCopy:
 
 
 class PrefetchedWeight:
-    """A weight on a device, that takes the place of a parameter in host memory."""
+    """A weight on a device, which takes the place of a parameter in host memory."""
 
     def __init__(self, place: Place, copy: torch.Tensor) -> None:
         self._module, self._name, self.host = place
@@ -124,8 +124,8 @@ class PrefetchedWeight:
         self._stamp = stamp(self.weight)
 
     def swap_in(self) -> None:
-        """Put the weight in the parameter's place."""
-        # It has a graph, by which its gradient reaches the parameter.
+        """Replace the parameter with the weight."""
+        # The weight has a graph, through which its gradient reaches the parameter.
         self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
 
     def swap_out(self) -> None:
@@ -142,7 +142,7 @@ class PrefetchedWeight:
 
 
 class _Copied(torch.autograd.Function):
-    """Makes the gradient of a copy that of the parameter."""
+    """Passes the gradient of a copy on to its parameter."""
 
     @staticmethod
     def forward(ctx: object, host: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -156,10 +156,10 @@ class _Copied(torch.autograd.Function):
 def keeping_on_host(
     weights: Iterable[PrefetchedWeight],
 ) -> contextlib.AbstractContextManager[object]:
-    """Within it, autograd keeps parameters in host memory instead of their copies on a device.
+    """Return a context in which autograd keeps host parameters instead of copies on a device.
 
-    Backward copies each to the device again when it reaches it. Hooks around it, such as those of
-    `checkpoint` and `save_on_cpu`, get all other tensors.
+    Backward copies each parameter to the device again when it is needed. Hooks around the context,
+    such as those of `checkpoint` and `save_on_cpu`, get all other tensors.
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()

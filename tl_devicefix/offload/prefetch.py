@@ -68,7 +68,7 @@ class OffloadedForward(Around):
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.module = block
         self.device = device
-        # It counts running calls: two or more if a hook or another thread calls the block too.
+        # Running calls: there are several if a hook or another thread calls the block too.
         self._calls = 0
         self._copy: BlockCopy | None = None
 
@@ -84,12 +84,12 @@ class OffloadedForward(Around):
                 self._swap_out()
 
     def places(self) -> Iterator[Place]:
-        """Yield each parameter in host memory, or the one that a device copy replaces."""
+        """Yield each parameter in host memory, also those that device copies replace now."""
         weights = self._copy.weights if self._copy else ()
         return _places(self.module, {id(one.weight): one.host for one in weights})
 
     def is_running(self) -> bool:
-        """Return True while the block runs, whose weights are then on the device."""
+        """Return True while the block runs: its weights are on the device then."""
         return self._calls > 0
 
     # These are methods: local names in `forward` would keep swapped-out copies alive.

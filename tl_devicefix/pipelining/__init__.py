@@ -1,1 +1,1 @@
-"""Many runs of one model at the same time: each device computes for another run."""
+"""Many runs of one model at the same time: each device is busy with a different one."""

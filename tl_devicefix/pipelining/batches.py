@@ -81,7 +81,7 @@ class Batch:
         }
 
     def run(self, model: Model) -> list[Any]:
-        """Run all in one forward of a model or view, and return each run's result."""
+        """Run them in one forward of a model or view, and return each run's result."""
         results = _HookResults()
         # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
         uneditable = _OF_NORMS if hasattr(model, "original_model") else ()
@@ -135,8 +135,8 @@ class _HookResults:
     """The results of a batch's hooks at a hook point.
 
     Attributes:
-        source: the activation as the model has it. Other parts may read it too, so a run's edits in
-            place belong there, until one of its hooks returns another tensor.
+        source: the activation as the model has it. Other parts may read it too, so in-place
+            edits of a run go into it, until one of its hooks returns another tensor.
         activation: a copy of it with the rows of all runs, once a hook has returned a tensor.
         returned: what each run's hooks returned last.
     """
@@ -162,7 +162,7 @@ class _RunRows:
         self._results, self._uneditable = results, uneditable
         self._run, self._n_runs, self._total = run, n_runs, n_runs * rows
         self._rows = slice(run * rows, (run + 1) * rows)
-        self._contexts: dict[int, dict[object, object]] = {}  # by the id of the hook point's own
+        self._contexts: dict[int, dict[object, object]] = {}  # by the id of `hook.ctx`
 
     def call(
         self, user_hook: Callable[..., Any], activation: Any, *, hook: HookPoint
@@ -209,7 +209,7 @@ class _RunRows:
 
 
 class _RunHookPoint:
-    """A hook point as a run of a batch sees it, with a context of its own."""
+    """A hook point as a run of a batch sees it, with its own context."""
 
     def __init__(self, point: HookPoint, context: dict[object, object]) -> None:
         self._point = point

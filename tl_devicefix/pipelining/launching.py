@@ -30,9 +30,9 @@ Result = TypeVar("Result")
 
 
 def may_launch_ahead(model: Model, home: torch.device) -> bool:
-    """Return True if `home` has streams, no run is in flight, and only hooks are the user's code.
+    """Return True if `home` has streams, no run is in flight, and the user's only code is hooks.
 
-    On the run's own stream, memory that the user's other code frees could be reused too early.
+    A run has its own stream, so memory that other user code frees could be reused too early.
     """
     if module_with_streams(home) is None or current_run() is not None:
         return False

@@ -1,7 +1,7 @@
-"""`transformer_lens.patching` by `sweep`.
+"""`transformer_lens.patching` through `sweep`.
 
-TransformerLens's own function runs, with its progress, metrics and shapes. Only the model that it
-is given is another, which hands out the sweep's results in turn.
+TransformerLens's own function runs, with its progress, metrics and shapes. It only gets a stand-in
+for the model, which returns the sweep's results in turn.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class batch_sweeps:
 
         tl_devicefix.batch_sweeps(16)  # from here on, in all threads
 
-    It acts on `generic_activation_patch` and all `get_act_patch_*` that use it. Your metric is
-    called for each run with that run's logits. Numbers equal those of one run at a time to float32
+    It applies to `generic_activation_patch` and all `get_act_patch_*` that use it. Your metric is
+    called for each run with that run's logits. Numbers equal those of single runs up to float32
     rounding, and a batch takes the memory of a forward of that many prompts. Elsewhere, pass
     `batch_size` to `sweep`.
 
@@ -82,7 +82,7 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
     asked = SimpleNamespace(**call.arguments)
     if not is_model(asked.model):  # such as a stand-in in a test
         return original(*args, **kwargs)
-    # TransformerLens 2.16 counts as many heads of keys and values as of queries.
+    # TransformerLens 2.16 assumes as many key and value heads as query heads.
     knows_groups = "n_key_value_heads" in original.__code__.co_names
 
     def runs() -> Iterator[Hooks]:

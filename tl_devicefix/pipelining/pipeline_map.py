@@ -1,4 +1,4 @@
-"""`pipeline_map`: many runs of one model at the same time, each device busy with another run.
+"""`pipeline_map`: many runs of one model at the same time, each device busy with a different run.
 
 Two devices, four runs; a run waits at a device until the run before it has left:
 
@@ -63,18 +63,18 @@ def pipeline_map(
     bit for bit.
 
     With ``max_in_flight=1`` (the default on one device) it is that loop: `run` gets the model
-    itself. So it is if a function or object on the model (a permanent hook, a ``forward``) holds
-    one of the model's modules. Otherwise each run has a thread, and a view of the model: the same
-    class, parameters, config and placement, and hooks of its own. A run may read `model` itself,
+    itself. The same applies if a function or object on the model (a permanent hook, a ``forward``)
+    holds one of the model's modules. Otherwise each run has a thread, and a view of the model: the
+    same class, parameters, config and placement, but its own hooks. A run may read `model` itself,
     but neither run nor hook it. Either way, hooks that a run adds to hook points are gone when it
     ends.
 
-    What runs in flight share, they may not change. A run raises if it draws torch's random numbers
-    (without a ``torch.Generator`` of its own), calls ``backward``, reads or sets a leaf's
-    ``.grad``, changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and
-    numpy's random numbers come in no fixed order: draw them for the items. Weights, and
-    attributes of modules, may not change either: that is checked now and then and at the end, and
-    raises. Between results you may run the model; hooks that you leave on it are refused: runs keep
+    Runs in flight may not change what they share. A run raises if it draws torch's random numbers
+    (without its own ``torch.Generator``), calls ``backward``, reads or sets a leaf's ``.grad``,
+    changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and numpy's
+    random numbers come in no fixed order: draw them before, and pass them in the items. Weights,
+    and attributes of modules, may not change either: a change raises, at the end or at an earlier
+    check. Between results you may run the model; hooks that you leave on it are refused: runs keep
     the hooks of the start.
 
     Runs have the modes of your thread: ``torch.no_grad``, ``inference_mode``, autocast,
@@ -84,7 +84,7 @@ def pipeline_map(
         model: a HookedTransformer or TransformerBridge, on any number of devices.
         run: a function of the model (or a view of it) and an item. It may be called in several
             threads at the same time.
-        items: the inputs, possibly endless. This thread reads them, at most `max_in_flight` ahead.
+        items: the inputs, possibly endless. Your thread reads them, at most `max_in_flight` ahead.
         max_in_flight: caps unfetched runs, running or finished: each holds its activations.
             By default one more than the model has devices, so that a run is ready as soon as the
             first device is free. On one device, 1.
@@ -94,7 +94,7 @@ def pipeline_map(
         The results of `run`, in the order of the items. Fetching one begins the next run.
 
     Raises:
-        TypeError: if `model` is of neither class, or `items` is no iterable.
+        TypeError: if `model` is of neither class, or `items` cannot be iterated over.
         ValueError: if `max_in_flight` is less than 1.
         RuntimeError: if a run in flight uses what runs share; if it runs or hooks `model` itself;
             if the model's hooks changed between two results; if the model has dropout that is on;
@@ -146,7 +146,7 @@ def _numbered(
 def refuse_arguments(
     function: Callable[..., object], call: Callable[..., object], model: Model, given: Iterable[str]
 ) -> None:
-    """Refuse arguments of `function` that neither it, the `call` in it, nor the forward has."""
+    """Refuse arguments that neither `function`, nor the `call` in it, nor the forward has."""
     # A Bridge's forward passes unknown names on to transformers, so only near misses are refused.
     parameters = [signature(one).parameters for one in (function, call, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
@@ -183,7 +183,6 @@ def _pipelined(
     queue = DeviceQueue()
 
     def start(number: int, item: Item) -> Future[Result]:
-        # Take the state of this moment: the caller may enter a mode between two results.
         if not free:
             another = adapter_of(model).view_of(model)
             if another.is_captured:
@@ -193,6 +192,7 @@ def _pipelined(
                 )
             made.append(another)
             free.append((another, Streams()))
+        # Take the caller's state now: the caller may enter a mode between two results.
         return pool.submit(CallersState(devices).run, work, number, item, free.pop())
 
     def work(number: int, item: Item, viewed: tuple[View[Model], Streams]) -> Result:
@@ -263,14 +263,14 @@ def _refuse_dropout(model: Model) -> None:
         if applies_dropout(module):
             raise RuntimeError(
                 f"{name} applies dropout, for which runs in flight would draw random numbers in no "
-                "certain order: call model.eval(), or pass max_in_flight=1"
+                "fixed order: call model.eval(), or pass max_in_flight=1"
             )
 
 
 def _starting(
     start: Callable[[int, Item], Future[Result]], items: Iterable[Item]
 ) -> Iterator[Future[Result]]:
-    """Start a run for each item that is asked for; an error of `items` is a failed run's."""
+    """Start a run for each item that is asked for; an error of `items` becomes a failed run's."""
     try:
         for number, item in enumerate(items):
             yield start(number, item)
@@ -297,9 +297,9 @@ class WeightsSnapshot:
         self._next = 1  # the number of the result to check at
 
     def check(self, number: int, is_last: bool = False) -> None:
-        """Check that no parameter was replaced or changed in place: at the last result, and before.
+        """Check, at some results, that no parameter was replaced or changed in place.
 
-        At results 1, 8, 64 and so on, so that a result costs the same for all models.
+        These are results 1, 8, 64 and so on, and the last: a check visits all parameters.
 
         Args:
             number: the index of the result.
@@ -318,13 +318,13 @@ class WeightsSnapshot:
                 name = join_path(path, key).replace(f"{WRAPPED}.", "")
                 raise RuntimeError(
                     f"{name} was changed before result {number}, while runs used it, so earlier "
-                    "results may be of either value: change a copy of it in a hook, or "
+                    "results may have used either value: change a copy of it in a hook, or "
                     f"{ONE_AT_A_TIME}"
                 )
 
 
 class HooksSnapshot:
-    """The hooks on a model's hook points when runs began; the runs have these."""
+    """The hooks on a model's hook points when runs began, which all runs keep."""
 
     def __init__(self, points: Mapping[str, HookPoint]) -> None:
         self._of_points = [
@@ -335,7 +335,7 @@ class HooksSnapshot:
         self._n_hooked = n_hooked_outside_runs()
 
     def check(self) -> None:
-        """Check that later hooks on the model are gone again."""
+        """Check that the hooks on the model are those of the start."""
         is_new = self._n_hooked != n_hooked_outside_runs()
         self._n_hooked = n_hooked_outside_runs()
         for name, point, forward, backward in self._of_points if is_new else self._with_hooks:
@@ -347,7 +347,7 @@ class HooksSnapshot:
 
 
 def _computing_devices(model: Model, here: bool = False) -> tuple[torch.device, ...]:
-    """Return the devices that a model computes on, or those on this host."""
+    """Return the devices that a model computes on; if `here`, only those of this host."""
     placement = placement_of(model)
     if placement is not None:
         return placement.here.devices if here else placement.devices

@@ -12,7 +12,7 @@ from tl_devicefix.dispatch.mixing import OutsideBlocks
 from tl_devicefix.dispatch.scheduler import Run
 from tl_devicefix.types import Model
 
-# Compare names: torch, torch.Tensor and torch.nn.functional have an object each for one name.
+# Compare names: torch, torch.Tensor and torch.nn.functional have different objects for one name.
 _RANDOM = {
     *("alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout"),
     *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax"),
@@ -55,13 +55,13 @@ def _shared_by(func: Forward, args: Args, kwargs: Kwargs) -> str | None:
 
 
 class RefuseShared(OutsideBlocks, TorchFunctionMode):
-    """A mode for a run in flight: using state of all runs raises, and so does a run that is over.
+    """A mode that raises if a run uses what all runs share, or continues after they were ended.
 
     A model's own forward draws no random numbers outside of training, so it runs without the mode.
 
     Args:
         run: the run.
-        pauses: False if users' hooks of torch's, or their `forward`s, run in the model's forward.
+        pauses: False if users' torch hooks or `forward`s run in the model's forward.
     """
 
     def __init__(self, run: Run, pauses: bool) -> None:
@@ -87,9 +87,9 @@ class RefuseShared(OutsideBlocks, TorchFunctionMode):
 
 _REMEDIES = {
     "random numbers": (
-        "{} draws random numbers in a run in flight, where runs would draw them in no certain "
-        "order: draw them before and pass them in the items, give the run a torch.Generator of its "
-        "own (or `generate` do_sample=False), or pass max_in_flight=1"
+        "{} draws random numbers in a run in flight, where runs would draw them in no fixed "
+        "order: draw them before and pass them in the items, give the run its own "
+        "torch.Generator (or `generate` do_sample=False), or pass max_in_flight=1"
     ),
     ".grad": (
         "{} uses .grad, which all runs in flight share: use torch.autograd.grad(loss, tensors), "

@@ -1,4 +1,4 @@
-"""Runs of one model on the same tokens, each with hooks of its own.
+"""Runs of one model on the same tokens, each with its own hooks.
 
 A run starts at the first block that it may change, from the residual stream of the unpatched run.
 Several runs may be one batch.
@@ -50,7 +50,7 @@ from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 MAX_KEPT_BYTES = 2**29
-"""What a sweep keeps of the unpatched run's residual streams, at most, beside the one in use."""
+"""The most bytes of unpatched residual streams that a sweep keeps, besides the one in use."""
 
 _Start = tuple[int, list[Hooks], int, BlockOutput | None]
 """The first run's number, the runs' hooks, the block where they start, and its input."""
@@ -72,7 +72,7 @@ def sweep(
             ...
 
     The results are the same and come sooner. Each run starts at the first block that its hooks
-    change, from the residual stream of the unpatched run, so a sweep of all layers runs half of the
+    change, from the residual stream of the unpatched run, so a sweep of all layers runs half the
     blocks. On n devices, up to n + 1 runs have been launched when you get the first result, and
     each device computes a different one; a hook that reads a value (`.item()`, `print`) waits for
     its run, and so do later runs. If an earlier block has other hooks (permanent or not, PyTorch's
@@ -86,22 +86,22 @@ def sweep(
     - for Bridges in training mode, or of an architecture whose blocks may pass more than the
       residual stream to each other.
 
-    **Batches.** With `batch_size=16`, sixteen runs are one forward of sixteen times the rows, which
+    **Batches.** With `batch_size=16`, sixteen runs are one forward with sixteen times the rows; it
     starts at the first block that any of them changes. A hook sees its own run's rows, as if it ran
     alone, and may edit them in place, return a tensor of their shape, or return None;
     `hook.ctx` is a copy for its run. Permanent hooks, and modules that are not TransformerLens's,
-    see the whole batch once. Results equal those of `batch_size=1` to float32 rounding, and bit for
-    bit only with `batch_size=1`. A batch takes the memory of a forward of that many prompts. The
-    results of a batch are parts of one tensor and one graph: clone one that you keep alone, and
+    see the whole batch once. Results equal those of `batch_size=1` up to float32 rounding, not
+    bit for bit. A batch takes the memory of a forward of that many prompts. The
+    results of a batch are parts of one tensor and one graph: clone a result to keep it alone, and
     differentiate the results of a batch together.
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. They and the model (weights, buffers, modules,
             settings, hooks) may not change until the last run has ended.
-        runs: lists of (name, hook), read no further than needed. Hooks may read the model. Across
-            hosts, and on several devices with offloaded blocks, each run has a thread, and they may
-            neither run nor hook it.
+        runs: lists of (name, hook), read no further than needed. Hooks may read the model. Each run
+            has a thread across hosts, and on several devices with offloaded blocks: there, hooks
+            may neither run nor hook the model.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
@@ -110,9 +110,9 @@ def sweep(
         What `run_with_hooks` returns for each run: by default logits `[batch, pos, d_vocab]`.
 
     Raises:
-        TypeError: for a model of neither class, `tokens` of several batches, `runs` that are no
-            iterable, and an argument that does not exist.
-        ValueError: for a run that is no list of hooks, or a hook point that the model lacks. In
+        TypeError: for a model of neither class, `tokens` of several batches, `runs` that cannot
+            be iterated over, and an argument that does not exist.
+        ValueError: for a run that is not a list of hooks, or a hook point that the model lacks. In
             batches, also for an argument that cannot be repeated, a hook point whose first
             dimension is not the batch, and a hook that returns another shape.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
@@ -145,7 +145,7 @@ def _sweep(
     placement = placement_of(model)
     if placement is not None and isinstance(tokens, torch.Tensor):
         tokens = tokens.to(placement.home)  # once: the host waits for a copy from the CPU
-    # A Bridge makes this dict anew for each call.
+    # A Bridge rebuilds this dict on each access.
     points: dict[str, HookPoint] = dict(model.hook_dict)
     first_block = _FirstBlock(model, points, tokens, arguments)
     streams = _ResidualStreams(model, tokens, arguments)
@@ -230,7 +230,7 @@ _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
-# Their modules do the same in each run, but for `_UNSTEADY`. A Bridge's layers are transformers'.
+# Modules of these do the same in each run, except `_UNSTEADY`. A Bridge has transformers' layers.
 _STEADY_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
 _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
@@ -240,9 +240,9 @@ class _FirstBlock:
 
     Blocks below it
 
-    - have no hook, of the run or of anyone else;
-    - contain nothing that may act differently in another run;
-    - are on the way of no gradient.
+    - have no hook, neither the run's nor another;
+    - contain nothing that may behave differently in another run;
+    - record nothing for autograd.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class _FirstBlock:
             self._last = len(range(len(model.blocks))[: arguments.get("stop_at_layer")])
 
     def of(self, hooks: Hooks) -> int:
-        """Return the first block that a run with these hooks may change; if none, their number."""
+        """Return the first block that these hooks may change; if none, the number of blocks."""
         first = min([self._last, *self._layers(hooks)] if self._last else [0])
         if first == 0 or _has_any_global_hook() or any(map(_needs_gradient, self._inputs)):
             return 0
@@ -279,7 +279,7 @@ class _FirstBlock:
                 yield _layer(self._model, getattr(self._points.get(name), "name", None) or name)
 
     def _steady_blocks(self) -> int:
-        """Return the number of blocks from the first on that do the same in each run."""
+        """Return how many blocks, from the first on, do the same in each run."""
         if any(map(self._may_differ, _beside_blocks(self._model))):
             return 0
         for index, block in enumerate(self._model.blocks):
@@ -288,7 +288,7 @@ class _FirstBlock:
         return len(self._model.blocks)
 
     def _may_differ(self, module: nn.Module) -> bool:
-        """Return True if a module may act differently in another run, or a hook sees it."""
+        """Return True if a module has a user's hook, or may behave differently in another run."""
         attributes = vars(module)
         hooks = [hook for kind in hooks_of(attributes) for hook in kind.values()]
         if any(_is_users_hook(module, hook) for hook in hooks):
@@ -302,7 +302,7 @@ class _FirstBlock:
         is_compiled = attributes.get("_compiled_call_impl") is not None
         if is_compiled or package_of(type(module)) not in _STEADY_LIBRARIES:
             return True
-        # An instance's own forward is by an `Around`, by accelerate, or by the user.
+        # An instance's own forward is from an `Around`, from accelerate, or from the user.
         by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
         if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
             return True
@@ -353,9 +353,9 @@ def _is_users_hook(module: nn.Module, hook: object) -> bool:
 class _ResidualStreams:
     """The outputs of a model's blocks in the unpatched run, computed when they are asked for.
 
-    It keeps them, so that runs in any order of their layers compute each block once. If all of them
-    take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third, and so
-    on, beside the one in use. Then a run may compute the blocks from the last kept one again.
+    It keeps them, so that runs compute each block once, whatever the order of their layers. If all
+    outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
+    and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
     """
 
     def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
@@ -369,7 +369,7 @@ class _ResidualStreams:
         self._asked = 0  # the block whose input is kept until the next one is asked for
 
     def before(self, layer: int) -> BlockOutput:
-        """Return the output of the block before `layer`, on the device of that block.
+        """Return the output of block `layer - 1`, on the device of block `layer` if there is one.
 
         Args:
             layer: 1 or more.

@@ -1,4 +1,4 @@
-"""Where each component lives: the value `Placement`, deciding it, and what decides it.
+"""Where each component lives: `Placement`, and how it is decided and checked.
 
-And a worker a device, for what is done to each component where it lives.
+`workers.py` processes components where they live, with a thread for each device.
 """

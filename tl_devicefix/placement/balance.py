@@ -47,13 +47,13 @@ def _weigh(sizes: Sequence[ComponentSize]) -> _Loads:
 def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:
     """Return the number of blocks of each device, so that the fullest device is least full.
 
-    A device is full relative to its room. Ties are broken by the next fullest device, and so on.
-    Each device gets a block while there are enough, unless the model only fits otherwise.
+    Fullness is relative to a device's room. Ties are broken by the next fullest device, and so on.
+    Each device gets a block if there are enough, unless the model only fits otherwise.
     """
     counts = _least_full(sizes, rooms, at_least=1)
     if fits(sizes, counts, rooms):
         return counts
-    # Home may have room for the embeddings alone, or a device less than a block free.
+    # Home may have room for the embeddings alone, or a device for less than a block.
     sparse = _least_full(sizes, rooms, at_least=0)
     return sparse if fits(sizes, sparse, rooms) else counts
 
@@ -98,7 +98,7 @@ def _best_ranges(
         at_least: blocks that each device must have.
 
     Returns:
-        The counts; None if no way is possible.
+        The counts; None if none are possible.
     """
     # The block after the last one placed -> the least cost of getting there, and its counts.
     best: dict[int, tuple[_Cost, list[int]]] = {0: (nothing, [])}
@@ -143,7 +143,7 @@ def fits(sizes: Sequence[ComponentSize], counts: Sequence[int], rooms: Rooms) ->
 def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
     """Return the blocks that each device runs, with as few offloaded as possible.
 
-    Ties are broken by equalising the number of blocks. If nothing fits, every block is offloaded.
+    Ties go to equal numbers of offloaded blocks, then of blocks. If none fits, all are offloaded.
     """
     blocks, shared, at_home = _weigh(sizes)
     block = max(blocks, default=0)  # all blocks of a model weigh the same

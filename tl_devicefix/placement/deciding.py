@@ -1,8 +1,8 @@
 """Decide where each component of a model lives, from its size and the user's arguments.
 
-`decide` reads sizes, the arguments, and which devices exist with how much free memory, and changes
-nothing. Its vocabulary is accelerate's: `device_map`, `max_memory`, `n_devices`. It returns a
-`Placement`, which loading, routing and reporting read.
+`decide` reads sizes, the arguments, and devices with their free memory, and changes nothing. Its
+vocabulary is accelerate's: `device_map`, `max_memory`, `n_devices`. It returns a `Placement`, which
+loading, routing and reporting read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ The rest is for activations.
 """
 
 _NAMED_IN_MAPS = ("embed", "pos_embed", "ln_final", "unembed")
-"""Components that a dict must cover, as it must all blocks; others may be left out."""
+"""Components that a dict must cover, besides all blocks; others may be left out."""
 
 
 def decide_fitting(
@@ -138,7 +138,7 @@ def _devices_to_use(
 ) -> list[torch.device]:
     """Return the devices to use, home first. The first of these rules that applies decides:
 
-    1. `n_devices` without a strategy: so many, from home on;
+    1. `n_devices` without a strategy: that many, from home on;
     2. the devices that `max_memory` names;
     3. a strategy: all devices of home's type;
     4. home alone.
@@ -150,7 +150,7 @@ def _devices_to_use(
         )
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
-    # Take devices of home's type or elsewhere: "cpu" in `max_memory` only allows offloading.
+    # Take devices of home's type or other hosts': "cpu" in `max_memory` only allows offloading.
     usable = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
     named = sorted(usable, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
@@ -173,8 +173,8 @@ def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> N
     used = [printed(device) for device in devices]
     if unused := set(map(printed, limits or ())) - set(used):
         _log.warning(
-            "max_memory names %s, where nothing is placed, because the other arguments allow only "
-            "%s: to use the devices of max_memory, leave device, device_map and n_devices out",
+            "max_memory names %s, where nothing is placed: the other arguments allow only %s; to "
+            "use the devices of max_memory, leave device, device_map and n_devices out",
             ", ".join(sorted(unused)),
             ", ".join(used),
         )
@@ -237,21 +237,23 @@ def _from_dict(
 def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
     """Mark blocks that a map puts on the CPU as offloaded, unless home is the CPU."""
     home = placed[0].device
-    # The residual stream decides: an offloaded block runs on the device of the last block before it
-    # that is on one. If there is none, it runs on the first such block's device, or home.
-    on_device = [c for c in placed if names_block(c.name) and c.device != CPU]
-    device = on_device[0].device if on_device else home
+    # An offloaded block follows the residual stream: it runs where the last block before it on a
+    # device of this host is, else where the first such block after it is, else at home.
+    devices = (c.device for c in placed if names_block(c.name) and not is_elsewhere(c.device))
+    device = next((device for device in devices if device != CPU), home)
     running = list(placed)
     for position, component in enumerate(placed):
-        if names_block(component.name) and component.device != CPU:
+        if not names_block(component.name) or is_elsewhere(component.device):
+            continue
+        if component.device != CPU:
             device = component.device
-        elif names_block(component.name) and home != CPU and not is_elsewhere(home):
+        elif home != CPU and not is_elsewhere(home):
             running[position] = replace(component, device=device, offloaded=True)
     return tuple(running)
 
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
-    """Return the device that a map gives for a component; an index has home's type."""
+    """Return the device that a map gives for a component; an index is of home's type."""
     if not is_device(named) or str(named) == "meta":
         raise ValueError(
             f"device_map puts {component} on {shown(named)}, but that is not a device for weights: "
@@ -262,7 +264,7 @@ def _device_for(component: str, named: DeviceLike, home: torch.device | None) ->
         device = resolve(named, home)
     except ValueError as error:
         raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
-    # A `torch.device` is allowed: a worker's own map gives the driver's for embeddings.
+    # Allow a `torch.device`: a worker's map puts embeddings on the driver's device.
     if not names_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(
             f"device_map puts {component} on another host, where only blocks can be: put it on a "

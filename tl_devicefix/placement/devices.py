@@ -80,13 +80,13 @@ _others = NOBODY
 
 
 def set_others(others: Elsewhere) -> None:
-    """Have `others` tell of devices elsewhere, from now on."""
+    """Set what `others()` returns outside of simulations."""
     global _others
     _others = others
 
 
 def others() -> Elsewhere:
-    """Return who knows of devices elsewhere; within a simulation, nobody."""
+    """Return what knows the devices elsewhere; within a simulation, `NOBODY`."""
     return _others if simulated_device() is None else NOBODY
 
 
@@ -121,8 +121,8 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
     Args:
         device: a name, or an index of a device of home's type; for devices elsewhere, a name with a
             slash, or a further index.
-        home: the model's home. Without, or if its type has no index (the CPU), an index is of the
-            type that TransformerLens would choose.
+        home: the model's home. If it is None, or has no index (the CPU), an index is of the type
+            that TransformerLens would choose.
     """
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
         raise ValueError(
@@ -140,7 +140,7 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
             f"a device must be an index or a name such as 'cuda:0', but is {shown(device)}"
         )
     if str(device).isdecimal():
-        raise ValueError(f"device {device!r} is a text: write the index without quotes, {device}")
+        raise ValueError(f"device {device!r} is a string: write the index without quotes, {device}")
     try:
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
@@ -148,7 +148,7 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
         if reason.startswith("Expected one of cpu, cuda"):  # and twenty types that nobody has
             reason = (
                 "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'; "
-                "'sim:0' is there within `with tl_devicefix.simulate(4):`"
+                "'sim:0' exists within `with tl_devicefix.simulate(4):`"
             )
         elif simulated_device() is not None:
             reason += "; leave device out, as this is within tl_devicefix.simulate"
@@ -248,7 +248,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def stamp(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what replacing, changing or freezing a live tensor changes, also by `W.data = ...`."""
+    """Return what differs once a live tensor is replaced, frozen or changed, even by `W.data =`."""
     return id(tensor), tensor.data_ptr(), version_of(tensor), tensor.requires_grad
 
 
@@ -263,9 +263,9 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 class OwnRandomNumbers(TorchFunctionMode):
-    """Fills this thread's tensors from a generator of its own, within a `with` block.
+    """Fills this thread's tensors from a separate generator, within a `with` block.
 
-    torch's random numbers, which all threads draw from, stay as they are.
+    It draws nothing from torch's global generator, which all threads share.
     """
 
     def __init__(self) -> None:

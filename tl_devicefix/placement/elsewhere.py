@@ -1,7 +1,7 @@
 """Devices that no tensor of this process can be on: the seam between placing and `multihost/`.
 
-Blocks may be placed on them, because somebody runs those blocks for this process. Here, such a
-device is one of torch's meta devices with an index, and a tensor there is a `TensorElsewhere`.
+Blocks may be placed on them: another process runs those blocks for this one. Here, such a device
+is one of torch's meta devices with an index, and a tensor there is a `TensorElsewhere`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Value = TypeVar("_Value")
 
 def elsewhere(number: int) -> torch.device:
     """Return the stand-in for a device elsewhere, by its number among these."""
-    # torch takes any index of meta, and gives none to a tensor without values.
+    # torch takes any index of meta; the device of an ordinary meta tensor has none.
     return torch.device("meta", number)
 
 
@@ -62,7 +62,7 @@ NOBODY = Elsewhere()
 
 
 class TensorElsewhere(torch.Tensor):
-    """A tensor of which this process gets the values when it reads them."""
+    """A tensor whose values this process gets when it reads them."""
 
     def read(self) -> torch.Tensor:
         """Return the values, as a plain tensor of this process."""

@@ -23,10 +23,10 @@ _in_use: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictiona
 def gather_on(device: DeviceLike) -> Iterator[None]:
     """Read weights and caches on `device` instead of at home, within a `with` block.
 
-    It acts on stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
+    It applies to stacked weights (`model.W_in`, `model.OV`), `model.W_E` and `model.W_U`, cached
     activations, and TransformerLens's results from them. Use it where home is too small: the
     stacked `W_in` of a 70B model is 37 GB. You get copies, so changing them does not change the
-    model. It acts on a model on one device too, and in this thread (or task) only.
+    model. It applies to a model on one device too, and in this thread (or task) only.
 
     Args:
         device: usually "cpu". An index means a device of the same type as home.

@@ -16,7 +16,7 @@ MaxMemory = Mapping[DeviceLike, int | str] | int | str
 size for each device."""
 
 Limits = Mapping[torch.device, int]
-"""The same with each device by its full name, and sizes in bytes."""
+"""The same, with each device as a `torch.device`, and sizes in bytes."""
 
 _PREFIXES, _MAX_BYTES = " KMGT", 2**60
 
@@ -24,7 +24,7 @@ _PREFIXES, _MAX_BYTES = " KMGT", 2**60
 def by_device(
     max_memory: MaxMemory | Limits | None, home: torch.device, devices: Sequence[torch.device] = ()
 ) -> Limits | None:
-    """Resolve the devices in `max_memory`, and its sizes to bytes; one size is for each device."""
+    """Resolve the devices in `max_memory`, and its sizes to bytes; one size applies to each."""
     if max_memory is None:
         return None
     if isinstance(max_memory, int | str):
@@ -51,7 +51,7 @@ def _parse_limit(limit: int | str, called: str) -> int:
 
 
 def capacity(device: torch.device, limits: Limits | None) -> int | None:
-    """Return the bytes that may be used on `device`: its free memory or the user's limit."""
+    """Return the bytes to use on `device`: the smaller of its free memory and the user's limit."""
     free, allowed = free_memory(device), (limits or {}).get(device)
     return allowed if free is None else free if allowed is None else min(allowed, free)
 
@@ -96,7 +96,7 @@ def format_table(rows: Sequence[Sequence[str]], align: str) -> str:
 
     Args:
         rows: the cells of each row, the heads first.
-        align: "<" or ">" for each column; the last one is also that of all further columns.
+        align: "<" or ">" for each column; the last one also applies to all further columns.
 
     >>> print(format_table([("device", "held"), ("cuda:0", "9.00 GiB")], "<>"))
     device      held

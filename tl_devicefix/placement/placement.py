@@ -105,7 +105,7 @@ class Placement:
         return tuple(dict.fromkeys((*self.devices, *stored)))
 
     def device_of(self, name: str) -> torch.device:
-        """The device on which a component runs, or anything in one.
+        """The device on which a component, or anything in one, runs.
 
         Args:
             name: of a component ("blocks.3"), or of a parameter, buffer, module or hook in one
@@ -180,7 +180,7 @@ class Placement:
         return stored + sum(self._visiting(device)) + shared_buffer_bytes(running)
 
     def _device(self, named: DeviceLike) -> torch.device:
-        """Resolve a device; one in use is found by name: simulated ones cease to exist."""
+        """Resolve a device. One in use is found by name: a simulated one may no longer exist."""
         if has_slash(named):
             return self.others.find(str(named))
         for memory in self.memories:
@@ -191,7 +191,7 @@ class Placement:
 
     def _visiting(self, device: torch.device) -> list[int]:
         """Return the bytes of each offloaded block that may be on a device at one time."""
-        # The largest, so that there is room for any two.
+        # Take the largest, so that there is room for any two.
         weights = (c.weights for c in self.components if c.offloaded and c.device == device)
         return sorted(weights, reverse=True)[:VISITING]
 
@@ -203,7 +203,7 @@ class Placement:
         return Placement(tuple(gathered), self.others)
 
     def reweighed(self, model: nn.Module) -> Placement:
-        """Return the same devices, with the present sizes of a model's components."""
+        """Return this placement with the present sizes of a model's components."""
         weighed = dict(self._by_name)
         for component, module in self.modules_of(model):
             weights = sum(tensor.nbytes for tensor in module.parameters())

@@ -105,7 +105,7 @@ def threads(count: int, thread_name_prefix: str = "") -> Iterator[ThreadPoolExec
 class CallersState:
     """A snapshot of this thread's torch settings, to run functions in other threads with them.
 
-    It has gradient and inference mode, autocast, the modes of torch functions and operations
+    It holds gradient and inference mode, autocast, the modes of torch functions and operations
     (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the current devices and
     streams, and context variables such as the device of `gather_on`.
     """
@@ -132,7 +132,7 @@ class CallersState:
         hooks = autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None:  # the innermost: torch calls no other
             self._enter.append(functools.partial(saved_tensors_hooks, *hooks))
-        # Pushed without __enter__, whose effects belong to the caller's thread.
+        # Push modes without `__enter__`, whose effects belong to the caller's thread.
         self._modes = [
             *((_push_mode, _pop_mode, mode) for mode in _get_current_function_mode_stack()),
             *(

@@ -44,10 +44,10 @@ class OnDevice:
     weights: int
     """Weights and buffers that live there, without offloaded blocks that run there."""
     peak: int
-    """The most bytes that are allocated there at a time, weights included."""
+    """The most bytes that are allocated there at once, weights included."""
     module: str
     """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
-    if none runs, as in a backward; of an estimate also "loading, at most"."""
+    if none runs, as in a backward; in an estimate also "loading, at most"."""
     capacity: int | None
     """The memory of the device; None if it is not known."""
 
@@ -85,7 +85,7 @@ class DryRun:
     result: Any  # whatever the user's `run` returns
     """The result of the job."""
     error: BaseException | None = None
-    """The error that stopped it: operands on several devices, memory that ran out, or its own."""
+    """The error that stopped it: operands on several devices, out of memory, or the job's own."""
     stopped_at: str | None = None
     """The line of your code that it stopped at, and the module that was running."""
 
@@ -139,7 +139,7 @@ def dry_run(
         max_memory: as for `plan`.
         dtype: of the weights; by default float32, as for loading.
         memory: the memory of each device: one size for all ("80GiB"), or one for each.
-        tokenizer: for a `run` that passes text; without, it must pass tokens.
+        tokenizer: for a `run` that passes text; without one, it must pass tokens.
         cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
             a transformers config, and with TransformerLens 4. `run` gets a Bridge as it is booted,
             and may call `enable_compatibility_mode()`, to see how much memory that needs.
@@ -164,7 +164,7 @@ def dry_run(
         )
     if isinstance(tokenizer, str):
         raise ValueError(
-            f"tokenizer must be one that is loaded, but is {tokenizer!r}: pass "
+            f"tokenizer must be a loaded tokenizer, but is {tokenizer!r}: pass "
             f"AutoTokenizer.from_pretrained({tokenizer!r})"
         )
     check_options(dry_run, config_or_model_name, options, cls)
@@ -259,7 +259,7 @@ _LIBRARY_DIRS = (*map(sysconfig.get_path, ("purelib", "stdlib")), str(Path(__fil
 def _where(error: BaseException, model: Model) -> str:
     """Return the last line of the user's code that an error passed, and the module that ran."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    while error.__cause__ is not None:  # a hook's sentence is raised from what torch said
+    while error.__cause__ is not None:  # a hook's error is raised from torch's
         error = error.__cause__
         frames += traceback.walk_tb(error.__traceback__)
     lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARY_DIRS)]

@@ -73,7 +73,7 @@ class Job:
 
 
 def part_of(part: str, name: str) -> bool:
-    """Return True if `part` names a hook point: "z", "hook_z" and "attn.hook_z" by its name."""
+    """Return True if `part` names the hook point `name`, as "z", "hook_z" or "attn.hook_z"."""
     short = part.removeprefix("hook_")
     return name == part or name.endswith((f".{part}", f".hook_{short}")) or name == f"hook_{short}"
 
@@ -152,8 +152,8 @@ def estimate(
 ) -> Estimate:
     """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
 
-    With TransformerLens 4, and for a transformers config, the job runs on a TransformerBridge as it
-    is booted, but with an unembedding of its own. `dry_run` shows what compatibility mode adds.
+    With TransformerLens 4, and for a transformers config, the job runs on a TransformerBridge as
+    booted, except that its unembedding is not tied. `dry_run` shows what compatibility mode adds.
 
     Args:
         config_or_model_name: as for `plan`.
@@ -196,7 +196,7 @@ def estimate(
         # Try no more devices than blocks (others would be empty), and no more than 16.
         most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
-        # Each count takes a dry run, and a few devices more are mostly enough: try the 1st, 2nd,
+        # Each count takes a dry run, and a few more devices are usually enough: try the 1st, 2nd,
         # 4th, ... count, then bisect. A job that fits on n devices should fit on n + 1.
         below, tried = 0, 1
         while tried <= len(counts) and not on(counts[tried - 1]).fits:
@@ -219,7 +219,7 @@ def _estimate(
     max_memory: MaxMemory,
     n_devices: int | None,
 ) -> Estimate:
-    """Run the job dry on devices without limits, and compare with their real memory."""
+    """Run the job dry on devices without limits, and compare its peaks with their real memory."""
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
@@ -242,7 +242,7 @@ def _estimate(
             runs = [component for component in placement.components if component.device == device]
             # Weights of offloaded blocks live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
-            # Take the larger one: sizes count an unembedding of its own, which a Bridge may tie.
+            # Take the larger one: sizes count the unembedding, which a Bridge may tie.
             weights = max(row.weights, resident + shared_buffer_bytes(runs))
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.

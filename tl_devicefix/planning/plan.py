@@ -188,7 +188,7 @@ def _device_index(device: DeviceLike) -> DeviceLike:
 class DeviceRequest(NamedTuple):
     """A user's arguments about devices, by their indices."""
 
-    n_devices: int  # the least number of devices
+    n_devices: int  # the smallest number of devices
     spread: int | None  # the number to split across; None if other arguments name the devices
     device_map: DeviceMap | None
     max_memory: MaxMemory | None

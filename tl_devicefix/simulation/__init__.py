@@ -4,9 +4,9 @@
 the CPU, so its numbers are the CPU's. Only the placement is simulated: mixed devices raise,
 transfers are recorded, and memory is accounted for on each device.
 
-Read in this order: ``machine`` (measurements), ``executor`` (computing), ``tensor`` (the path of an
-operation), ``operations`` (the exceptions), ``backend`` (torch's knowledge of the device type),
-``backward`` (errors in a backward), ``session`` (entering and leaving).
+Read in this order: ``machine`` (measurements), ``executor`` (computing), ``tensor`` (how an
+operation runs), ``operations`` (special cases), ``backend`` (registration with torch),
+``backward`` (errors in a backward pass), ``session`` (entering and leaving).
 """
 
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers

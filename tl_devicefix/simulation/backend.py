@@ -1,4 +1,4 @@
-"""How torch learns of the device type: kernels, a device module, autocast and generators."""
+"""Register the device type with torch: kernels, a device module and autocast."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class DeviceModule:
         return active_machine().current.index
 
     def set_device(self, device: DeviceLike) -> None:
-        """Make a device the one that factories put tensors on for ``sim``, in this thread."""
+        """Set the device that ``sim`` without an index stands for, in this thread."""
         machine = active_machine()
         machine.current.index = machine.index_of(device)
 
     def synchronize(self, device: DeviceLike | None = None) -> None:
-        """Check that there is such a device; an operation is done when it returns."""
+        """Check that the device exists; every operation is done once it returns."""
         active_machine().index_of(device)
 
     def __getattr__(self, name: str) -> Any:
@@ -58,12 +58,12 @@ class DeviceModule:
         """Do nothing: there is no cache."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
-        # torch calls this even where autocast is disabled, as transformers does around RoPE.
+        """Return the dtypes that autocast can use."""
+        # torch calls this even if autocast is disabled, as transformers does around RoPE.
         return [torch.bfloat16, torch.float16]
 
     def manual_seed_all(self, seed: int) -> None:
-        """Do nothing: random numbers are the CPU's."""
+        """Do nothing: the CPU makes the random numbers."""
 
     def _is_in_bad_fork(self) -> bool:
         return False  # torch asks this before it seeds devices; a CPU works after a fork
@@ -105,7 +105,7 @@ def register() -> None:
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     for operation in _WITH_KERNELS:
         library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
-    # "_" is every operation: those without a kernel above, and the casts of autocast below.
+    # "_" stands for all operations without a kernel above or, in autocast, a cast below.
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
     for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
@@ -117,7 +117,7 @@ def register() -> None:
 
 _EMPTY = aten.empty.memory_format
 _WITH_KERNELS = (
-    # Without a kernel, torch builds these two from other operations, with other roundings.
+    # Without a kernel, torch builds these two from other operations, which round differently.
     aten.silu_backward.default,
     aten.mish_backward.default,
     # `torch.tensor([...])` reads scalar tensors in C++, where torch finds no fallback.
@@ -162,7 +162,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Float[torch.Tensor, "*batch head query_pos d_value"]:
     """Run scaled_dot_product_attention with the kernel that the CPU would choose."""
-    # For a new device type, torch would take the math kernel, whose roundings differ.
+    # For a new device type, torch would take the math kernel, which rounds differently.
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
             attn_mask.logical_not(), float("-inf")
@@ -190,7 +190,7 @@ _AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-define
 
 
 def _cast_first(name: str, *args: object, **kwargs: object) -> torch.Tensor:
-    """Call an operation with its floating point operands cast to a dtype."""
+    """Cast floating-point operands as autocast does, then call the operation."""
     dtype = torch.float32 if name in _IN_FLOAT32 else torch.get_autocast_dtype(DEVICE_TYPE)
     if name in _IN_THE_WIDEST:
         dtypes = (leaf.dtype for leaf in tree_leaves((args, kwargs)) if _is_cast(leaf))

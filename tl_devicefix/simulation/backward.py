@@ -1,8 +1,8 @@
-"""A backward that fails on simulated devices raises, where torch would end the process.
+"""Make a failing backward pass raise on simulated devices, where torch would end the process.
 
-torch's autograd engine restores the stream of a device while an error passes through it, and for a
-backend in Python that ends the process. So errors of hooks, of a `Function.backward` and of
-operations are kept until the engine is done, and the first is raised then. Ctrl-C waits as well.
+While an error passes through torch's autograd engine, the engine restores the device's stream. For
+a backend in Python, that ends the process. So errors in hooks, operations and `Function.backward`
+are kept until the engine is done; then the first one is raised. Ctrl-C waits as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Hook = Callable[..., object]
 
 
 class _Running(threading.local):
-    """The engines and users' hooks that run in this thread, and the errors that they raised."""
+    """The number of engines and users' hooks running in this thread, and the errors they raised."""
 
     engines = hooks = 0
 
@@ -38,7 +38,7 @@ _running = _Running()
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Make Ctrl-C wait, within a `with` block; the user's handler gets it at the end."""
+    """Delay Ctrl-C until the end of a `with` block, and call the user's handler then."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # no interrupt is raised in this thread
@@ -54,7 +54,7 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
-    """Wrap torch's `_engine_run_backward`, which then raises the errors kept while it ran."""
+    """Wrap torch's `_engine_run_backward`: after it has run, a kept error is raised."""
 
     def run(t_outputs: Sequence[object], *args: Any, **kwargs: object) -> Result:
         gradients = (args[0] if args else None) or ()
@@ -96,7 +96,7 @@ def _check_device(index: int, expected: object, gradient: object) -> None:
 
 
 def raise_or_keep(error: Exception) -> None:
-    """Raise an operation's error; in a backward, keep it, and let the operation go on."""
+    """Raise an operation's error; in a backward pass, keep it and let the operation go on."""
     if _running.engines and not _running.hooks:
         _running.errors.append(error)
         return
@@ -107,8 +107,8 @@ def raise_or_keep(error: Exception) -> None:
 
 
 def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
-    """Call the user's code within an engine; if that fails, keep the error, call `otherwise`."""
-    if _running.errors:  # the backward has failed, so the rest of it does not matter
+    """Call the user's code within an engine; if it fails, keep the error and call `otherwise`."""
+    if _running.errors:  # the pass has failed already, so the rest does not matter
         return otherwise()
     _running.hooks += 1
     try:
@@ -121,7 +121,7 @@ def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result
 
 
 class KeptErrors:
-    """A user's hook of a backward, whose error is kept and which then changes nothing."""
+    """A user's backward hook; if it fails, its error is kept and the gradient is unchanged."""
 
     holds_users_hook = True  # a view of the model gets a copy that refers to its own modules
 
@@ -134,7 +134,7 @@ class KeptErrors:
 
         def checked() -> object:
             result = self._hook(*args)
-            # A tensor's hook gets a gradient, a module's gets tuples of them, as its last argument.
+            # The last argument is a gradient for a tensor's hook, a tuple of them for a module's.
             pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (args[-1], result)))
             for index, (before, after) in enumerate(pairs):
                 _check_device(index, before, after)
@@ -144,7 +144,7 @@ class KeptErrors:
 
 
 def registering(register: Callable[..., Result]) -> Callable[..., Result]:
-    """Wrap `Tensor.register_hook` and its like, so that the hook's errors are kept."""
+    """Wrap a method that registers a backward hook, so that the hook's errors are kept."""
 
     @functools.wraps(register)
     def register_kept(self: object, hook: Hook, *args: object, **kwargs: object) -> Result:
@@ -170,7 +170,7 @@ def saving(init: Callable[..., None]) -> Callable[..., None]:
         pack: Callable[[torch.Tensor], Packed],
         unpack: Callable[[Packed], torch.Tensor],
     ) -> None:
-        # Pack a maker of zeros too: the engine needs some tensor if unpacking fails.
+        # Also pack a function that makes zeros: the engine needs a tensor if unpacking fails.
         def pack_with_zeros(tensor: torch.Tensor) -> tuple[Packed, Callable[[], torch.Tensor]]:
             kind = {"dtype": tensor.dtype, "device": tensor.device}
             return pack(tensor), functools.partial(torch.zeros, tensor.shape, **kind)

@@ -18,7 +18,7 @@ Kwargs = dict[str, Any]
 
 
 class CpuExecutor:
-    """Runs operations on the data of simulated tensors: on the CPU, at once, with its numbers.
+    """Runs operations on the data of simulated tensors: on the CPU, at once, with CPU numerics.
 
     Devices are indices; None is the host.
     """
@@ -28,12 +28,12 @@ class CpuExecutor:
     def run(self, func: Operation, args: Args, kwargs: Kwargs, device: int | None) -> Any:
         """Run an operation on a device, and return its result.
 
-        `copy_` and `_to_copy` may have a tensor of the host, or of another device, as source.
+        The source of `copy_` and `_to_copy` may be on the host or on another device.
         """
         return func(*args, **kwargs)
 
     def read(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        """Return a tensor of a device, whose values the host is about to read."""
+        """Return a device's tensor, ready for the host to read its values."""
         return tensor
 
 
@@ -43,9 +43,9 @@ class MetaExecutor(CpuExecutor):
     data_device = torch.device("meta")
 
     def run(self, func: Operation, args: Args, kwargs: Kwargs, device: int | None) -> Any:
-        """Make a result of the right shape; values that the host reads are 0."""
+        """Return a result of the right shape; values that the host reads are 0."""
         if func is aten.copy_.default and args[1].is_meta and device is None:
-            # Integers may be indices, so they become 0; unwritten floats take no memory.
+            # Zero integers: they may be indices. Unwritten floats take no memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
         try:
             result = func(*args, **kwargs)
@@ -61,7 +61,7 @@ class MetaExecutor(CpuExecutor):
 
 
 def zeros_for(meta: torch.Tensor) -> torch.Tensor:
-    """Zeros on the CPU, which take no memory until they are written to."""
+    """Return zeros on the CPU for a meta tensor; until written to, they take no memory."""
     # Count by strides: expanded rows share memory, and sliced ones leave gaps.
     last = sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride()))
     n_bytes = (last + 1) * meta.itemsize if meta.numel() else 0
@@ -70,7 +70,7 @@ def zeros_for(meta: torch.Tensor) -> torch.Tensor:
 
 
 def dense_tensors(value: object) -> list[torch.Tensor]:
-    """Return the dense tensors in lists and tuples; a sparse one's values and indices."""
+    """Return the dense tensors in lists and tuples; for a sparse tensor, its values and indices."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.sparse_coo:
             return [value._values(), value._indices()]

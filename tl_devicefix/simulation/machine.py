@@ -19,7 +19,7 @@ from tl_devicefix.simulation.executor import CpuExecutor, dense_tensors
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy of a tensor from a device to another."""
+    """One copy of a tensor from one device to another."""
 
     source: torch.device
     """The device the tensor was on."""
@@ -63,7 +63,7 @@ class Transfers(list[Transfer]):
 
 
 class Allocation:
-    """The bytes of one storage on one simulated device; freed with the last tensor on it."""
+    """The bytes of one storage on one simulated device; freed with the storage's last tensor."""
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self.machine = machine
@@ -85,7 +85,7 @@ _ALLOCATION = "_tl_devicefix_allocation"  # the attribute of a storage
 class Machine:
     """Simulated devices ``sim:0`` to ``sim:n-1``, with their memory and transfers.
 
-    Made by `tl_devicefix.simulate`. Devices may be given as an index, a string such as
+    `tl_devicefix.simulate` makes it. Devices may be given as an index, a string such as
     ``"sim:1"`` or a ``torch.device``; all sizes are in bytes.
 
     Attributes:
@@ -147,7 +147,7 @@ class Machine:
         self.transfers.clear()
 
     def index_of(self, device: DeviceLike | None) -> int:
-        """Return the index of ``device``; a device without index is the current one.
+        """Return the index of ``device``; a device without an index is the current one.
 
         Raises:
             RuntimeError: if this machine has no such device.
@@ -186,7 +186,7 @@ class Machine:
         Raises:
             torch.OutOfMemoryError: if a storage that is new or has grown does not fit.
         """
-        # Keep it on the storage: views share that, and torch keeps its Python object alive.
+        # Keep it on the storage, which views share and whose Python object torch keeps alive.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`
@@ -243,11 +243,11 @@ def active_machine() -> Machine:
 
 @contextmanager
 def entered(machine: Machine) -> Iterator[Machine]:
-    """Make ``sim`` devices this machine's in a `with` block; later, tensors can only be read."""
+    """Make a machine the active one in a `with` block; later, its tensors can only be read."""
     global _active
     outer, _active = _active, machine
     try:
-        # A mask without values selects everything. `patch` is added to this module at import.
+        # A mask without values selects everything. torch adds `patch` to its config at import.
         with meta_config.patch(  # type: ignore[attr-defined]
             meta_nonzero_assume_all_nonzero=not machine.has_values
         ):

@@ -1,7 +1,7 @@
 """Operations for which the CPU's kernel alone is not enough.
 
 - Copies go between devices.
-- A read waits, or is 0 if there are no values.
+- Reading a number waits for the executor; without values, the number is 0.
 - Indices may be on the CPU.
 - Tensors without values are equal if their shapes are.
 """
@@ -53,7 +53,7 @@ def _copy_(func: Operation, args: Args, kwargs: Kwargs) -> object:
 def copy_into(
     target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """Copy in place, between any two devices, of which one is simulated; record the transfer."""
+    """Copy in place between two devices, at least one of them simulated; record the transfer."""
     simulated: list[SimTensor] = []
     cpu_target, cpu_source = (unwrap(tensor, simulated, []) for tensor in (target, source))
     to = target.device.index if type(target) is SimTensor else None
@@ -70,7 +70,7 @@ def _read_number(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def _choose_kernel(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Choose the attention kernel that the CPU would."""
+    """Choose the attention kernel that the CPU would choose."""
     return func(*map(_chosen_for, args), **kwargs)
 
 
@@ -86,7 +86,7 @@ def _chosen_for(value: object) -> object:
 
 
 def _equal(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """``torch.equal`` and its like; tensors without values are equal if their shapes are."""
+    """``equal`` and ``allclose``; tensors without values are equal if their shapes are."""
     if any(type(arg) is SimTensor and not arg.has_values for arg in args):
         common_device([arg for arg in args if type(arg) is SimTensor])  # raises if on several
         return args[0].shape == args[1].shape
@@ -118,7 +118,7 @@ def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Index with tensors that are on the CPU or on the device of what is indexed."""
+    """Index with tensors that are on the CPU or on the indexed tensor's device."""
     indexed, indices, *rest = args
     on_devices = [index for index in indices if type(index) is SimTensor]
     if type(indexed) is not SimTensor or any(i.device != indexed.device for i in on_devices):
@@ -127,7 +127,7 @@ def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
             f"({indexed.device})"
         )
     allocation = indexed._allocation
-    # `index_put` may write a CPU scalar anywhere.
+    # `index_put` may write a CPU scalar to any device.
     if rest and rest[0].dim() == 0 and type(rest[0]) is not SimTensor:
         machine, device = allocation.machine, allocation.device
         rest[0] = wrap(rest[0].to(machine.executor.data_device, copy=True), machine, device)

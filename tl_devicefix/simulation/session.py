@@ -48,7 +48,7 @@ def simulate(
 
     Simulated devices compute the CPU's numbers, random ones too. Operands on different devices
     raise torch's errors. ``torch.inference_mode`` runs as ``torch.no_grad``, backward runs on your
-    thread, autocast casts as on the CPU, and a pickled tensor arrives on the CPU.
+    thread, autocast casts as on the CPU, and a pickled tensor loads on the CPU.
 
     torch keeps the name of the device type until the process ends, so use real GPUs in another
     process. The simulation uses private parts of torch, and needs torch 2.10 to 2.15.
@@ -63,12 +63,12 @@ def simulate(
             `tl_devicefix.dry_run`.
 
     Returns:
-        A context. It gives a machine, which counts transfers and memory.
+        A context manager that gives a machine, which counts transfers and memory.
 
     Raises:
         RuntimeError: if torch is another version, if the process has another backend of this
             kind, or inside another `simulate` or ``torch.inference_mode``.
-        ValueError: if ``n_devices`` or ``memory`` make no sense.
+        ValueError: if ``n_devices`` or ``memory`` is invalid.
 
     >>> with simulate(2) as machine:
     ...     x = torch.ones(3, device="sim:1")
@@ -105,7 +105,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
 def simulate_apart(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB"
 ) -> AbstractContextManager[Machine]:
-    """Run `simulate(..., values=False)`, even inside another `simulate`, which then continues."""
+    """Return a context like `simulate(..., values=False)` that may be within another `simulate`."""
     if entered_machine() is None:
         return simulate(n_devices, memory, values=False)
     machine = Machine(_capacities(n_devices, memory), MetaExecutor())
@@ -113,7 +113,7 @@ def simulate_apart(
 
 
 def check_number(n_devices: object) -> None:
-    """Refuse a number of devices that is no int, or out of range."""
+    """Refuse a number of devices that is not an int or is out of range."""
     if type(n_devices) is not int or not 1 <= n_devices <= MAX_DEVICES:
         raise ValueError(f"n_devices must be from 1 to {MAX_DEVICES}, but is {shown(n_devices)}")
 
@@ -152,7 +152,7 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
     # Otherwise it would make new parameters, which optimizers and tied modules do not know.
     compatible = torch._has_compatible_shallow_copy_type
 
-    # It takes any arguments: torch.compile, if imported now, compares this signature with its own.
+    # Take any arguments: torch.compile, if imported now, compares this signature with its own.
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
@@ -172,7 +172,7 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
 
 
 def _keep_errors_of_backwards(stack: ExitStack) -> None:
-    """Let a backward that fails raise, and refuse what would end the process."""
+    """Make a failing backward pass raise, where torch would end the process."""
     engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
     for module in (torch.autograd, torch.autograd.graph):  # the first imports it by name
         _set_attribute(stack, module, "_engine_run_backward", engine)

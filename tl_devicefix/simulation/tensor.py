@@ -55,7 +55,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Run ``func`` on the CPU tensors and label what it returns."""
+        """Run ``func`` on the CPU tensors, and wrap what it returns."""
         return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -71,7 +71,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
-        """Copy a leaf; storages that are shared stay shared, by ``memo``."""
+        """Copy a leaf; ``memo`` keeps shared storages shared."""
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
@@ -114,7 +114,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
         """Raise the error that a CUDA tensor raises, unless forced."""
-        # torch's own error is about subclasses, which tells users nothing.
+        # torch's own error is about subclasses, which does not help users.
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -146,7 +146,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @property
     def has_values(self) -> bool:
-        """True if there are values; without, only placement is simulated."""
+        """True if tensors have values; otherwise, only placement is simulated."""
         return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -158,7 +158,7 @@ _addresses = itertools.count(1 << 60, 1 << 40)  # beyond the address space of pr
 
 
 class _Unallocated(torch.UntypedStorage):
-    """A storage on meta, with an address of its own."""
+    """A storage on meta that has an address."""
 
     # Libraries find tied tensors by their addresses, and torch gives 0 for all on meta.
     address: int
@@ -188,7 +188,7 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # Resolve lazy conjugation and negation here: a wrapper subclass cannot have their bits.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # A sparse tensor has no storage, strides or offset, but its values and indices have.
+    # A sparse tensor has no storage, strides or offset, but its values and indices do.
     parts = dense_tensors(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
     strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
@@ -237,7 +237,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def run(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Run ``func`` with the CPU's numbers, and a device's checks of placement."""
+    """Run ``func`` on the CPU, but check placement as a device would."""
     return HANDLERS.get(func, run_on_one_device)(func, args, kwargs)
 
 
@@ -308,7 +308,7 @@ def _check_cpu_operands(
 def _wrap_result(
     result: object, simulated: list[SimTensor], machine: Machine, device: torch.device
 ) -> object:
-    """Wrap the tensors of a CPU kernel's result; an operand that it returns stays one object."""
+    """Wrap the tensors of a CPU kernel's result; for an operand, return the operand itself."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
             if tensor._cpu is result:

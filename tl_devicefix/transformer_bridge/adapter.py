@@ -9,7 +9,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge import TransformerBridge as model_class
 
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.transformer_bridge import (  # noqa: F401  # which have patches
+from tl_devicefix.transformer_bridge import (  # noqa: F401  # they register patches
     alignment,
     forward,
     fused,
@@ -27,7 +27,7 @@ setup_hint = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint.read
 has_dropout = True
 
-# Blocks of these Bridges pass on the residual stream alone. Others share more (keys and values,
+# Blocks of these Bridges pass on only the residual stream. Others share more (keys and values,
 # states, an embedding for each layer), which a run that starts at a later block would miss.
 _RESIDUAL_STREAM_ALONE = {
     *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),

@@ -1,7 +1,7 @@
 """Place and move a Bridge, and carry inputs to the devices of its components.
 
-accelerate's hooks on the Hugging Face model act below the Bridge's hook points: users would see a
-block's input on the device of the block before. So `CarryTo` replaces them.
+accelerate's hooks on the Hugging Face model run inside the Bridge's hook points: users would see a
+block's input on the previous block's device. So `CarryTo` replaces them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Moved = TypeVar("_Moved")
 
 
 def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> None:
-    """Record the devices of the weights, and make the Bridge run there; None if unknown."""
+    """Record a placement (None if it is unknown), and make the Bridge run by it."""
     bridge.__dict__["placement"] = placement
     if placement is None:
         return
@@ -62,7 +62,7 @@ def _replace_accelerates_hooks(bridge: TransformerBridge, placement: Placement) 
 
 
 def register_hooks(bridge: TransformerBridge) -> None:
-    """Register the hook points of a Bridge's present modules."""
+    """Register the hook points of a Bridge's current modules."""
     bridge.clear_hook_registry()
     bridge._initialize_hook_registry()
     bridge._setup_hook_compatibility()
@@ -73,14 +73,14 @@ def register_hooks(bridge: TransformerBridge) -> None:
 def to(
     original: Callable[..., _Moved], self: TransformerBridge, *args: Any, **kwargs: Any
 ) -> _Moved:
-    """See `TransformerBridge.to`. A dtype keeps the placement, with the new sizes.
+    """See `TransformerBridge.to`. A new dtype keeps the placement, and updates its sizes.
 
-    As in TransformerLens, a Bridge on several devices stays there, with a warning. One that runs
-    on one device, with offloaded blocks, is moved whole, and nothing is offloaded then. A number is
-    an index of a device of home's type.
+    As in TransformerLens, a Bridge on several devices stays there, with a warning. One that has
+    offloaded blocks and runs on one device moves entirely, and is no longer offloaded. A number
+    means a device of home's type.
 
     Raises:
-        ValueError: if there is no device of a number.
+        ValueError: if there is no device of that number.
     """
     # TransformerLens would silently move a Bridge on several devices to a numbered one.
     if args and type(args[0]) is int:
@@ -117,18 +117,18 @@ def place_bridge(bridge: TransformerBridge, placement: Placement) -> None:
     """Move each component to its planned device, and the rest home; make the Bridge run there.
 
     Args:
-        bridge: on the host, without hooks of accelerate's.
-        placement: its blocks may be offloaded: only their buffers go to the device.
+        bridge: the Bridge, without accelerate's hooks.
+        placement: the plan; of offloaded blocks, only the buffers move to the device.
     """
     hf_model = bridge.original_model
-    # Otherwise TransformerLens and transformers take it as offloaded by accelerate.
+    # Otherwise TransformerLens and transformers assume that accelerate offloads it.
     vars(hf_model).pop("hf_device_map", None)
     move_components(bridge, placement, rest=hf_model)
     settle_bridge(bridge, placement)
 
 
 def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:
-    """Return the placement of a Bridge's weights; None if some have no values."""
+    """Return where a Bridge's weights are; None if one is on meta, or a component is split."""
     placed = []
     for name, module in bridge_components(bridge):
         tensors = list(module.parameters())
@@ -152,7 +152,7 @@ def view_of(bridge: TransformerBridge) -> View[TransformerBridge]:
 
 def _register_attention(bridge: TransformerBridge, builder: ViewBuilder) -> None:
     """Let TransformerLens 3 find the components of the view's attention layers."""
-    # This registry tells it whose hooks to call after the rotary embedding.
+    # It looks up in this registry whose hooks to call after the rotary embedding.
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         return

@@ -1,4 +1,4 @@
-"""Attention of transformers by SDPA, which builds no scores and no pattern, and its masks."""
+"""transformers' attention with SDPA, which builds no scores and no pattern; and its masks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ThisForward(NamedTuple):
     """Facts about the forward that a block is in; by default, it is not a Bridge's."""
 
     is_of_bridge: bool = False
-    """True in a Bridge's forward with masks [batch, pos], in which layers may run alone."""
+    """True in a Bridge's forward with masks [batch, pos]: layers may run without wrappers."""
     config_of_sdpa: object = None
     """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
     is_cache_read: bool = True
@@ -37,7 +37,7 @@ class ThisForward(NamedTuple):
 def this_forward() -> ThisForward:
     """Return the facts about this thread's forward."""
     kept = forward_cache()
-    # A worker on another host gets the facts alone: a config is not sent.
+    # A worker on another host gets only SENT_FACTS: a config is not sent.
     if ThisForward not in kept:
         is_of_bridge, by_sdpa, is_cache_read = kept.get(SENT_FACTS) or (False, False, True)
         kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None, is_cache_read)
@@ -59,7 +59,7 @@ def why_not_eager(attention: nn.Module) -> str | None:
 
 
 def why_own_mask(attention: nn.Module) -> str | None:
-    """Return why attention masks in another way than a Bridge; None if it does not.
+    """Return why attention applies another mask than a Bridge's; None if it does not.
 
     Such attention has its own causal mask in a buffer. A Bridge only uses the mask it is given.
     """
@@ -100,7 +100,7 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
 
 
 def makes_masks() -> bool:
-    """Return True if transformers makes eager masks by its own function: nobody replaced it."""
+    """Return True if transformers' function for eager masks has not been replaced."""
     makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
     return makes in (masking_utils.eager_mask, _mask_for_sdpa)  # ours in another Bridge's forward
 
@@ -108,19 +108,19 @@ def makes_masks() -> bool:
 @patches(
     "AttentionMaskInterface",
     takes="self key",
-    why="within a Bridge's forward by SDPA, transformers makes masks for SDPA",
+    why="in a Bridge's forward with SDPA, transformers makes masks for SDPA",
     since="4.0",
 )
 def __getitem__(original: Callable[..., Any], self: object, key: str) -> Any:
     makes = original(self, key)
-    # Elsewhere, and for a function of the user's, nothing differs.
+    # Outside such a forward, or if the user replaced the function, nothing changes.
     if this_forward().config_of_sdpa is None or makes is not masking_utils.eager_mask:
         return makes
     return _mask_for_sdpa
 
 
 def _mask_for_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Make the mask for SDPA for the Bridge whose forward it is, and for others the eager one."""
+    """Make an SDPA mask for the Bridge that is running, and eager ones for other models."""
     is_of_bridge = kwargs.get("config") is this_forward().config_of_sdpa
     makes = masking_utils.sdpa_mask if is_of_bridge else masking_utils.eager_mask
     return makes(*args, **kwargs)

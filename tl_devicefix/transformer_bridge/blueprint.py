@@ -1,4 +1,4 @@
-"""The blueprint of a TransformerBridge: its config, and making it without values."""
+"""The blueprint of a TransformerBridge: its config, and how to make it without values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BridgeBlueprint:
         config = copy.deepcopy(_hf_config(config_or_model_name))
         overrides = dict(options.get("hf_config_overrides") or {})
         if options.get("n_ctx") is not None:
-            # `boot_transformers` looks in the config without overrides.
+            # `boot_transformers` looks for the field before it applies overrides.
             overrides[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
         vars(config).update(overrides)
         if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
@@ -110,13 +110,13 @@ class BridgeBlueprint:
         check_bridge_numbers(self._config, self.name, on_mismatch)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return 0: transformers reads each weight to its device."""
+        """Return 0: transformers reads each weight straight onto its device."""
         return 0
 
     def generation(
         self, model: TransformerBridge, batch_size: int, seq_len: int
     ) -> BridgeGeneration:
-        """Return the generation from prompts of `seq_len` tokens."""
+        """Return an object that generates from prompts of `seq_len` tokens."""
         return BridgeGeneration(model, batch_size, seq_len)
 
 
@@ -152,7 +152,7 @@ def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement
             if buffer is not None:
                 component = layout.component_of(f"{path}.{name}")
                 module._buffers[name] = buffer.to(placement.device_for(component))
-    hf_model.tie_weights()  # so far, each name of a tied weight has memory of its own
+    hf_model.tie_weights()  # each name of a tied weight got its own memory
 
 
 def _saved_tokenizer(name: str) -> object:
@@ -163,7 +163,7 @@ def _saved_tokenizer(name: str) -> object:
 
 
 class BridgeGeneration:
-    """Generating with transformers' KV cache, as `TransformerBridge.generate` does."""
+    """Generates with transformers' KV cache, as `TransformerBridge.generate` does."""
 
     def __init__(self, bridge: TransformerBridge, batch_size: int, seq_len: int) -> None:
         self._bridge = bridge
@@ -172,7 +172,7 @@ class BridgeGeneration:
         self._kv_cache = DynamicCache(config=hf_model.config)
         self._length = seq_len
         takes = inspect.signature(hf_model.forward).parameters
-        # transformers 5.24 calls all of them `cache`.
+        # transformers 5.24 names every such argument `cache`.
         names = (name for name in ("cache", "cache_params") if name in takes)
         self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
 
@@ -197,13 +197,13 @@ class BridgeGeneration:
         self._length = length
 
     def last_token(self) -> None:
-        """Run one token more."""
+        """Run one more token."""
         token = self._tokens[:, :1]
         where = {
             "attention_mask": token.new_ones(token.shape[0], self._length + 1),
             "position_ids": torch.full_like(token, self._length),
         }
-        # Without attention, there are no mask and no positions.
+        # A model without attention takes no mask and no positions.
         layers: Any = self._kv_cache.layers
         attends = any(getattr(layer, "keys", None) is not None for layer in layers)
         self._bridge(token, **self._cached, **(where if attends else {}))

@@ -93,7 +93,7 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
     """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet.
 
     Raises:
-        ValueError: if its modules are not where the adapter looks for them, as with some heads.
+        ValueError: if its modules are not where the adapter expects them, as with some task heads.
     """
     paths: dict[str, str] = {}
     for name, component in adapter.get_component_mapping().items():
@@ -107,7 +107,7 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
         except AttributeError as error:
             raise ValueError(
                 f"a {type(hf_model).__name__} has no {component.name!r}, where "
-                f"{type(adapter).__name__} has its {name}: split it by a device_map of its own "
+                f"{type(adapter).__name__} has its {name}: split it with a device_map of its "
                 "modules"
             ) from error
         indices = [index for index, _ in enumerate(blocks.children())]
@@ -175,7 +175,7 @@ def units(bridge: TransformerBridge) -> list[Unit]:
 
 
 def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Module]]:
-    """Return a Bridge's components by name: "embed", "blocks.3", "unembed"."""
+    """Yield a Bridge's components with their names: "embed", "blocks.3", "unembed"."""
     for name, (_, component) in bridge.real_components.items():  # (path, module or blocks)
         if isinstance(component, list):
             for index, block in enumerate(component):
@@ -185,7 +185,7 @@ def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Modul
 
 
 def _in_bridge(name: str, bridge: TransformerBridge) -> str:
-    """Return a weight's name in the Bridge; some adapters leave Hugging Face's prefix."""
+    """Return a weight's name in the Bridge; some adapters keep Hugging Face's prefix."""
     for component, (path, _) in bridge.real_components.items():
         if path and path != component and name.startswith(f"{path}."):
             return f"{component}.{name[len(path) + 1 :]}"

@@ -1,4 +1,4 @@
-"""Methods that run a Bridge, and that read several components: at home, or by `gather_on`."""
+"""Methods that run a Bridge or read several components: at home, or as `gather_on` says."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
 
 
 def _takes_cache(bridge: TransformerBridge) -> bool:
-    """Return True if a state goes by transformers 5.24's name, which `generate` does not know."""
+    """Return True if the model calls its state `cache`, a name that `generate` does not know."""
     if not getattr(bridge.cfg, "is_stateful", False):
         return False  # `generate` asks at each token, and reading a signature takes time
     return "cache" in inspect.signature(bridge.original_model.forward).parameters
@@ -96,7 +96,7 @@ def with_own_tokenizer(
 def run_with_cache(
     original: Callable[..., Any], self: TransformerBridge, *args: object, **kwargs: Any
 ) -> tuple[object, ActivationCache | Mapping[str, torch.Tensor]]:
-    """See TransformerLens's. Activations stay where they are computed, and are read at home.
+    """See TransformerLens's method. Activations stay where they are, and are read at home.
 
     With `device`, they are moved there as they are computed, and read there.
     """
@@ -104,7 +104,7 @@ def run_with_cache(
     warn_of_unknown(self, names_filter)
     at_home = cache_for(self, kwargs.get("device"))
     with warnings.catch_warnings():
-        if at_home is not None:  # TransformerLens says so, but does not ignore it
+        if at_home is not None:  # it warns that it ignores `device`, but does not
             warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
     warn_of_empty(names_filter, cache)
@@ -125,7 +125,7 @@ def run_with_cache(
 def get_params(
     original: Callable[[TransformerBridge], dict[str, torch.Tensor]], self: TransformerBridge
 ) -> dict[str, torch.Tensor]:
-    """`TransformerBridge.get_params`: a dict whose weights are read together when asked for."""
+    """`TransformerBridge.get_params`: a dict that brings a weight to one device as it is read."""
     device = gathering_device(self)
     weights = original(self)
     return weights if device is None else CacheAtHome(device).of(weights)
@@ -140,7 +140,7 @@ def get_params(
 def get_act_patch_direct_path(
     original: Callable[..., torch.Tensor], *args: object, **kwargs: object
 ) -> torch.Tensor:
-    """See TransformerLens's. Activations and weights of other devices are brought together."""
+    """See TransformerLens's function. Operands on different devices are brought together."""
     with mix_devices():
         return original(*args, **kwargs)
 
@@ -154,7 +154,7 @@ def get_act_patch_direct_path(
 def cache_activation_and_gradient(
     original: Callable[..., Any], model: TransformerBridge, *args: object, **kwargs: object
 ) -> object:
-    """See TransformerLens's. Activations and gradients are read at home, as cached ones are."""
+    """See TransformerLens's function. Activations and gradients are read at home."""
     cache = original(model, *args, **kwargs)
     at_home = cache_for(model)
     if at_home is None:

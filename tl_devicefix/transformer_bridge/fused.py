@@ -114,7 +114,7 @@ class FusedWrapper(Fused):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Call transformers' own layer, or TransformerLens's forward if there are hooks inside."""
-        # A block that a user calls makes its mask and positions in wrappers that the layer lacks.
+        # In a block that a user calls, wrappers make the mask and positions; the layer has none.
         if not this_forward().is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
@@ -126,9 +126,9 @@ class FusedWrapper(Fused):
 
 
 def _drop_pattern(block: nn.Module) -> None:
-    """Drop the last pattern of attention, which a layer without wrappers never replaces.
+    """Drop the pattern of the last forward, which a layer without wrappers never replaces.
 
-    It may be part of a graph, and such a tensor cannot be copied with the block.
+    If it is part of an autograd graph, the block cannot be deep-copied.
     """
     attention = block._modules.get("attn")
     if getattr(attention, "_pattern", None) is not None:
@@ -156,7 +156,7 @@ def bound_of(wrapper: nn.Module) -> BoundWrapper:
 def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     """Return the config for which transformers may make masks for SDPA; None for eager masks.
 
-    All blocks have to read such masks, also in TransformerLens's forward, and no hook may see one.
+    Every block has to accept them, even in TransformerLens's forward, and no hook may see one.
     """
     config = None
     for block in getattr(bridge, "blocks", ()):
@@ -165,13 +165,13 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
             if bound.config is None or bound.shows_mask():
                 return None
             config = config or bound.config
-        elif not hasattr(class_of(block), "is_remote"):  # SENT_FACTS tells its host
+        elif not hasattr(class_of(block), "is_remote"):  # its host reads SENT_FACTS
             return None
     return config
 
 
 def forget_fused(bridge: TransformerBridge) -> None:
-    """Drop the layers without wrappers, whose weights are about to be replaced."""
+    """Drop the layers without wrappers: their weights are about to be replaced."""
     for module in bridge.modules():
         vars(module).pop(BOUND, None)
 
@@ -215,13 +215,13 @@ class BoundWrapper:
         return self._training is attributes["training"] and self._listeners.is_current()
 
     def may_run(self, ignore: str = "") -> bool:
-        """Return True if only hooks on input, output and `ignore` ("itself": the wrapper) exist."""
+        """Return True if the layer may run; hooks on `ignore` ("itself": the wrapper) are fine."""
         return self.why is None and self._listeners.look() - {ignore} <= self._hookable
 
     def shows_mask(self) -> bool:
         """Return True if a hook may read or edit the attention mask."""
         hooked = self._listeners.look()
-        if "itself" in hooked:  # a block that is not on home has this package's own hooks
+        if "itself" in hooked:  # a block that is not at home has this package's hooks
             own = chain.from_iterable(hooks.values() for hooks in hooks_of(self._attributes))
             return "module" in hooked or any(map(is_of_user, own))
         return "module" in hooked
@@ -242,7 +242,7 @@ class BoundWrapper:
         return block._apply_output_hook(output, force_tuple_for_bare_tensor=as_tuple)
 
     def _are_harmless(self, hooks: dict[int, Callable[..., object]]) -> bool:
-        """Return True for hooks of TransformerLens and transformers that only pass values on."""
+        """Return True for hooks by which libraries pass values on, or record what nobody reads."""
         if not hooks.keys() <= self._harmless:
             # TransformerLens requests attentions in each forward, but nobody reads them.
             self._harmless |= {key for key, hook in hooks.items() if records(hook)}
@@ -253,7 +253,7 @@ class BoundWrapper:
         """Set `config` and `_hookable`; return the ids of the attention layers that use SDPA.
 
         Raises:
-            NotPlain: if transformers' attention computes something else than the Bridge's.
+            NotPlain: if transformers' attention computes something other than the Bridge's.
         """
         wrappers: list[Any] = [module for module in block.modules() if is_wrapper(module)]
         by_sdpa = [it for it in wrappers if why_no_sdpa(it.original_component) is None]

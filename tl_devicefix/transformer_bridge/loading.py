@@ -64,7 +64,7 @@ _Boot = Callable[..., TransformerBridge]
 @patches(
     "TransformerBridge",
     takes="model_name device dtype hf_model device_map n_devices max_memory",
-    why="place by the plan: embed, final norm and unembed together; n_devices of any type",
+    why="place by the plan: embed, final norm and unembed together; devices of any type",
 )
 def boot_transformers(
     original: _Boot,
@@ -85,12 +85,12 @@ def boot_transformers(
     blocks lie in contiguous ranges on `device` and the devices after it. The embeddings, the
     final norm and the unembedding are all on the first, so that tied weights are together.
     `device_map` may also name components ("embed", "blocks.3", "blocks"), or modules of the Hugging
-    Face model, as in transformers. With "cpu" in `max_memory`, or for blocks in `device_map`,
-    blocks are offloaded: their weights are in CPU memory, and are copied to the device that runs
+    Face model, as in transformers. Blocks on "cpu" in `device_map`, or that do not fit if
+    `max_memory` has "cpu", are offloaded: kept in CPU memory, and copied to the device that runs
     them. The Bridge's `placement` says where its components are.
 
     Raises:
-        ValueError: if the arguments do not fit together, or the model does not fit.
+        ValueError: if the arguments contradict each other, or the model does not fit.
         TypeError: if an argument has an unknown name; the message suggests a similar one.
     """
     takes = inspect.signature(original)
@@ -113,7 +113,7 @@ def boot_transformers(
         bridge = _boot(original, bound)
         _check_components(bridge)
     except AssertionError as error:
-        if raised_in(error) != "transformer_lens":  # which asserts what its architectures have
+        if raised_in(error) != "transformer_lens":  # not TransformerLens's check of a model
             raise
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ValueError(
@@ -131,7 +131,7 @@ def boot_transformers(
 
 
 def _check_components(bridge: TransformerBridge) -> None:
-    """Refuse a Bridge that lacks a module, whose first forward would fail."""
+    """Refuse a Bridge that lacks a module: its first forward would fail."""
     for name, module in bridge.named_modules():
         if isinstance(module, GeneralizedComponent) and module.original_component is None:
             raise ValueError(
@@ -141,7 +141,7 @@ def _check_components(bridge: TransformerBridge) -> None:
 
 
 def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str:
-    """Warn of parts of an `hf_model` that its config does not describe, and return them."""
+    """Warn about parts of an `hf_model` that its config does not describe, and return them."""
     choice, hf_model = chosen_action(on_mismatch), options.get("hf_model")
     if choice == "ignore" or not isinstance(hf_model, nn.Module):
         return ""
@@ -166,7 +166,7 @@ def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -
         read_by = ("trust_remote_code", "revision")
         try:
             hf_config = read_config(name, **{k: options[k] for k in read_by if k in options})
-        except ValueError:  # the boot itself will report it
+        except ValueError:  # booting will report it
             return None
     if hf_config is None:  # a module of another library
         return None
@@ -178,7 +178,7 @@ _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
 
 
 def _boot(boot: _Boot, bound: inspect.BoundArguments) -> TransformerBridge:
-    """Boot a model by the arguments of the installed `boot_transformers`."""
+    """Boot a model with the arguments of the installed `boot_transformers`."""
     options = bound.arguments
     if options.get("hf_model") is None and options.get("load_weights", True):
         with contextlib.ExitStack() as elsewhere, one_load:
@@ -193,7 +193,7 @@ def _boot(boot: _Boot, bound: inspect.BoundArguments) -> TransformerBridge:
 def _boot_checkpoint(
     boot: _Boot, options: dict[str, Any], elsewhere: contextlib.ExitStack
 ) -> TransformerBridge:
-    """Boot a model; with other hosts, it is complete when `elsewhere` has ended."""
+    """Boot a model; blocks on other hosts are loaded once `elsewhere` is closed."""
     name = str(options["model_name"])
     if is_checkpoint_directory(name):  # before TransformerLens reads it
         read_config(name, trust_remote_code=options.get("trust_remote_code", False))
@@ -201,13 +201,13 @@ def _boot_checkpoint(
     with contextlib.ExitStack() as stack:
         arguments["model_class"] = planned = _PlannedClass(options, elsewhere, stack)
         if planned.spreads:
-            # TransformerLens sees none of these, so it refuses no state space model: each block's
+            # Hide these from TransformerLens, which would refuse a state space model: each block's
             # state stays on its device.
             for ours in ("device", "device_map", "n_devices", "max_memory"):
                 arguments.pop(ours, None)
             device_map = options.get("device_map")
             devices = device_map.values() if isinstance(device_map, Mapping) else ()
-            # A worker has no hosts joined; its map names devices of other hosts.
+            # A worker has joined no hosts, but its map names devices of other hosts.
             if joined_hosts() or any(
                 isinstance(d, torch.device) and is_elsewhere(d) for d in devices
             ):
@@ -215,7 +215,7 @@ def _boot_checkpoint(
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
         else:
-            resolve(options["device"])  # TransformerLens asserts that torch has it
+            resolve(options["device"])  # clearer than TransformerLens's assertion
         bridge = boot(**arguments)
     if planned.placement is None:
         settle_bridge(bridge, placement_as_it_lies(bridge))
@@ -229,10 +229,10 @@ def _boot_checkpoint(
 
 
 class _PlannedClass:
-    """Stands in for a class of transformers; its `from_pretrained` places the model by a plan.
+    """Stands in for a transformers class; its `from_pretrained` places the model by a plan.
 
-    TransformerLens calls it in place of the class that it would choose. It refuses an incomplete
-    checkpoint.
+    TransformerLens calls it instead of the class that it would choose. An incomplete checkpoint
+    is refused.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _PlannedClass:
 
     @property
     def is_on_hosts(self) -> bool:
-        """True if there are blocks on other hosts, which have no values here."""
+        """True if some blocks are on other hosts; their weights have no values here."""
         return self.placement is not None and self.placement.here is not self.placement
 
     @property
@@ -261,7 +261,7 @@ class _PlannedClass:
         return self.placement is not None and any(c.offloaded for c in self.placement.components)
 
     def from_pretrained(self, model_name: object, **kwargs: Any) -> PreTrainedModel:
-        """Load the model to its planned devices."""
+        """Load the model onto its planned devices."""
         adapter = adapter_for(kwargs["config"], str(model_name), kwargs["torch_dtype"])
         real = self._options.get("model_class") or hf_model_class(adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
@@ -269,8 +269,8 @@ class _PlannedClass:
         if self.spreads:
             kwargs["device_map"], self.placement = self._plan(real, adapter, kwargs)
         if self.offloads:
-            # transformers would leave offloaded weights without values, which the Bridge cannot
-            # read, so we move them from the host ourselves.
+            # transformers would leave offloaded weights without values, and the Bridge reads them:
+            # load all to the CPU; `place_bridge` then moves those that are not offloaded.
             kwargs["device_map"] = {"": "cpu"}
         if self._options.get("max_memory") is not None and self.placement is None:
             kwargs["max_memory"] = self._options["max_memory"]
@@ -285,7 +285,7 @@ class _PlannedClass:
             placement = self.placement.local_part
             loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
-            # accelerate's hooks would look for all weights.
+            # accelerate would look for the weights of all blocks.
             with replaced_in_thread(modeling_utils, "accelerate_dispatch", lambda *_, **__: None):
                 hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
@@ -296,13 +296,13 @@ class _PlannedClass:
         return hf_model
 
     def _load(self, real: type[Any], name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
-        """Load the model by transformers, and check that the checkpoint has all of its weights."""
-        if self._options.get("n_ctx") is None:  # TransformerLens itself reports wrong shapes
+        """Load the model, and check that the checkpoint has all of its weights."""
+        if self._options.get("n_ctx") is None:  # with n_ctx, TransformerLens reports wrong shapes
             kwargs.setdefault("ignore_mismatched_sizes", True)
         try:
             hf_model, report = real.from_pretrained(name, output_loading_info=True, **kwargs)
         except UNREADABLE:
-            stored_tensors(name, kwargs)  # raises a sentence with the file, if one is damaged
+            stored_tensors(name, kwargs)  # raises an error naming the file, if one is damaged
             raise
         check_report(report, name, kwargs, hf_model)
         return hf_model
@@ -310,7 +310,7 @@ class _PlannedClass:
     def _plan(
         self, real: type[Any], adapter: ArchitectureAdapter, kwargs: Mapping[str, Any]
     ) -> tuple[object, Placement | None]:
-        """Return transformers' `device_map`, and its plan unless the map is the user's own."""
+        """Return transformers' `device_map`, and our plan; None if the user gave such a map."""
         options, device_map = self._options, self._options.get("device_map")
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
@@ -331,7 +331,7 @@ class _PlannedClass:
 def _without_all_values() -> Iterator[None]:
     """Let TransformerLens wrap weights without values, within a `with` block.
 
-    Wrapping splits fused matrices, which fails on some meta tensors.
+    Wrapping splits fused matrices, and would refuse those of blocks on other hosts.
     """
     check = "require_readable_weight"
     with contextlib.ExitStack() as stack:
@@ -344,23 +344,23 @@ def _without_all_values() -> Iterator[None]:
 
 
 def _is_for_transformers(device_map: object, hf_model: nn.Module) -> bool:
-    """Return True if a map names modules of the Hugging Face model, or a strategy of its own."""
+    """Return True if a map names modules of the Hugging Face model, or is "balanced_low_0"."""
     if not isinstance(device_map, Mapping):
         return isinstance(device_map, str) and device_map.startswith("balanced_")
     return any(name in device_map for name, _ in hf_model.named_modules() if name)
 
 
 def _with_names_of_devices(device_map: object) -> object:
-    """Replace indices in transformers' map, which TransformerLens reads as CUDA's."""
+    """Replace indices by device names: TransformerLens would read an index as CUDA's."""
     if not isinstance(device_map, Mapping):
         return device_map
     for outer, inner in itertools.permutations(device_map, 2):
-        # Otherwise hashes of the devices' names would decide about the rest of the module.
+        # Otherwise the rest of the outer module would land on a hash-dependent device.
         if not outer or inner.startswith(f"{outer}."):
             raise ValueError(
-                f"device_map names {inner!r}, and {outer!r} that contains it: by transformers' "
-                "names, give each module one device; or name the Bridge's components, as in "
-                "{'': 0, 'blocks.3': 1}"
+                f"device_map names {inner!r}, and {outer!r} that contains it: among "
+                "transformers' names, none may contain another; or name the Bridge's components, "
+                "as in {'': 0, 'blocks.3': 1}"
             )
     return {
         name: str(resolve(device)) if isinstance(device, int) else device
@@ -369,9 +369,9 @@ def _with_names_of_devices(device_map: object) -> object:
 
 
 def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
-    """Move tensors of the model itself home, such as BART's bias of the logits.
+    """Move the outermost module's own tensors home, such as BART's `final_logits_bias`.
 
-    accelerate puts them on any of the devices, depending on the hashes of the devices' names.
+    accelerate picks their device by the hashes of the devices' names.
     """
     mover = Mover()
     for name in (*hf_model._parameters, *hf_model._buffers):

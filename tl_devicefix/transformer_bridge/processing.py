@@ -1,7 +1,7 @@
-"""`TransformerBridge.process_weights` and compatibility mode, one component at a time on a device.
+"""`TransformerBridge.process_weights` and compatibility mode, one component at a time per device.
 
 Each component is processed on its device, in float32 or wider, and rounded once into its parameter.
-If processing fails half way, the Bridge refuses to run: some weights are folded and others
+If processing fails halfway, the Bridge refuses to run: some weights are folded and others
 are not.
 
 - Blocks: by the static methods of the installed `ProcessWeights`, which know every
@@ -90,7 +90,7 @@ def enable_compatibility_mode(
         ValueError: if the attention matrices cannot be refactored, or if `hf_model` has parts
             that its config does not describe.
         NotImplementedError: if weights are packed (quantised), or have no values.
-        RuntimeError: if weights are only partly processed because an earlier call failed.
+        RuntimeError: if weights are only partly processed after an earlier call failed.
     """
     takes = inspect.signature(original)
     refuse_unknown("enable_compatibility_mode", kwargs, [*takes.parameters, "on_mismatch"])
@@ -136,7 +136,7 @@ def process_weights(
     Raises:
         ValueError: if the attention matrices cannot be refactored.
         NotImplementedError: if weights are packed (quantised), or have no values.
-        RuntimeError: if weights are only partly processed because an earlier call failed.
+        RuntimeError: if weights are only partly processed after an earlier call failed.
         torch.OutOfMemoryError: if a device is full. The message names the component.
     """
     if self._weights_processed:
@@ -221,14 +221,14 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
         with naming_full_devices(bridge, placement_of(bridge), unit.name):
             _process_unit(bridge, unit, processing)
 
-    todo = []  # without units of other hosts, whose weights have no values here
+    todo = []  # no units of other hosts: their weights have no values here
     for unit in units(bridge):
         if not any(w.is_meta or isinstance(w, TensorElsewhere) for w in unit.weights.values()):
             todo.append(unit)
     devices = [_device_of_unit(bridge, unit) for unit in todo]
     with hf_logging.tqdm(total=len(todo), desc="Processing components") as progress:
         each_on_its_device(process, todo[:-1], devices[:-1], progress.update)
-        # The unembedding comes last: some adapters note that they have seen it.
+        # The unembedding comes last: some adapters set a flag once they have seen it.
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if (placement := placement_of(bridge)) is not None:
@@ -243,7 +243,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
     with torch.no_grad():
-        # A block is named block 0: ProcessWeights gets it alone.
+        # Rename any block to block 0: ProcessWeights gets only this one.
         named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
@@ -267,7 +267,7 @@ def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
 
 
 def _assign_processed(unit: Unit, originals: Weights, processed: WorkingCopies) -> None:
-    """Round processed weights, and put them in the place of the old ones."""
+    """Round processed weights, and replace the old ones with them."""
     by_component: dict[str, Weights] = {name: {} for name in unit.components}
     for named in list(processed):
         name, tensor = named, dict.pop(processed, named)
@@ -292,7 +292,7 @@ def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
     kind, _, index = unit.name.partition(".")
     # Earlier blocks are None: TransformerLens's method reads every block that it finds.
     blocks = [None] * int(index) + [unit.components[unit.name]]
-    # The Bridge's own list has all blocks.
+    # This stands in for the Bridge, whose own list has all blocks.
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
     fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
     fold(only)
@@ -308,7 +308,7 @@ class Processing:
     def __init__(self, requested: Steps, bridge: TransformerBridge) -> None:
         self.requested, self.cfg, self.adapter = requested, bridge.cfg, bridge.adapter
         self.steps = _applicable(requested, bridge)
-        """The steps that TransformerLens takes for such a model."""
+        """The steps that TransformerLens would take for this model."""
 
     def process_block(self, weights: Weights, block: Any) -> None:
         """Process any block's weights in place. Their names begin with "blocks.0."."""
@@ -413,7 +413,7 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
 
 
 class _OneBlock:
-    """A live view of a Bridge's config with one block, which `ProcessWeights` is given."""
+    """A live view of a Bridge's config in which `n_layers` is 1, for `ProcessWeights`."""
 
     n_layers = 1
 

@@ -1,8 +1,8 @@
 """The check of a TransformerBridge on a tiny model: see `tl_devicefix/twin.py`.
 
 A Bridge runs transformers' own modules, so it is right as booted. It can be wrong once its
-weights are processed, or where hooks have it compute attention in steps of its own: so we run the
-tiny one with and without hooks on its patterns.
+weights are processed, or if hooks make it compute attention itself. So the tiny Bridge runs with
+and without hooks on its patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_cla
 from tl_devicefix.twin import OnMismatch, Twin, check_numbers
 
 EXTRA_PARTS = "_tl_devicefix_extra_parts"
-"""The attribute of a Bridge: which parts of its `hf_model` its config does not describe."""
+"""The attribute of a Bridge: the parts of its `hf_model` that its config does not describe."""
 
 
 def check_bridge_numbers(
@@ -35,13 +35,13 @@ def check_bridge_numbers(
         hf_config: transformers' config of the model; not changed.
         name: the model's name.
         on_mismatch: as for `check_numbers`.
-        compatibility: the arguments of `enable_compatibility_mode`; None is a Bridge as booted.
+        compatibility: the arguments of `enable_compatibility_mode`; None for a Bridge as booted.
 
     Returns:
         The warning, or None.
 
     Raises:
-        ValueError: with `on_mismatch="refuse"`, in place of the warning.
+        ValueError: with `on_mismatch="refuse"`, instead of the warning.
     """
 
     called = f"{name} as a TransformerBridge"
@@ -54,7 +54,7 @@ def check_bridge_numbers(
 def difference(
     hf_config: PretrainedConfig, name: str, compatibility: Mapping[str, Any] | None
 ) -> float:
-    """Return how far a tiny Bridge is from transformers; see `Twin.difference`."""
+    """Return how far a tiny Bridge's numbers are from transformers'; see `Twin.difference`."""
     adapter = adapter_for(hf_config, name, torch.float32)
     n_ctx = adapter.cfg.n_ctx
     twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))

@@ -51,10 +51,10 @@ def unwrap_layer(wrapper: nn.Module, by_sdpa: frozenset[int]) -> nn.Module:
 
     Args:
         wrapper: the wrapper.
-        by_sdpa: the ids of the attention layers to run by SDPA.
+        by_sdpa: the ids of the attention layers to run with SDPA.
 
     Raises:
-        NotPlain: if the module would compute something else than the wrapper.
+        NotPlain: if the module would compute something other than the wrapper.
     """
     return _Unwrapping(wrapper, by_sdpa).layer
 
@@ -71,7 +71,7 @@ class _Unwrapping:
                 raise NotPlain(f"it contains a {kind} with a {name} of its own")
             if is_wrapper(module):
                 _check_wrapper(module)
-            if applies_dropout(module):  # the Bridge draws in another order
+            if applies_dropout(module):  # the Bridge draws random numbers in another order
                 raise NotPlain("it applies dropout in training")
         self._wrapped: set[int] = set()  # ids of wrapped modules that are used
         self.layer = self._replacement(block)
@@ -108,14 +108,14 @@ class _Unwrapping:
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
         attributes["_copy_of"], attributes["_splitter"] = module, self._splitters.get(id(module))
-        # A wrapper calls no hooks of its module.
+        # If a module has a hook that has to be called, the Bridge's block runs.
         attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
             name: None if child is None else self._replacement(child)
             for name, child in module._modules.items()
         }
         attributes.update(attributes["_modules"])  # faster than `__getattr__`
-        if id(module) in self._by_sdpa:  # other modules share the config
+        if id(module) in self._by_sdpa:  # a copy: other modules share the config
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
         return copied
@@ -174,7 +174,7 @@ class _Copy:
 
 
 def _scale_of(wrapper: GeneralizedComponent) -> float:
-    """Return the scale of scores, which a Bridge that splits a projection reads from its config."""
+    """Return the scale of scores: a Bridge that splits a projection takes it from its config."""
     config: Any = wrapper.config
     scale: float = config.d_head**-0.5
     has_positions = isinstance(wrapper, JointQKVPositionEmbeddingsAttentionBridge)
@@ -223,13 +223,13 @@ def _computes_itself(wrapper: GeneralizedComponent) -> bool:
 
 
 class NormOfBridge(nn.Module):
-    """The norm that a wrapper computes: its epsilon is that of the Bridge's config."""
+    """The norm that a wrapper computes, with the epsilon of the Bridge's config."""
 
     def __init__(self, wrapper: GeneralizedComponent) -> None:
         super().__init__()
         norm: Any = wrapper.original_component
         self._parameters = norm._parameters
-        vars(self)["_wrapper"] = wrapper  # no submodule: its parameters would be there twice
+        vars(self)["_wrapper"] = wrapper  # not a submodule: its parameters would appear twice
         self._is_usual = type(norm) is nn.LayerNorm and class_of(wrapper) is NormalizationBridge
 
     def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
@@ -248,7 +248,7 @@ class RMSNorm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self._parameters = norm._parameters
-        vars(self)["_norm"] = norm  # no submodule: its parameters would be there twice
+        vars(self)["_norm"] = norm  # not a submodule: its parameters would appear twice
 
     def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
         """Return the normalised activations."""
@@ -306,7 +306,7 @@ class _Joined(nn.Module):
 
 
 _orders: MutableMapping[object, dict[object, torch.Tensor | None]] = WeakIdKeyDictionary()
-"""Orders by the Bridge's config: the split depends on its heads, which no size shows."""
+"""Orders by the Bridge's config: the split depends on its heads, which sizes do not show."""
 
 
 @torch.inference_mode(False)  # later forwards may record gradients
@@ -324,7 +324,7 @@ def _order(
     if key not in known:
         with OwnRandomNumbers(), torch.no_grad(), torch.device("cpu"):
             numbers = torch.arange(n_out, dtype=torch.float32)
-            weight = numbers[:, None].expand(n_out, n_in)  # each row has its output's number
+            weight = numbers[:, None].expand(n_out, n_in)  # row i is filled with i
             numbered, holder = copy.copy(joint), copy.copy(owner)
             bias = None if joint.bias is None else nn.Parameter(numbers.clone())
             weight = weight.T.contiguous() if is_in_out else weight.contiguous()

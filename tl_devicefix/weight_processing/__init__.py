@@ -68,7 +68,7 @@ class Steps:
             steps = replace(steps, fold_ln=False)
         if steps.fold_ln and (cfg.num_experts or 0) > 1 and not conventions.folds_moe:
             _log.warning(
-                "fold_ln=True, but this TransformerLens folds no norms of MoE models: skipped"
+                "fold_ln=True, but this TransformerLens does not fold norms of MoE models: skipped"
             )
             steps = replace(steps, fold_ln=False)
         if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
@@ -139,13 +139,13 @@ def process_component(
     """Apply the processing steps to one component's weights, or to a slice of them, in place.
 
     Args:
-        name: "embed", "pos_embed", "blocks.3" or "unembed"; the last comes with ln_final's weights.
+        name: "embed", "pos_embed", "blocks.3" or "unembed", which includes ln_final.
         weights: private tensors on one device, in the dtype to work in. A block's names are those
             within the block ("attn.W_Q"), others are whole ("unembed.W_U").
         cfg: the HookedTransformerConfig.
         steps: the applicable steps (`Steps.applicable`).
-        conventions: what the installed TransformerLens does differently from others.
-        vocabulary_means: of the unembedding, if this is a part of its vocabulary.
+        conventions: those of the installed TransformerLens.
+        vocabulary_means: the unembedding's, if `weights` has only a part of the vocabulary.
     """
     layer_norm = uses_layer_norm(cfg)
     fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
@@ -155,8 +155,8 @@ def process_component(
         if steps.center_writing_weights and not unread:
             center(weights, "embed.W_E", "pos_embed.W_pos")  # over d_model
     elif name == "unembed":
-        # TransformerLens centres after folding. The two act on different dimensions, so the order
-        # does not matter; in this order, the mean over the vocabulary can be computed beforehand.
+        # TransformerLens centres after folding. The two change different dimensions, so their order
+        # does not matter; centring first lets the vocabulary means be computed beforehand.
         if steps.center_unembed:
             center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:

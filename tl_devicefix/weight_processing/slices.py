@@ -1,8 +1,8 @@
 """Cut a component into slices that are processed one by one, which needs little memory.
 
 A slice is some heads of an attention layer, some neurons of an MLP, or a part of the vocabulary.
-Each step acts on a slice as on the whole. Only b_O is a sum over the heads: each slice continues
-the sum of those before it.
+Each step treats a slice like the whole component. Only b_O is a sum over the heads: each slice
+continues the sum of those before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from tl_devicefix.weight_processing.steps import Weights
 
 ELEMENTS_ON_CPU, ELEMENTS_ON_DEVICE = 2**19, 2**24
-"""Elements of a slice: as many as fit into a core's cache, or as keep a GPU busy."""
+"""Elements of a slice: enough to fill a core's cache, or to keep a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Slice:
     """A part of a component that can be processed by itself."""
 
     cut: dict[str, tuple[slice, ...]] = field(default_factory=dict)
-    """Weights of which it has a part: name -> index of the part."""
+    """Weights of which the slice has a part: name -> index of the part."""
     uncut: tuple[str, ...] = ()
-    """Weights that it has in full; other slices may have them too."""
+    """Weights that the slice has in full; other slices may have them too."""
 
     def of(self, weights: Mapping[str, torch.Tensor], so_far: Weights) -> Weights:
-        """Return its weights: views of the component's, and the sum of the slices before it."""
+        """Return the slice's weights: views of the component's, and the sum of earlier slices."""
         # Before Python 3.12, a comprehension's frame in a traceback would keep tensors alive.
         views: Weights = {}
         for name, index in self.cut.items():
@@ -43,8 +43,8 @@ class Slice:
 _SUM_OVER_HEADS = "attn.b_O"
 
 
-# Each kind of layer has axes by which its weights are cut (heads, neurons or tokens), and weights
-# that every slice has in full.
+# For each kind of layer, the axis along which each weight is cut (heads, neurons or tokens), and
+# the weights that every slice has in full.
 _LAYER_AXES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "attention": (
         {f"attn.{matrix}": 0 for matrix in ("W_Q", "W_K", "_W_K", "W_V", "_W_V", "W_O")}
@@ -126,10 +126,10 @@ def working_dtype(weights: Mapping[str, torch.Tensor], asked: torch.dtype) -> to
 
 
 class WorkingCopies(dict[str, torch.Tensor]):
-    """A dict of weights that copies each one to a device, in a dtype to work in, when it is read.
+    """A dict that copies each weight to a device, in a working dtype, when it is first read.
 
-    - `[]` and `get` copy at the first read; `items()` returns tensors that no step has read as they
-      were given.
+    - `[]` and `get` copy at the first read; `items()` does not copy, and returns unread tensors as
+      given.
     - A copy keeps the layout (a transposed view stays one); integer and boolean tensors keep their
       dtype.
     - The given tensors are never changed.
@@ -194,5 +194,5 @@ def write(
         own = nn.Parameter(values, requires_grad=own.requires_grad)
         module._parameters[leaf] = own
     part = own.detach()[index]
-    # A checkpoint may have a scalar as a tensor of one element.
+    # A checkpoint may store a scalar as a tensor of one element.
     part.copy_(value if value.shape == part.shape else value.reshape(part.shape))

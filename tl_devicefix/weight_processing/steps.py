@@ -28,7 +28,7 @@ def fold_layer_norm_into_block(
     """
     if "ln1.w" in block:
         for letter in "QKV":
-            # Grouped-query attention has its keys and values under an underscore.
+            # Grouped-query attention's key and value weights have an underscore.
             underscore = "" if f"attn.W_{letter}" in block else "_"
             weight, bias = f"attn.{underscore}W_{letter}", f"attn.{underscore}b_{letter}"
             _fold_norm(block, "ln1", weight, bias, fold_biases, center_weights)
@@ -62,7 +62,7 @@ def _fold_norm(
     """Fold a norm into a matrix, or into one matrix for each head."""
     matrix: Float[torch.Tensor, "... d_in d_out"] = weights[weight]
     has_bias = norm == "ln1" or bias in weights  # attention always has biases
-    # The bias comes first: it needs the matrix before the norm's weights scale it.
+    # Fold the bias first: it needs the matrix before the norm's weights scale it.
     if fold_biases and f"{norm}.b" in weights and has_bias:
         weights[bias] = weights[bias] + einops.einsum(
             matrix, weights[f"{norm}.b"], "... d_in d_out, d_in -> ... d_out"
@@ -133,8 +133,8 @@ def vocabulary_means(
 ) -> Weights:
     """Return the means over the vocabulary of "unembed.W_U" and "unembed.b_U".
 
-    Their shapes are [d_model, 1] and [1]. They are summed in `dtype` on `device`, to which
-    `tokens_at_once` columns are copied at a time.
+    Their shapes are [d_model, 1] and [1]. They are computed in `dtype` on `device`, to
+    which `tokens_at_once` columns are copied at a time.
     """
     means = {}
     for name in _UNEMBEDDING:
