@@ -252,7 +252,7 @@ def test_only_a_path_is_a_directory_of_activations(run, on_one):
 
 
 READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
-    (lambda h: h.cache(0).accumulated_resid(), r"no model, .* saved\.cache\(examples, model\)"),
+    (lambda h: h.cache(0).accumulated_resid(), r"no model: .* saved\.cache\(examples, model\)"),
     (lambda h: h.cache("a"), "numbers, slices and lists of numbers, not by str"),
     (lambda h: h.cache([0, 99]), "there is no example 99 among 11"),
     (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),

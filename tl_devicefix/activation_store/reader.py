@@ -53,7 +53,7 @@ class _NoModel:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"this cache has no model, whose {name} is needed here: open it with "
+            f"this needs model.{name}, but the cache has no model: open it with "
             "saved.cache(examples, model)"
         )
 
@@ -152,7 +152,7 @@ class SavedActivations:
                     )
             placement = placement_of(model)
             home = placement.home if placement else next(model.parameters()).device
-        self.tokens.numbers(examples)  # raises for other indices
+        self.tokens.numbers(examples)  # raises if invalid
         # A CacheAtHome calls the partials, so that whoever reads it gets tensors.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
         cache_model: Any = _NoModel() if model is None else model
@@ -180,8 +180,8 @@ class SavedActivations:
             epochs: the number of epochs; None for batches without end.
 
         Returns:
-            An iterator of tensors `[batch_size, ...]`. A row is a token, or an example for
-            attention patterns, and for activations whose token axis `transform` removed.
+            An iterator of tensors `[batch_size, ...]`. A row is a token. For attention patterns
+            and scores, and without a token axis (`transform`), it is an example.
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape

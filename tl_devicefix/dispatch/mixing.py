@@ -94,7 +94,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context for a user's hook or module, in which the paused modes are on again."""
-    if not _paused.modes:  # forwards that it starts are not launched ahead
+    if not _paused.modes:  # forwards within it are not launched ahead
         return contextlib.nullcontext() if run_ahead() is None else launching(None)
     return _resuming([*_get_current_function_mode_stack(), *_paused.modes])
 
@@ -131,7 +131,7 @@ class JoinedAt(OutsideBlocks):
     """A mode in which torch functions that mix these devices get all arguments on one of them.
 
     A tensor that is indexed, or changed in place or by `out=`, stays on its device, and the others
-    are copied there. If modes are nested, the outermost copies.
+    are copied there. Of nested modes, the outermost one copies.
     """
 
     def __init__(self, device: torch.device, devices: frozenset[torch.device]) -> None:
@@ -171,7 +171,7 @@ class JoinedAt(OutsideBlocks):
             uncounted = len(changed) > 1 and None in versions
             if uncounted or versions != [version_of(tensor) for tensor in tensors]:
                 raise  # a second call might change something twice
-            # Updates of running statistics are not counted, so those of copies would be lost.
+            # Updates of running statistics bump no version: on copies, they would be lost.
             if getattr(func, "__name__", "") in ("batch_norm", "instance_norm"):
                 raise
         stays = changed or list(_indexed(func, args, kwargs))
@@ -315,7 +315,7 @@ class _Mixing(JoinedAt):
         return home
 
 
-# `devices()` does not read these: models may be loaded and freed while the mode is on.
+# `devices()` ignores both arguments: models come and go while the mode is on.
 _MIXING = _Mixing(CPU, frozenset())
 
 
@@ -336,9 +336,9 @@ class mix_devices:
 
     As a statement, such as in a notebook's first cell, it stays on until ``mix_devices(False)``.
     Like `torch.set_grad_enabled`, it applies to this thread only: call it in each thread that
-    mixes. On CUDA, autograd runs hooks in other threads. Hooks registered by `Tensor.register_hook`
-    while it is on mix there too; those of modules (`register_full_backward_hook`) do not. It does
-    not reach code that torch compiles.
+    mixes. On CUDA, autograd runs hooks in other threads. Hooks added by `Tensor.register_hook`
+    while it is on can mix there too; those of modules (`register_full_backward_hook`) cannot. It
+    does not reach code that torch compiles.
 
     While it is on, each torch function calls Python code, which takes time. In a model's forward it
     is on in your hooks and modules only, and costs nothing elsewhere.
@@ -347,7 +347,7 @@ class mix_devices:
         mode: False turns it off.
 
     >>> mix_devices()  # doctest: +SKIP
-    >>> stream = torch.stack(kept)  # which hooks of several blocks kept  # doctest: +SKIP
+    >>> stream = torch.stack(kept)  # kept by hooks of several blocks  # doctest: +SKIP
     """
 
     def __init__(self, mode: bool = True) -> None:
@@ -423,7 +423,7 @@ def add_hook(
     """Wrap `HookPoint.add_hook`, so that hooks may mix the devices of a model.
 
     Raises:
-        RuntimeError: in a run that was given a view of the hook point's model.
+        RuntimeError: if a run that was given a view hooks the model itself.
     """
     note_hooked(self)
     # Take a fast path: there are hundreds of caching hooks, and each uses only its activation.

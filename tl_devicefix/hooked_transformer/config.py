@@ -98,7 +98,7 @@ def _config_of_live(hf_model: nn.Module) -> PretrainedConfig:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised
     name = class_in_transformers(model).__name__
-    # The class of a base model does not name the head.
+    # A base class names no head: keep the config's, if any.
     if not config.architectures or re.search(r"For[A-Z]|LMHead", name):
         config.architectures = [name]
     return config
@@ -146,14 +146,14 @@ def _config_by_name(
             f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
         )
     if architecture == "GemmaForCausalLM" and cfg.act_fn == "gelu":
-        cfg.act_fn = "gelu_pytorch_tanh"  # TransformerLens 3 has the exact GELU
-    if architecture == "Gemma2ForCausalLM":  # before 3.8, global comes first
+        cfg.act_fn = "gelu_pytorch_tanh"  # wrongly exact in TransformerLens 3
+    if architecture == "Gemma2ForCausalLM":  # wrongly global first before 3.8
         cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
 
 
 class _UnguessedPath(str):
-    """A path that contains no name from which TransformerLens guesses an architecture."""
+    """A path from which TransformerLens cannot guess an architecture."""
 
     def lower(self) -> str:
         return ""
@@ -277,7 +277,7 @@ def _config_for_transformer_lens(
 def config_post_init(original: Callable[..., None], self: HookedTransformerConfig) -> None:
     """Wrap `HookedTransformerConfig.__post_init__`, which counts CUDA devices for any device.
 
-    Within `tl_devicefix.simulate`, several devices are simulated ones by default.
+    Within `tl_devicefix.simulate`, `n_devices` > 1 defaults to simulated devices.
 
     Raises:
         ValueError: if there are not `n_devices` devices of the config's own type.

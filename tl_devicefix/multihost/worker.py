@@ -1,8 +1,8 @@
 """The worker of a host: it holds some blocks of a model, and runs them when home asks.
 
 `messages.py` shows who sends what. A worker is a plain class: `init_hosts` turns it into an actor,
-and tests call it in a thread. The user's code stays at home: at each hook point with a hook, a
-*tap*, the run pauses.
+and tests call it in a thread. The user's code stays at home: the run pauses at each *tap*, a
+point with a user hook.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
 
 
 def settings() -> list[object]:
-    """Return the settings of torch that change the numbers of a block."""
+    """Return torch's settings that change a block's results."""
     return [get() for get, _ in _SETTINGS]
 
 
@@ -90,7 +90,7 @@ class Worker:
                 gc.collect()  # the modules of a model refer to each other
 
     def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
-        """Return the bytes that are free on a device, by its index here, after `forget`."""
+        """Return the free bytes of a device (its index here), after `forget`."""
         self.forget(forget)
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
@@ -196,7 +196,7 @@ class _Ended(BaseException):  # not an Exception: a block may catch those
 
 @dataclass
 class _GraphPart:
-    """The computation of a run up to a reply, from its start or the reply before.
+    """A run's computation from its start, or from a reply, to the next reply.
 
     Attributes:
         leaves: its inputs that get gradients.
@@ -372,7 +372,7 @@ class _PausableRun:
             # Copy it: `given` is a leaf of the graph, and the block may write to it.
             activation = given.to(activation.device, copy=self._request.has_graph)
             if in_place and same_as is not None:
-                self._shared[same_as] = activation  # home still has its own at this index
+                self._shared[same_as] = activation  # home's tensor keeps this index
             else:
                 same_as = None
         elif same_as is None and activation.requires_grad:

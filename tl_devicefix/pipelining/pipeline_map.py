@@ -110,7 +110,7 @@ def pipeline_map(
     check_iterable("items", items)
     adapter_of(model)  # raises for anything but a model
     max_in_flight = n_in_flight(model, max_in_flight)
-    total = length_hint(items) or None  # None shows no end
+    total = length_hint(items) or None  # None: unknown
     bar = hf_logging.tqdm(enumerate(items), "Pipelined runs", total, disable=not progress)
     return run_all(model, _numbered(run), bar, max_in_flight)
 
@@ -146,7 +146,7 @@ def _numbered(
 def refuse_arguments(
     function: Callable[..., object], call: Callable[..., object], model: Model, given: Iterable[str]
 ) -> None:
-    """Refuse arguments that neither `function`, nor the `call` in it, nor the forward has."""
+    """Refuse arguments that `function`, its inner `call` and the forward all lack."""
     # A Bridge's forward passes unknown names on to transformers, so only near misses are refused.
     parameters = [signature(one).parameters for one in (function, call, model.forward)]
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters[-1].values())
@@ -270,11 +270,11 @@ def _refuse_dropout(model: Model) -> None:
 def _starting(
     start: Callable[[int, Item], Future[Result]], items: Iterable[Item]
 ) -> Iterator[Future[Result]]:
-    """Start a run for each item that is asked for; an error of `items` becomes a failed run's."""
+    """Start a run for each item that is asked for; an error of `items` becomes a failed run."""
     try:
         for number, item in enumerate(items):
             yield start(number, item)
-    except Exception as error:  # noqa: BLE001  # raised when the runs before it are fetched
+    except Exception as error:  # noqa: BLE001  # raised after the runs before it
         failed = Future[Result]()
         failed.set_exception(error)
         yield failed
