@@ -184,15 +184,11 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
         # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
-        if isinstance(error, OSError | ValueError):  # nothing was read
-            refuse_directory(name)
-        cannot = f"config.json of {name!r} cannot be read"
-        nearest = did_you_mean(name, known_fields(), at_least=0.85)
-        if isinstance(error, OSError) and nearest and name not in known_fields():
-            raise ValueError(f"{cannot}{nearest} ({in_one_line(cause)})") from error
         is_fetched = (Path(name) / "config.json").is_file()
         advice = "correct it, or fetch it again" if is_fetched else "is its name spelt right?"
-        raise ValueError(f"{cannot} ({in_one_line(cause)}); {advice}") from error
+        raise ValueError(
+            f"config.json of {name!r} cannot be read ({in_one_line(cause)}); {advice}"
+        ) from error
 
 
 def known_config(name: str) -> PretrainedConfig | None:

@@ -173,7 +173,7 @@ class _RunRows:
         # The number of an expert's rows may match by chance.
         if is_of_expert or shape[:1] != (self._total,):
             what = f"a tensor {list(shape)}" if shape else f"a {type(activation).__name__}"
-            what = "rows that are routed to experts" if is_of_expert else what
+            what = "rows of experts" if is_of_expert else f"{what} instead of {self._total} rows"
             raise ValueError(
                 f"{hook.name} cannot be split among {self._n_runs} runs of a batch, as it gives "
                 f"{what}: {_REMEDY}"

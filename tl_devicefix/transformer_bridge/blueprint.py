@@ -14,7 +14,16 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from tl_devicefix.checkpoints.hub import TOKENIZER_FILES, known_config, read_config, torch_dtype
+from tl_devicefix.checkpoints.hub import (
+    TOKENIZER_FILES,
+    is_checkpoint_directory,
+    known_config,
+    known_fields,
+    read_config,
+    refuse_directory,
+    snapshot,
+    torch_dtype,
+)
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.transformer_bridge.alignment import settle_bridge
 from tl_devicefix.transformer_bridge.components import (
@@ -130,7 +139,12 @@ def _hf_config(config_or_model_name: object) -> PretrainedConfig:
             "directory, nor a transformers config"
         )
     name = os.fspath(config_or_model_name)
-    return known_config(name) or read_config(name)
+    if (known := known_config(name)) is not None:
+        return known
+    refuse_directory(name)
+    if not is_checkpoint_directory(name):
+        snapshot(name, known_fields())  # raises if it cannot be fetched, and suggests a name
+    return read_config(name)
 
 
 _N_CTX = (
