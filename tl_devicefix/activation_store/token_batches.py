@@ -114,18 +114,6 @@ class TokenBatches(Iterator[torch.Tensor]):
         read = _read_ahead(groups.read(epoch, row, self._epochs))
         return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
 
-    @property
-    def config(self) -> dict[str, object]:
-        """A description of these batches, which dictionary_learning saves beside its models."""
-        return {
-            "activation": self._rows.name,
-            "d_submodule": self._rows.shape[-1],
-            "shuffle": self._shuffle,
-            "epochs": self._epochs,
-            "seed": self._seed,
-            "out_batch_size": self._batch_size,
-        }
-
     def state_dict(self) -> dict[str, object]:
         """Return the position, for `load_state_dict` of batches with the same arguments.
 

@@ -27,7 +27,7 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs, innermost
 from tl_devicefix.dispatch.scheduler import launching, note_hooked, run_ahead
-from tl_devicefix.fusing.listening import hooks_of
+from tl_devicefix.fusing.listening import hooks_of, note_hook
 from tl_devicefix.fusing.one_forward import forward_cache
 from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
@@ -352,19 +352,14 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        # Each `__exit__` pops one: the first `with` pops what was on before this object.
-        self._before = [_switch(mode)]
-        self._is_entered = False
+        self._before = _switch(mode)
 
     def __enter__(self) -> mix_devices:
-        was = _switch(self._mode)  # again: another thread may have made this object
-        if self._is_entered:
-            self._before.append(was)
-        self._is_entered = True
+        _switch(self._mode)  # again: another thread may have made this object
         return self
 
     def __exit__(self, *_: object) -> None:
-        _switch(self._before.pop())
+        _switch(self._before)
 
 
 def _switch(mode: bool) -> bool:
@@ -431,12 +426,14 @@ def add_hook(
         if dir != "fwd" or args or kwargs:  # `prepend` or `alias_names`
             return original(self, hook, dir, is_permanent, level, *args, **kwargs)
         torch_handle = self.register_forward_hook(functools.partial(_call_caching_hook, hook))
+        note_hook(self)
         handle = LensHandle(torch_handle, is_permanent, level)
         handle.user_hook = hook
         self.fwd_hooks.append(handle)
         return handle
     across = _HookAcrossDevices(hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
+    note_hook(self)
     # `list_hooks()` shows this to users.
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
         if getattr(handle, "user_hook", None) is across:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from collections import defaultdict
@@ -102,9 +101,6 @@ class Watch:
     def __reduce__(self) -> tuple[object, ...]:
         # A copied or unpickled model has other modules, so the snapshot is not copied.
         return Watch, (self._is_own, self._warned_of)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Watch:
-        return copy.copy(self)  # each view of a model has such a copy, with the same set
 
     def for_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
         """Return a Watch for a view of the model, with the counterparts of its modules."""

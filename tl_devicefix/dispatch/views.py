@@ -3,7 +3,8 @@
 Each run in flight has its own view, so that no run sees another's hooks. Each module has a
 counterpart in the view, of the same class, with the same tensors:
 
-    module.W_Q, module.cfg          the same objects
+    module.W_Q, module.cfg,         the same objects
+      and hooks of state dicts
     module._modules, ._forward_hooks, .fwd_hooks
                                     the counterpart's own dicts and lists
     lists, methods and handles that refer to a module; a library's closures
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import types
 import weakref
 from collections import OrderedDict
@@ -32,8 +34,8 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.user_modules import WATCH, Watch
-from tl_devicefix.fusing.fused import BOUND, IN_VIEW
-from tl_devicefix.fusing.listening import count_assignment
+from tl_devicefix.fusing.fused import BOUND
+from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, count_hook
 from tl_devicefix.monkeypatch.patch import LIBRARIES, is_of_user, patches
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -58,7 +60,8 @@ class View(Generic[Module]):
 
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
         builder = ViewBuilder() if builder is None else builder
-        self.model: Module = builder.of(viewed)
+        with _no_garbage_collection():
+            self.model: Module = builder.of(viewed)
         self.is_captured = builder.is_captured
         watch: Watch | None = vars(viewed).get(WATCH)
         if watch is not None:
@@ -67,6 +70,9 @@ class View(Generic[Module]):
         # The config is shared, and a hook may write to the context of its hook point unnoticed.
         for state in self._states:
             state.as_made = dict(state.attributes)
+        for attributes, bound in builder.bound:
+            if hasattr(bound, "for_view"):  # a Bridge's holds a layer, which views make anew
+                attributes[BOUND] = bound.for_view(builder.counterpart_of)
         self._begin()
         self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked()]
         for state in self._always:
@@ -114,6 +120,18 @@ def clear_context(original: Callable[..., None], self: HookPoint) -> None:
         original(self)
 
 
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Pause it: a view of 80 layers has 60 000 objects, and each 700 new ones would start it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class _State:
     """A counterpart's attributes when its view was made, and its containers' contents.
 
@@ -150,6 +168,8 @@ class _State:
                 refill(container, contents)
                 if container is self.as_made.get("_modules"):
                     count_assignment()
+                elif any(container is self.as_made.get(name) for name in HOOKS):
+                    count_hook()  # a run may have removed a hook of the model
         for name in self.attributes.keys() - self.as_made.keys() - {BOUND}:
             del self.attributes[name]
         self.attributes.update(self.as_made)
@@ -217,10 +237,12 @@ _WITH_STATE = (
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     "tl_devicefix.simulation.backward",
 )
-_OF_MODULES = frozenset(
-    name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
-)
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
+_OF_MODULES = frozenset(
+    ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", *HOOKS)
+)
+_SHARED = frozenset(vars(nn.Module())) - _OF_MODULES
+"""Hooks of state dicts, and sets of hooks' numbers: copying them doubles the time of a view."""
 
 
 class ViewBuilder:
@@ -232,6 +254,8 @@ class ViewBuilder:
         self.changed: list[_State] = []
         """Those whose dicts were written to."""
         self.is_captured = False
+        self.bound: list[tuple[dict[str, object], Any]] = []
+        """Attributes of fused modules, with what the original has cached."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
         self._to_fill: list[_State] = []
@@ -267,10 +291,6 @@ class ViewBuilder:
             return counterpart
         return _rule(kind)(self, value)
 
-    def _deep_copy(self, value: object) -> object:
-        counterpart = self._counterparts[id(value)] = copy.deepcopy(value)
-        return counterpart
-
     def _holder(self, value: object) -> object:
         kind = type(value)
         # Note it before it is filled: what it holds may lead back to it.
@@ -278,7 +298,9 @@ class ViewBuilder:
         attributes = dict(vars(value))
         if issubclass(kind, nn.Module):
             attributes[IN_VIEW] = True
-        attributes.pop(BOUND, None)  # the view's block binds its own modules
+            self._counterparts[id(vars(value))] = attributes
+            if BOUND in attributes:
+                self.bound.append((attributes, attributes.pop(BOUND)))
         # Module classes override __setattr__.
         object.__setattr__(counterpart, "__dict__", attributes)
         state = _State(kind, attributes, self.changed)
@@ -303,6 +325,8 @@ class ViewBuilder:
                 continue
             if value_kind in _CONTAINERS and _is_own(kind, name):
                 attributes[name] = self._own(value) if value else self._new(value_kind)
+            elif value_kind in _CONTAINERS and not value:
+                continue
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -414,11 +438,13 @@ class ViewBuilder:
 def _is_own(kind: type, name: str) -> bool:
     """Return True if objects of a class each have their own container under this name."""
     # Other containers of a module are shared: they may be the user's, as in `model.results = []`.
+    if issubclass(kind, HookPoint):  # no run gives one weights or parts
+        return name in _OF_HOOK_POINTS or name in HOOKS
+    is_of_library = _is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_")
     return (
         not issubclass(kind, nn.Module)
         or name in _OF_MODULES
-        or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
-        or (_is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_"))
+        or (is_of_library and name not in _SHARED)
     )
 
 
@@ -479,8 +505,6 @@ def _rule(kind: type) -> Callable[[ViewBuilder, Any], object]:
     is_frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     if not _is_of(kind, _WITH_STATE) or issubclass(kind, (type, Enum)) or is_frozen:
         return _same
-    if hasattr(kind, "__deepcopy__"):
-        return ViewBuilder._deep_copy
     return ViewBuilder._holder if hasattr(kind, "__dict__") else _same
 
 

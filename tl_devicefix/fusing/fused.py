@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from tl_devicefix.around import innermost
+from tl_devicefix.fusing.listening import IN_VIEW
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
 BOUND = "_tl_devicefix_bound"
 """The attribute of a fused module that caches facts about it. Copies and views start without."""
-IN_VIEW = "_tl_devicefix_in_view"
-"""The attribute that marks modules of a run's view: fusing them would affect later runs."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
 """The attribute of modules that were asked to fuse: the reason why they cannot, or None."""
 

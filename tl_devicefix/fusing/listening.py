@@ -3,12 +3,14 @@
 torch numbers the handles of all hooks, and calls a function when a module is assigned to another.
 If neither the next number nor our count of assignments within fused blocks has changed, no hook was
 added and no module was replaced. Removing a hook changes neither, so modules that had hooks are
-always checked.
+always checked. Where `HookPoint.add_hook` added the last hooks is noted: other blocks skip them.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain, count
 from operator import itemgetter
@@ -23,6 +25,9 @@ from torch.utils.hooks import RemovableHandle
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 hooks_of = itemgetter(*HOOKS)
 """The dicts of hooks in a module's `__dict__`. Look them up each time: users may assign others."""
+
+IN_VIEW = "_tl_devicefix_in_view"
+"""The attribute that marks modules of a run's view: fusing them would affect later runs."""
 
 RECORDING = "transformers.utils.output_capturing"
 """The module of the hooks by which transformers records requested outputs (hidden states)."""
@@ -40,7 +45,7 @@ _watched: WeakSet[nn.Module] = WeakSet()
 
 
 def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if module in _watched:
+    if IN_VIEW in vars(module) or module in _watched:
         count_assignment()
 
 
@@ -57,6 +62,24 @@ _handles: list[RemovableHandle] = []
 def _count_assignments() -> None:
     if not _handles:
         _handles.append(register_module_module_registration_hook(_count))
+
+
+_N_NOTED = 64
+_noted = [(-1, 0)] * _N_NOTED
+"""The last hooks on hook points, each at its number modulo 64: the number, and the id of the hook
+point's `__dict__`."""
+
+
+def note_hook(module: nn.Module) -> None:
+    """Note where a hook was just added, so that other blocks need not look for it."""
+    number = RemovableHandle.next_id - 1
+    if any(number in hooks for hooks in hooks_of(vars(module))):  # or another thread added one
+        _noted[number % _N_NOTED] = number, id(vars(module))
+
+
+def count_hook() -> None:
+    """Make all fused blocks look for hooks again."""
+    RemovableHandle(OrderedDict())  # which takes the next number
 
 
 def is_counting() -> bool:
@@ -92,10 +115,21 @@ class Listeners:
         self._named = [(name, vars(module)) for name, module in named]
         self._names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
+        self._ids = frozenset(map(id, self._attributes))
         self._are_harmless = are_harmless
         # The next hook's number when we looked last, the names of the modules that had hooks, and
         # their attributes. One tuple, as several threads may run a model.
         self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
+
+    def for_view(self, counterpart_of: Callable[[Any], Any]) -> Listeners:
+        """Return one for the counterparts of the modules in a run's view."""
+        listeners = copy.copy(self)
+        listeners._attributes = list(map(counterpart_of, self._attributes))
+        listeners._ids = frozenset(map(id, listeners._attributes))
+        names = (name for name, _ in self._named)
+        listeners._named = list(zip(names, listeners._attributes, strict=True))
+        listeners._seen = -1, frozenset(), []
+        return listeners
 
     def is_current(self) -> bool:
         """Return True if no module was assigned to another since this object was created."""
@@ -104,11 +138,23 @@ class Listeners:
     def look(self) -> frozenset[str]:
         """Return the names of the modules that have hooks now."""
         as_of, hooked, listened = self._seen
-        is_new = as_of != RemovableHandle.next_id
+        is_new = as_of != RemovableHandle.next_id and not self._are_elsewhere(as_of)
         # Removing a hook changes no number, so modules that had hooks are checked each time.
         if is_new or (hooked and not all(map(any, map(hooks_of, listened)))):
             self._seen = _, hooked, _ = self._now()
         return hooked
+
+    def _are_elsewhere(self, as_of: int) -> bool:
+        """Return True if all hooks from this number on were noted, and are outside the block."""
+        now = RemovableHandle.next_id
+        if as_of < 0 or now - as_of > _N_NOTED:
+            return False
+        for number in range(as_of, now):
+            noted, place = _noted[number % _N_NOTED]
+            if noted != number or place in self._ids:
+                return False
+        self._seen = now, *self._seen[1:]
+        return True
 
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
         as_of = RemovableHandle.next_id  # first: another thread may add hooks meanwhile

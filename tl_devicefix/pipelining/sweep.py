@@ -290,7 +290,7 @@ class _FirstBlock:
     def _may_differ(self, module: nn.Module) -> bool:
         """Return True if a module has a user's hook, or may behave differently in another run."""
         attributes = vars(module)
-        hooks = [hook for kind in hooks_of(attributes) for hook in kind.values()]
+        hooks = itertools.chain.from_iterable(map(dict.values, hooks_of(attributes)))
         if any(_is_users_hook(module, hook) for hook in hooks):
             return True
         if type(module) is HookPoint:
@@ -303,8 +303,8 @@ class _FirstBlock:
         if is_compiled or package_of(type(module)) not in _STEADY_LIBRARIES:
             return True
         # An instance's own forward is from an `Around`, from accelerate, or from the user.
-        by_library = package_of(type(attributes.get("forward"))) == "tl_devicefix"
-        if "forward" in attributes and not by_library and "_hf_hook" not in attributes:
+        has_own = "forward" in attributes and "_hf_hook" not in attributes
+        if has_own and package_of(type(attributes["forward"])) != "tl_devicefix":
             return True
         return module.training and (self._adapter.has_dropout or isinstance(module, _UNSTEADY))
 
