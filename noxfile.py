@@ -296,7 +296,7 @@ def unpatched(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Compare 2 000 random cases with the installed TransformerLens; outside CI, which has 30.
+    """Compare 2 000 random cases with the installed TransformerLens; outside CI, which has 18.
 
     `nox -s fuzz -- 4.3.0 600` runs 600 Bridges, and `nox -s fuzz -- 3.9.0 1 --seed 17` one case.
     """

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import transformers
 from hf_models import (
     D_MLP,
@@ -98,16 +97,7 @@ ALL_ARCHITECTURES = {
         "gpt-oss": "openai/gpt-oss-20b",
     }.items()
 }
-"""What TransformerLens converts; not every version has them all."""
-ARCHITECTURES = dict(list(ALL_ARCHITECTURES.items())[:9])
-"""The first nine, which every version has."""
-
-_LIKE_ANOTHER = pytest.mark.full("its blocks are made as another's; parity's tests load it")
-EVERY_ARCHITECTURE = [
-    pytest.param(name, marks=() if name in ARCHITECTURES or name == "gpt-oss" else _LIKE_ANOTHER)
-    for name in ALL_ARCHITECTURES
-]
-"""For tests that do not depend on how an architecture is converted: some run by default."""
+"""What TransformerLens converts; not every version has all but the first nine."""
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 import devices
 import torch
+import transformers.utils.logging as hf_logging
 from comparison import Snapshot, in_use
 from hf_models import (
     D_VOCAB,
@@ -34,6 +35,7 @@ from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
 from machines import transformer_lens_alone
 from model_classes import BRIDGE, CLASSES, HOOKED
+from offloads import OFFLOADED
 from racing import asynchronous
 
 import tl_devicefix
@@ -215,6 +217,21 @@ def hub(tmp_path, monkeypatch):
     return HubCache(tmp_path / "hub")
 
 
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def bars_as_before():
+    """Commands turn transformers' progress bars off for their process."""
+    were_on = hf_logging.is_progress_bar_enabled()
+    yield
+    if were_on:
+        hf_logging.enable_progress_bar()
+
+
 # The machine.
 
 
@@ -313,6 +330,8 @@ def load(
         if not is_entered and options.get("device") != "cpu":
             request.getfixturevalue("machine")
         where = {"device", "device_map", "n_devices", "max_memory"}
+        if spread in OFFLOADED:
+            options["device_map"], spread = OFFLOADED[spread], None
         is_anywhere = spread is None and where.isdisjoint(options)
         if model_class == HOOKED:
             # Workers of other hosts load from files.

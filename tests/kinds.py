@@ -12,7 +12,6 @@ import torch
 import transformer_lens
 from architectures import ALL_ARCHITECTURES, NO_PROCESSING, TOYS, build_toy, load_hooked
 from model_classes import HookedTransformer
-from offloads import OFFLOADED
 from transformer_lens import loading_from_pretrained as tl_loading
 
 from tl_devicefix.hooked_transformer.components import IS_2
@@ -33,18 +32,12 @@ SCATTERED = {
 }  # fmt: skip
 """A device_map in which nothing is next to what it exchanges with, and home is the third device."""
 
-GREEDY: dict[str, Any] = {
-    "do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False,
-}  # fmt: skip
-
 Spread = int | str
-"""Over how many devices a model lies, or "scattered", or which of `OFFLOADED` it is."""
+"""Over how many devices a model lies, or "scattered"."""
 
 
 def where_to(architecture: str, spread: Spread) -> dict[str, Any]:
     """The arguments of `from_pretrained` that spread a model of this architecture so."""
-    if spread in OFFLOADED:
-        return {"device_map": OFFLOADED[spread]}
     if spread != "scattered":
         return {"n_devices": spread}
     left_out = () if architecture in ("gpt2", "bloom") else ("pos_embed",)

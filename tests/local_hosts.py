@@ -16,16 +16,16 @@ from tl_devicefix.multihost.hosts import Host, join, joined_hosts
 from tl_devicefix.multihost.worker import Worker
 
 
-class LocalConnection:
+class LocalHost(Host):
     """A worker of this process, asked as one of another host is.
 
     Attributes:
-        name: its host's.
         calls: names of the methods that were called.
     """
 
     def __init__(self, name: str, worker: Worker) -> None:
-        self.name, self.worker = name, worker
+        super().__init__(name, worker.devices)
+        self.worker = worker
         self.calls: list[str] = []
         self._threads = ThreadPoolExecutor(32, f"{name} ")
 
@@ -61,14 +61,14 @@ def _check(value: Any) -> None:
 
 
 @contextmanager
-def hosts(**counts: int) -> Iterator[list[LocalConnection]]:
+def hosts(**counts: int) -> Iterator[list[LocalHost]]:
     """Within `hosts(node_b=2)`, node-b has joined with two devices, and no other host."""
     before = joined_hosts()
     devices = {name.replace("_", "-"): ("cpu",) * count for name, count in counts.items()}
-    connections = [LocalConnection(name, Worker(own)) for name, own in devices.items()]
-    join([Host(connection, connection.worker.devices) for connection in connections])
+    joined = [LocalHost(name, Worker(own)) for name, own in devices.items()]
+    join(joined)
     try:
-        yield connections
+        yield joined
     finally:
         join(before)
 

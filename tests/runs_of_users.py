@@ -1,4 +1,4 @@
-"""Runs as users write them, each of a model and a batch, for `pipeline_map`."""
+"""Runs as users write them: most are of a model and a batch, for `pipeline_map`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 LAST = "blocks.4.hook_resid_post"
+GREEDY: dict[str, Any] = {
+    "do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False,
+}  # fmt: skip
 Run = Callable[[Any, torch.Tensor], Any]
 
 
@@ -26,8 +29,7 @@ def steered_at_a_block_elsewhere(model: Any, batch: torch.Tensor) -> torch.Tenso
 
 
 def generated(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False}
-    return model.generate(batch[:1].to(model.cfg.device), stop_at_eos=False, **options)
+    return model.generate(batch[:1].to(model.cfg.device), **GREEDY)
 
 
 def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
@@ -40,8 +42,10 @@ def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
     return seen
 
 
-def gradients_of_weights(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    with torch.enable_grad():
-        model.zero_grad()
-        model(batch).square().mean().backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def looped(model: Any, tokens: Any, runs: Any, **arguments: Any) -> list[Any]:
+    """What `sweep` gives, one run after the other."""
+    return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
+
+
+def metric(logits: torch.Tensor) -> torch.Tensor:
+    return logits[0, -1, 5] - logits[0, -1, 7]

@@ -6,19 +6,10 @@ import runpy
 from pathlib import Path
 
 import pytest
-from transformers.utils import logging
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("bars_as_before")
 PAGES = runpy.run_path(str(ROOT / "docs" / "building" / "run_page.py"))
-
-
-@pytest.fixture(autouse=True)
-def bars_as_before():
-    """Commands turn transformers' progress bars off for their process."""
-    were_on = logging.is_progress_bar_enabled()
-    yield
-    if were_on:
-        logging.enable_progress_bar()
 
 
 @pytest.mark.once

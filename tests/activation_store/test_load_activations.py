@@ -221,10 +221,8 @@ def test_a_script_that_only_reads_imports_no_models(written):
     assert "there is no directory none" in ended.stderr
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32], ids=str)
-def test_rows_of_any_dtype_are_shuffled(dtype, tmp_path):
-    """Also of those that torch cannot index."""
-    written = write_by_hand(tmp_path, dtype)
+def test_rows_of_a_dtype_that_torch_cannot_index_are_shuffled(tmp_path):
+    written = write_by_hand(tmp_path, torch.float8_e4m3fn)
     result = torch.cat([item.float() for item in written.activations(RESID, 7)])
     expected = written[RESID][:].flatten(0, 1).float()
     assert sorted(result.tolist()) == sorted(expected.tolist())

@@ -97,6 +97,7 @@ def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, load, ba
     assert_agrees(example["resid_post", 3], in_memory["resid_post", 3][-1])
 
 
+@pytest.mark.once
 def test_cache_read_from_disk_keeps_entries_put_into_it(on_one, batches, run):
     result = run(on_one("llama", folded=True), batches, RESID)
     cache = result.cache(slice(0, 2))
@@ -129,6 +130,7 @@ def test_texts_are_tokenised_padded_and_stored_with_their_masks(on_one, run):
     assert_agrees(result[RESID][2:][mask], cache[RESID].cpu()[mask])
 
 
+@pytest.mark.once
 def test_loaders_and_datasets_are_batched_and_saved(on_one, batches, tmp_path):
     model, tokens = on_one("llama", folded=True), torch.cat(batches)
     dataset = datasets.Dataset.from_dict({"input_ids": tokens.tolist()})
@@ -173,6 +175,7 @@ def test_transform_and_dtype_act_on_the_activations_device(machine, load, batche
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
 
 
+@pytest.mark.once
 def test_token_mask_leaves_tokens_out(on_one, batches, run):
     model, tokens = on_one("llama", folded=True), torch.cat(batches)
     expecteds = tokens % 3 != 0
@@ -222,6 +225,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_bad_arguments_are_refused_before_an_index_is_written(
     options, message, on_one, run, tmp_path
@@ -233,6 +237,7 @@ def test_bad_arguments_are_refused_before_an_index_is_written(
     assert not (tmp_path / "out" / INDEX).exists()
 
 
+@pytest.mark.once
 def test_a_token_mask_without_tokens_is_refused_at_the_end(on_one, run, tmp_path):
     with pytest.raises(ValueError, match="token_mask leaves out every token"):
         run(
@@ -244,6 +249,7 @@ def test_a_token_mask_without_tokens_is_refused_at_the_end(on_one, run, tmp_path
     assert not load_activations(tmp_path / "out").is_complete
 
 
+@pytest.mark.once
 def test_only_a_path_is_a_directory_of_activations(run, on_one):
     model = on_one("llama")
     for use in (load_activations, lambda model: run(model, [IDS[None]], RESID, directory=model)):
@@ -270,6 +276,7 @@ READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
 ERRORS = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
 
+@pytest.mark.once
 def test_unreadable_names_and_indices_are_refused(tmp_path):
     h = write_by_hand(tmp_path)
     for read, message in READ:

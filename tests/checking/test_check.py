@@ -9,6 +9,7 @@ from architectures import NO_PROCESSING, attention_only_config, build_toy
 from comparison import assert_agrees
 from devices import device
 from hf_models import D_MODEL
+from parameters import in_turn
 from torch import nn
 
 import tl_devicefix
@@ -21,12 +22,20 @@ def findings(model):
     return [(finding.kind, finding.name) for finding in check(model).findings]
 
 
+WHERE = [
+    {"device": None},
+    {"n_devices": 2, "device": device(2)},
+    {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
+]
+
+
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "gemma-2", "mixtral", "bloom", "gpt-neo", "solu"]
+    ("name", "options"), in_turn(["gemma-2", "mixtral", "bloom", "gpt2"], WHERE)
 )
-def test_check_finds_no_fault_in_a_loaded_model(name, load, tokens):
-    model = load(name)
-    model(tokens)  # leaves ALiBi biases
+def test_check_finds_no_fault_in_a_loaded_model(name, options, load, tokens):
+    model = load(name, **options)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model(tokens.to(model.cfg.device))  # leaves ALiBi biases
     assert check(model), check(model)
 
 

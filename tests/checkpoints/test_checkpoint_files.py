@@ -21,9 +21,8 @@ from transformer_lens import HookedTransformerConfig
 from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
-from tl_devicefix.checkpoints import checkpoint, files
+from tl_devicefix.checkpoints import files
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
-from tl_devicefix.hooked_transformer import config
 
 pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
@@ -217,7 +216,7 @@ def own_models(monkeypatch):
 @pytest.mark.fails_unpatched
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in OWN), ("NeelNanda/GELU_3L512W_C4_Code", {"checkpoint_index": 1})],
+    [(name, {"checkpoint_index": 1} if "GELU" in name else {}) for name in OWN],
 )
 def test_transformer_lens_own_checkpoints_load_the_same_model(
     name, options, own_models, machine, tokens
@@ -297,38 +296,30 @@ DAMAGE: tuple[Callable[[bytes], bytes], ...] = (
 )
 
 
-def test_damaged_file_is_refused_by_name(write, refused):
-    checkpoint = write(n_files=3)
-    file = checkpoint / file_of(checkpoint, NAME, SAFETENSORS)
-    content = file.read_bytes()
-    for damage in DAMAGE:
-        file.write_bytes(damage(content))
-        with refused(str(file), "damaged or incomplete", f"{file.stat().st_size} bytes", "again"):
+@pytest.mark.parametrize(
+    ("file", "damages", "says"),
+    [
+        (SAFETENSORS, DAMAGE, "damaged or incomplete"),
+        (SAFETENSORS, (None,), "is missing"),
+        (PICKLE, (lambda content: content[:-1000],), ""),
+    ],
+)
+def test_damaged_or_missing_file_is_refused_by_name(file, damages, says, write, refused):
+    checkpoint = write(file, 3)
+    path = checkpoint / file_of(checkpoint, NAME, file)
+    content = path.read_bytes()
+    for damage in damages:
+        path.write_bytes(damage(content)) if damage else path.unlink()
+        with refused(str(path), says, "again"):
             load(checkpoint)
-
-
-def test_missing_shard_is_refused_by_name(write, refused):
-    checkpoint = write(n_files=3)
-    shard = checkpoint / file_of(checkpoint, LAST, SAFETENSORS)
-    shard.unlink()
-    with refused(str(shard), "is missing", "again"):
-        load(checkpoint)
 
 
 def test_damaged_shard_index_is_refused(write, refused):
     file = write(n_files=3) / f"{SAFETENSORS}.index.json"
-    for index in (file.read_text()[:-30], "[]", '{"weight_map": null}', '{"weight_map": {"a": 5}}'):
+    for index in (file.read_text()[:-30], '{"weight_map": null}'):
         file.write_text(index)
         with refused(file.name, "again"):
             load(file.parent)
-
-
-def test_truncated_pickle_is_refused(write, refused):
-    checkpoint = write(PICKLE, 3)
-    file = sorted(checkpoint.glob("*.bin"))[-1]
-    file.write_bytes(file.read_bytes()[:-1000])
-    with refused(str(checkpoint), str(file), "again"):
-        load(checkpoint)
 
 
 class Malicious:
@@ -371,11 +362,8 @@ def test_unusable_config_json_is_refused(write, refused):
             load(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(config, "overlooked"), (checkpoint, "_give_dtypes"), (files, "headers")]
-)
-def test_a_fault_of_this_package_is_not_called_the_files(module, name, write, machine, monkeypatch):
+def test_a_fault_of_this_package_is_not_called_the_files(write, machine, monkeypatch):
     """It is one if it was raised in code of a module of this package."""
-    monkeypatch.setattr(module, name, eval("lambda *_: {}['our fault']", vars(module)))
+    monkeypatch.setattr(files, "headers", eval("lambda *_: {}['our fault']", vars(files)))
     with pytest.raises(KeyError, match="our fault"):
         load(write())

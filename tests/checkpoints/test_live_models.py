@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 import transformers
 from architectures import ALL_ARCHITECTURES, PROCESSING, Architecture, load_hooked
-from comparison import Snapshot, assert_same_logits, assert_same_model, log_probs
+from comparison import Snapshot, assert_same_model, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, N_CTX
 from model_classes import HookedTransformer
@@ -135,10 +134,9 @@ NOT_AS_MERGED: dict[str, tuple[str, Adapt]] = {
 
 # Quantised by bitsandbytes.
 
-_NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # scales too
 KINDS: dict[str, dict[str, Any]] = {
-    "nf4": _NF4,
-    "nf4, scales quantised too": {**_NF4, "bnb_4bit_use_double_quant": True},
+    "nf4": {"load_in_4bit": True, **_NF4},
     "int8": {"load_in_8bit": True},
 }
 
@@ -262,8 +260,6 @@ CASES: dict[str, Case] = {
         "llama", lora(*IN_LLAMA, "embed_tokens", "lm_head")
     ),
     "LoRA on Conv1D, with all biases trained": adapted("gpt2", lora(*IN_GPT2, **CONV, bias="all")),
-    "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
-    "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
     "IA3": adapted("llama", IA3),
     "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
     "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
@@ -275,7 +271,7 @@ CASES: dict[str, Case] = {
     "an adapter that its user merged": adapted("llama", merged_by_its_user, lora(*IN_LLAMA)),
     "disabled, with modules to save": once_disabled(lora(*IN_LLAMA, modules_to_save=["norm"])),
     "disabled, once merged": once_disabled(merged_by_its_user),
-    **{f"{kind} mistral": quantised(MISTRAL, kind) for kind in KINDS},
+    "nf4 mistral": quantised(MISTRAL, "nf4"),
     "int8 gpt2, run": quantised(GPT2, "int8", was_run=True),
     "DoRA on int8": quantised(MISTRAL, "int8", lora(*IN_LLAMA, use_dora=True)),
     # GPT-2's embedding and unembedding are one tensor, which may be stored under either name.
@@ -341,7 +337,10 @@ def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
 ):
     case = CASES[name]
     of = case.architecture
-    hf_model, another = case.live(parts_of(of)), case.live(parts_of(of))
+    hf_model = case.live(parts_of(of))
+    # bitsandbytes keeps weights otherwise once they have run, so another model runs before.
+    another = case.live(parts_of(of)) if of in WIDE else hf_model
+    expected = None if name in CANNOT_RUN else predictions(another, tokens)
     options = PROCESSING[processing]
     reference = reference_of(of, case.plain(parts_of(of)), **options)
     before = Snapshot(hf_model)
@@ -350,8 +349,7 @@ def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
 
     assert_same_model(model, reference, tokens)
     before.assert_unchanged()
-    if name not in CANNOT_RUN:
-        assert torch.equal(predictions(hf_model, tokens), predictions(another, tokens))
+    assert expected is None or torch.equal(predictions(hf_model, tokens), expected)
 
 
 @pytest.mark.parametrize("case", NOT_AS_MERGED)
@@ -385,7 +383,7 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
 
 
 def test_a_quantised_checkpoint_is_loaded_by_its_path(parts_of, load, tokenizer, tmp_path, tokens):
-    hf_model = CASES["nf4, scales quantised too mistral"].live(parts_of(MISTRAL))
+    hf_model = CASES["nf4 mistral"].live(parts_of(MISTRAL))
     hf_model.save_pretrained(tmp_path)
     expected = log_probs(load(MISTRAL, hf_model), tokens)
     model = HookedTransformer.from_pretrained(str(tmp_path), n_devices=3)
@@ -419,7 +417,7 @@ def test_computing_weights_takes_one_block_of_extra_memory(how, dtype, parts_of,
 
 
 def without_scales(parts: Parts) -> Any:
-    hf_model = CASES["int8 mistral"].live(parts)
+    hf_model = quantise(parts.checkpoint, "int8")
     layer = hf_model.model.layers[1].mlp.up_proj
     layer.weight.SCB = layer.state.SCB = None
     return hf_model
@@ -474,11 +472,3 @@ def test_hf_model_without_plain_weights_is_refused(case, parts_of, load, refused
     hf_model = make(parts_of(name))
     with refused(*says, hf_model=hf_model):
         load(name, hf_model)
-
-
-def test_a_plain_model_needs_no_optional_library(hf_models, load, on_one, monkeypatch, tokens):
-    for library in ("peft", "bitsandbytes"):  # what is in use of them goes on
-        for module in [loaded for loaded in sys.modules if loaded.split(".")[0] == library]:
-            monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setitem(sys.modules, library, None)
-    assert_same_logits(load("llama", hf_models("llama")), on_one("llama"), tokens)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.utils.logging as hf_logging
 from devices import TYPE
 
 import tl_devicefix
@@ -18,18 +17,11 @@ from tl_devicefix.__main__ import main
 from tl_devicefix.demo import demo, selfcheck
 from tl_devicefix.placement import devices
 
+pytestmark = pytest.mark.usefixtures("bars_as_before")
 of_simulated = pytest.mark.skipif(bool(TYPE), reason="on real devices, the demo simulates none")
 
 
-@pytest.fixture(autouse=True)
-def bars_as_before():
-    """Commands turn transformers' progress bars off for their process."""
-    were_on = hf_logging.is_progress_bar_enabled()
-    yield
-    if were_on:
-        hf_logging.enable_progress_bar()
-
-
+@pytest.mark.once
 @of_simulated
 def test_the_demo_loads_compares_and_shows_the_heads(capsys):
     with tl_devicefix.disabled():  # a command applies the patches
@@ -43,6 +35,7 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys):
         assert says in output
 
 
+@pytest.mark.once
 @of_simulated
 def test_demo_fails_on_too_many_devices_or_wrong_numbers(capsys, monkeypatch):
     assert main(["demo", "--n-devices", "100"]) == 2
@@ -53,7 +46,8 @@ def test_demo_fails_on_too_many_devices_or_wrong_numbers(capsys, monkeypatch):
     assert "TOO LARGE" in capsys.readouterr().out
 
 
-def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys):
+def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys, monkeypatch):
+    monkeypatch.setattr(selfcheck, "_COPY_ELEMENTS", 5003)
     with tl_devicefix.simulate(2):
         assert main(["selfcheck"]) == 0
     output = capsys.readouterr().out
@@ -63,9 +57,11 @@ def test_the_selfcheck_trusts_a_machine_that_computes_right(capsys):
     assert "can be trusted" in output
 
 
+@pytest.mark.once
 def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(capsys, monkeypatch):
     """Of a type that is named, as it is not the default's."""
     right = demo.hf_logits
+    monkeypatch.setattr(selfcheck, "_COPY_ELEMENTS", 5003)
     monkeypatch.setattr(selfcheck, "hf_logits", lambda tokens: right(tokens) * 1.01)
     with tl_devicefix.simulate(2):
         monkeypatch.setattr(devices, "simulated_device", lambda: None)
@@ -89,6 +85,7 @@ def test_selfcheck_notices_a_corrupted_copy(capsys, monkeypatch):
     assert "1 elements WRONG" in capsys.readouterr().out
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -109,6 +106,7 @@ def test_help_and_mistakes_print_usage_and_exit_status(arguments, says, capsys):
     assert says in printed.out + printed.err
 
 
+@pytest.mark.once
 def test_a_mistake_is_told_before_anything_large_is_imported():
     done = subprocess.run(
         [

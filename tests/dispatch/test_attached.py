@@ -52,7 +52,6 @@ def attached(request, model, reference):
     return pair
 
 
-@pytest.mark.fails_unpatched
 def test_attached_module_runs_on_its_device_and_follows_to(attached, tokens):
     model, reference = attached
     assert_agrees(model(tokens), reference(tokens), home_of(model))

@@ -5,6 +5,7 @@ import torch
 from comparison import assert_agrees
 from devices import device
 from hf_models import padded
+from model_classes import BRIDGE, HOOKED
 
 import tl_devicefix
 
@@ -26,7 +27,10 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2's projection is fused
+@pytest.mark.parametrize(
+    ("model_class", "kind"),
+    [(HOOKED, "llama"), (BRIDGE, "llama"), (BRIDGE, "gpt2")],  # whose projection is fused
+)
 def test_another_default_device_changes_no_result_or_device(kind, load, on_one, machine, tokens):
     expected = {name: call(on_one(kind), tokens) for name, call in CALLS.items()}
     with torch.device(device(1)):

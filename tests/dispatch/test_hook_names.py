@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 from model_classes import BRIDGE, HOOKED
+from parameters import in_turn
 
 from tl_devicefix.monkeypatch.versions import installed
 
@@ -48,19 +49,18 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(given, model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
-    [
-        (("resid_pos", 3), "no hook point 'blocks.3.hook_resid_pos'; did you mean 'blocks.3.hook_"),
-        (
-            ("resid_post", 80),
-            "no hook point 'blocks.80.hook_resid_post'; the model has blocks 0 to 4",
-        ),
-        ("blocks.80.hook_out", "no hook point 'blocks.80.hook_out'; the model has blocks 0 to 4"),
-        (("result", 3), r"not in this cache: call model.set_use_attn_result\(True\) before"),
-        ("blocks.3.hook_resid_pre", "not in this cache: names_filter or stop_at_layer left it out"),
-    ],
+    ("key", "says", "spread"),
+    in_turn(
+        [
+            (("resid_pos", 3), "no hook point 'blocks.3.hook_resid_pos'; did you mean 'blocks.3."),
+            (("resid_post", 80), "no hook point 'blocks.80.hook_resid_post'; the model has blocks"),
+            ("blocks.80.hook_out", "no hook point 'blocks.80.hook_out'; the model has blocks 0 to"),
+            (("result", 3), r"not in this cache: call model.set_use_attn_result\(True\) before"),
+            ("blocks.3.hook_resid_pre", "not in this cache: names_filter or stop_at_layer left it"),
+        ],
+        [1, 4],
+    ),
 )
-@pytest.mark.parametrize("spread", [1, 4])
 def test_activations_that_are_not_cached_are_named_with_why(
     key, says, spread, shared, kind, tokens
 ):

@@ -8,6 +8,7 @@ from comparison import assert_agrees
 from devices import device
 from hf_models import N_LAYERS
 from kinds import home_of
+from parameters import in_turn
 
 pytestmark = pytest.mark.hooked
 
@@ -82,29 +83,30 @@ def test_hooks_may_use_and_change_tensors_on_the_home_device(script, model, refe
     assert_agrees(script(model, tokens), script(reference, tokens))
 
 
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize(
-    ("hook", "message"),
-    [
-        (
-            lambda x, hook: x + torch.ones(16),
-            rf"mixes devices: .* on {device(3)}.*\.to\(activ",
-        ),
-        (lambda x, hook: x.cpu(), f"returned a tensor on cpu, .* on {device(3)}"),
-        (lambda x, hook: (x.cpu(),), f"returned a tensor on cpu, .* on {device(3)}"),
-        # Refused, because its running statistics would be those of a copy.
-        (
-            lambda x, hook: torch.nn.BatchNorm1d(9).to(device(0))(x),
-            rf"mixes devices: .* on {device(3)}",
-        ),
-    ],
-    ids=["mixes", "returns", "returns a tuple", "running statistics"],
+    ("hook", "message", "direction"),
+    in_turn(
+        [
+            (
+                lambda x, hook: x + torch.ones(16),
+                rf"mixes devices: .* on {device(3)}.*\.to\(activ",
+            ),
+            (lambda x, hook: x.cpu(), f"returned a tensor on cpu, .* on {device(3)}"),
+            (lambda x, hook: (x.cpu(),), f"returned a tensor on cpu, .* on {device(3)}"),
+            # Refused, because its running statistics would be those of a copy.
+            (
+                lambda x, hook: torch.nn.BatchNorm1d(9).to(device(0))(x),
+                rf"mixes devices: .* on {device(3)}",
+            ),
+        ],
+        ["fwd", "bwd"],
+    ),
 )
 def test_error_names_the_hook_that_mixes_foreign_devices(
-    hook, message, direction, model, load, tokens
+    hook, message, direction, model, shared, tokens
 ):
     """On one GPU, a tensor on the CPU fails too; another model there makes no difference."""
-    _another = load("llama", device="cpu")
+    _another = shared("llama", device="cpu")
     with (
         model.hooks(**{f"{direction}_hooks": [(LAST, hook)]}),
         pytest.raises(RuntimeError, match=r"hook on blocks\.4\.hook_resid_post " + message),
@@ -122,16 +124,18 @@ def test_users_error_in_a_hook_is_raised_unchanged(model, tokens):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
-@pytest.mark.parametrize("spread", [1, 4])
 @pytest.mark.parametrize(
-    ("hook", "says"),
-    [
-        (lambda x, hook: x.detach().cpu().numpy(), "returned a ndarray for"),
-        (lambda x, hook: (x, x), "returned a tuple for"),
-        (lambda x, hook: True, "returned a bool for"),
-        (lambda x, hook: x[:, :-1], "returned [2, 8, "),
-        (lambda x, hook: x @ torch.ones(7, 7, device=x.device), "this error is from the hook on"),
-    ],
+    ("hook", "says", "spread"),
+    in_turn(
+        [
+            (lambda x, hook: x.detach().cpu().numpy(), "returned a ndarray for"),
+            (lambda x, hook: (x, x), "returned a tuple for"),
+            (lambda x, hook: True, "returned a bool for"),
+            (lambda x, hook: x[:, :-1], "returned [2, 8, "),
+            (lambda x, hook: x @ torch.ones(7, 7, device=x.device), "this error is from the hook"),
+        ],
+        [1, 4],
+    ),
 )
 def test_an_error_after_a_wrong_hook_has_a_note_with_both_shapes(hook, says, model, at_home):
     name = next(name for name in model.hook_dict if name.endswith("4.attn.hook_q"))

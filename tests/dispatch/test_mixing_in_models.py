@@ -92,11 +92,11 @@ def a_pytorch_hook(model, tokens, to):
         *(a_mask_of_the_cpu_in_a_hook, an_edit_of_rank_one),
     ],
 )
-def test_single_device_script_works_mixing_or_as_rewritten(script, load, on_one, tokens):
+def test_single_device_script_works_mixing_or_as_rewritten(script, shared, on_one, tokens):
     def stay(tensor, device):
         return tensor
 
-    model, reference, at_home = load("gpt2"), on_one("gpt2"), tokens.to(device(0))
+    model, reference, at_home = shared("gpt2"), on_one("gpt2"), tokens.to(device(0))
     with pytest.raises(RuntimeError, match="same device") as caught:
         script(model, at_home, stay)
     message = "".join(traceback.format_exception(caught.value))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from comparison import assert_agrees
 from devices import device
-from kinds import GREEDY, devices_of, home_of
+from kinds import devices_of, home_of
 from offloads import assert_at_rest
 from parameters import in_turn
+from runs_of_users import GREEDY
 
 pytestmark = pytest.mark.hooked
 

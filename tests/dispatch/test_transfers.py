@@ -6,7 +6,8 @@ import pytest
 import torch
 from devices import device
 from hf_models import padded
-from kinds import GREEDY, home_of
+from kinds import home_of
+from runs_of_users import GREEDY
 
 from tl_devicefix.dispatch.carrying import CarryTo
 from tl_devicefix.fusing.one_forward import one_forward

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any
 
 import torch
 from comparison import assert_agrees
-from hf_models import HF_CONFIGS
 from model_classes import BRIDGE, CLASSES, HOOKED
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed as version
 
-NAMES = list(takewhile(lambda name: name != "mamba", HF_CONFIGS))
-"""The architectures that attend."""
 OLDEST = {HOOKED: "3.8", BRIDGE: "4.0"}
 FUSING = [model_class for model_class in CLASSES if version() >= Version(OLDEST[model_class])]
 """The classes whose blocks can be fused with this TransformerLens."""
@@ -54,18 +49,16 @@ def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]
 
 
 class ShapesMade(TorchDispatchMode):
-    """Within it, all operations, and the shapes of what they make, views among them."""
+    """Within it, the shapes of what operations make, views among them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
-        self.operations: Counter[str] = Counter()
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.operations[str(func)] += 1
         tensors = (tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor))
         self.shapes.update(tuple(tensor.shape) for tensor in tensors)
         return result

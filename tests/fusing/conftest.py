@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch.nn.functional as F
 from attending import FUSING
@@ -16,11 +18,14 @@ def model_class(request):
 
 
 @pytest.fixture
-def fused(load):
-    """`fused("llama")`: a new model on the CPU, with fused blocks."""
+def fused(shared):
+    """`fused("llama")`: a model on the CPU, with fused blocks, for one test to change as it likes.
+
+    A copy has the layout of the loaded weights; the blocks keep views of them.
+    """
 
     def fused(kind="llama", **options):
-        model = load(kind, device="cpu", **options)
+        model = copy.deepcopy(shared(kind, device="cpu", **options))
         tl_devicefix.fuse_blocks(model)
         return model
 

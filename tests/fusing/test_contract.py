@@ -254,21 +254,6 @@ def test_a_part_with_other_parameters_runs_unfused(change, model_class, fused, t
     assert tl_devicefix.report(model)["blocks.1"].startswith("not fused: ")
 
 
-@torch.no_grad()
-def test_fused_blocks_run_an_empty_batch(model_class, fused, tokens):
-    if model_class != HOOKED:
-        pytest.skip("a TransformerBridge runs no empty batch")
-    assert_either_way(fused("llama"), lambda model: model(tokens[:0]))
-
-
-def test_a_norm_s_bias_may_have_another_dtype(model_class, fused, tokens):
-    model = fused("gpt2", **({"fold_ln": False} if model_class == HOOKED else {}))
-    norm = model.blocks[1].ln1
-    bias = norm.b if model_class == HOOKED else norm.original_component.bias
-    bias.data = bias.data.bfloat16()
-    assert_either_way(model, lambda model: model(tokens))
-
-
 def test_dropout_in_training_acts(model_class, fused, tokens):
     model = fused("gpt2").train()
 

@@ -11,19 +11,13 @@ import torch
 from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
-from packaging.version import Version
+from model_classes import fuses
 from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import fused as fused_module
-from tl_devicefix.monkeypatch.versions import installed
 
-pytestmark = [
-    pytest.mark.hooked,
-    pytest.mark.skipif(
-        installed() < Version("3.8"), reason="fuse_blocks needs TransformerLens 3.8"
-    ),
-]
+pytestmark = [pytest.mark.hooked, fuses]
 N_TOKENS = 18
 KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
 

@@ -45,10 +45,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"device_map": {"": 1}, "device": device(2)},
         (repr(device(2)), device(1), "leave device out"),
     ),
-    "max_memory that is too small": (
-        {"n_devices": 2, "max_memory": {0: 1000, 1: "1GiB"}},
-        (device(0), "1000 bytes", "larger max_memory"),
-    ),
     "a dtype that does not exist": ({"dtype": "float17"}, ("'float17'", "bfloat16")),
     "a dtype without fractions": ({"dtype": torch.int8}, ("int8", "bfloat16")),
     "more layers than there are": ({"first_n_layers": 9}, ("9 layers", "5", "first_n_layers")),

@@ -26,22 +26,6 @@ from tl_devicefix.checkpoints.sources import HuggingFaceSource
 
 pytestmark = pytest.mark.hooked
 
-WHERE = [
-    {"device": None},
-    {"n_devices": 2, "device": device(2)},
-    {"device_map": {"": 1, "blocks.0": 3, "blocks.3": 0}},
-]
-
-
-@pytest.mark.parametrize(("name", "options"), in_turn(["gpt2", "gemma-2", "bloom"], WHERE))
-def test_every_parameter_and_buffer_is_where_the_placement_says(name, options, load, machine):
-    model = load(name, **options)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        assert tensor.device == model.placement.device_of(name), name
-        assert not tensor.is_meta, name
-    assert model.cfg.device == str(model.placement.home)
-    assert model.cfg.n_devices == len(model.placement.devices)
-
 
 def test_components_of_all_devices_are_read_at_once(load, machine, monkeypatch):
     read, together, waited_for = HuggingFaceSource.read, threading.Barrier(4), set()

@@ -17,20 +17,12 @@ from tl_devicefix.multihost.init_hosts import _packed, _unpacked, own_versions
 pytestmark = pytest.mark.once
 
 
-class _Described:
-    name = "node-b"
-
-    def __init__(self, **versions):
-        versions = own_versions() | versions
-        self.describe = lambda wait: (("cuda:0", "cuda:1"), versions)
-
-
 def test_node_with_other_package_versions_is_refused():
-    assert joining._described(_Described(), 1.0).devices == ("cuda:0", "cuda:1")
+    joining._check_versions("node-b", own_versions())
     for package in ("Python", "torch", "transformers", "transformer_lens"):
         differs = f"node-b has {package} 0.1, and this .* has {own_versions()[package]}: "
         with pytest.raises(RuntimeError, match=differs):
-            joining._described(_Described(**{package: "0.1"}), 1.0)
+            joining._check_versions("node-b", own_versions() | {package: "0.1"})
 
 
 def test_without_ray_init_hosts_warns_or_refuses_an_address(monkeypatch):

@@ -137,9 +137,9 @@ def leaving():
 
 @pytest.fixture
 def worker(cluster, leaving):
-    """The connection to the other node's worker, which has been started anew if it was lost."""
+    """The other node, whose worker has been started anew if it was lost."""
     tl_devicefix.init_hosts(cluster.address)
-    return joined_hosts()[0].connection
+    return joined_hosts()[0]
 
 
 def eventually(holds):
@@ -250,9 +250,10 @@ def test_suspended_worker_ends_and_a_new_one_can_join(worker, cluster, checkpoin
     (process,) = cluster.other.workers()
     process.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[type(worker).__module__], "_TO_ANSWER", 2.0)
+        for name, seconds in (("_PATIENCE", 1.0), ("_TO_ANSWER", 2.0)):
+            patch.setattr(sys.modules[type(worker).__module__], name, seconds)
         try:
-            is_told("it gave no sign of life for 7 s")
+            is_told("it gave no sign of life for 3 s")
         finally:
             process.resume()
     assert eventually(lambda: not process.is_running())

@@ -56,7 +56,12 @@ def patch_what_is_imported() -> None:
             model.to("sim:1")
             assert model.cfg.device == "sim:1"
             cfg.device, cfg.n_devices = "sim", 2
-            assert {p.device.index for p in Mine(cfg).parameters()} == {0, 1}
+            spread = Mine(cfg)
+            assert {p.device.index for p in spread.parameters()} == {0, 1}
+            tokens = spread.W_pos.new_zeros(1, 2).long()
+            unfinished = tl_devicefix.pipeline_map(spread, Mine.forward, [tokens] * 6)
+            next(unfinished)
+            globals()["unfinished"] = unfinished  # the process has to end, with runs in flight
 
     tl_devicefix.disable()
     assert getattr(Mine, load) == original
@@ -71,17 +76,15 @@ def import_nothing() -> None:
         _ = tl_devicefix.save_activation  # type: ignore[attr-defined]
 
 
-def run(*arguments: str, disable: str, path: Path | None = None) -> str:
-    """Return what a process prints to stderr."""
+def run(*arguments: str, disable: str, path: Path | None = None) -> None:
     paths = [str(Path(__file__).parent), *([str(path)] if path else [])]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr
 
 
 def test_importing_it_patches_what_exists_and_adds_no_hooks(tmp_path):
@@ -95,8 +98,3 @@ def test_importing_it_patches_what_exists_and_adds_no_hooks(tmp_path):
 
 def test_importing_it_disabled_imports_and_patches_nothing():
     run("-c", "import test_importing; test_importing.import_nothing()", disable="1")
-
-
-def test_help_of_the_command_line_imports_no_torch():
-    imported = run("-X", "importtime", "-m", "tl_devicefix", "--help", disable="0")
-    assert " torch\n" not in imported

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from local_hosts import LocalConnection
 
 from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.multihost import hosts
@@ -18,11 +17,8 @@ from tl_devicefix.placement.placement import ComponentSize
 pytestmark = pytest.mark.hooked
 
 
-class _Connection(LocalConnection):
+class _Host(Host):
     """A host that nobody asks for more than the memory of its devices, which all have as much."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
     def call(self, method: str, *arguments: Any) -> Any:
         assert method == "free_memory"
@@ -33,7 +29,7 @@ class _Connection(LocalConnection):
 def joined_hosts(monkeypatch):
     """node-b and node-c, which have joined this process with two GPUs each; it has its CPU."""
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "node-a")
-    join([Host(_Connection(name), ("cuda:0", "cuda:1")) for name in ("node-b", "node-c")])
+    join([_Host(name, ("cuda:0", "cuda:1")) for name in ("node-b", "node-c")])
     yield
     join([])
 
@@ -42,7 +38,7 @@ def test_a_device_is_named_by_its_host_and_what_that_calls_it(monkeypatch):
     monkeypatch.setattr(hosts, "default_device", lambda: torch.device("xpu", 0))
     monkeypatch.setattr(hosts, "device_count", lambda kind: 2)
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "head")
-    joined = Hosts([Host(_Connection("node-b"), ("xpu:0", "xpu:1"))])
+    joined = Hosts([_Host("node-b", ("xpu:0", "xpu:1"))])
     names = {"head/xpu:1": 1, "node-b/xpu:0": 2, "host1/xpu:1": 3, "host0/0": 0, "node-b/1": 3}
     for name, index in names.items():
         assert joined.find(name) == joined.devices[index]

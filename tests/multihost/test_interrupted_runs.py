@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from local_hosts import LocalConnection, hosts
+from local_hosts import LocalHost, hosts
 
 from tl_devicefix.multihost.hosts import HostLost, joined_hosts
 from tl_devicefix.placement.devices import free_memory, resolve
@@ -127,18 +127,19 @@ LOST_AT = {
 """What a host is asked for -> what asks it."""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("method", LOST_AT)
 def test_call_to_a_lost_host_raises_host_lost(
     method, load, model, tokens, assert_right, monkeypatch
 ):
-    lost, call = HostLost("node-b is lost"), LocalConnection.call
+    lost, call = HostLost("node-b is lost"), LocalHost.call
 
     def call_or_lose(self, called, *arguments):
         if called == method.split()[0]:
             raise lost
         return call(self, called, *arguments)
 
-    monkeypatch.setattr(LocalConnection, "call", call_or_lose)
+    monkeypatch.setattr(LocalHost, "call", call_or_lose)
     with pytest.raises(HostLost) as raised:
         LOST_AT[method](load, model, tokens)
 
@@ -146,4 +147,4 @@ def test_call_to_a_lost_host_raises_host_lost(
     monkeypatch.undo()  # as if it had only been slow
     del raised
     lost.__traceback__ = None
-    assert_right(loaded(load) if LOST_AT[method] is loaded else model)
+    assert_right(loaded(load) if method == "load" else model)

@@ -39,6 +39,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_remote_weight_refuses_every_change(change, weight):
     before = weight.clone()
@@ -246,6 +247,7 @@ def test_hf_model_in_memory_cannot_be_loaded_over_hosts(load, host):
     assert not {"differences", "load"} & {*host.calls}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -263,6 +265,7 @@ def test_components_other_than_blocks_cannot_be_remote(where, message, load, hos
     assert "load" not in host.calls
 
 
+@pytest.mark.once
 def test_pytorch_checkpoints_are_compared_to_their_ends(tmp_path):
     """Their zip files have checksums there."""
     for folder, end in (("here", b"a"), ("there", b"b")):
@@ -278,6 +281,7 @@ def changed(change, file):
     return lambda directory: (directory / file).write_bytes(change((directory / file).read_bytes()))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -6,13 +6,12 @@ import threading
 import pytest
 import torch
 from local_hosts import hosts
+from runs_of_users import GREEDY
 from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost import worker
-
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "stop_at_eos": False, "verbose": False}
 
 
 def _scale(x, hook):
@@ -106,13 +105,12 @@ def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path)
     assert_equal(saved, alone("llama"), spread("llama"), tokens)
 
 
-def test_a_model_over_hosts_is_checked(load):
-    with hosts(node_b=1) as (host,):
-        model = load("llama", device_map={"": "cpu", "blocks.2": "node-b/cpu"})
-        host.calls.clear()
-        checked = tl_devicefix.check(model)
-        assert checked.well, checked
-        assert host.calls == []
+def test_a_model_over_hosts_is_checked(spread, host):
+    model = spread("llama")
+    host.calls.clear()
+    checked = tl_devicefix.check(model)
+    assert checked.well, checked
+    assert host.calls == []
 
 
 @pytest.mark.skipif(

@@ -5,7 +5,7 @@ import torch
 from comparison import assert_agrees, assert_same_weights
 from devices import device
 from model_classes import BRIDGE, CLASSES, HOOKED
-from offloads import OFFLOADED, assert_at_rest, offloaded_blocks
+from offloads import assert_at_rest, offloaded_blocks
 from packaging.version import Version
 
 from tl_devicefix.dispatch.forward import is_aligned
@@ -34,7 +34,7 @@ def folded(model_class):
 
 @pytest.fixture
 def offloaded(kind, spread, folded, load):
-    return load(kind, device_map=OFFLOADED[spread], folded=folded)
+    return load(kind, spread, folded=folded)
 
 
 @pytest.fixture

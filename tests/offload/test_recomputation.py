@@ -7,11 +7,11 @@ import torch
 from comparison import assert_agrees
 from model_classes import fuses
 from offloads import assert_at_rest
+from parameters import in_turn
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
-    checkpoint_wrapper,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -89,7 +89,6 @@ def call_in_backward_hooks(model):
 OF_HOOKED = {
     "a part": replace_mlps(lambda mlp: Recomputed(mlp, use_reentrant=False)),
     "a part, re-entrant": replace_mlps(lambda mlp: Recomputed(mlp, use_reentrant=True)),
-    "a part, by a wrapper": replace_mlps(checkpoint_wrapper),
     "a part, in a function of the user's": replace_mlps(WithRerun),
     "blocks": checkpoint_blocks,
     "backward hooks": call_in_backward_hooks,
@@ -139,12 +138,10 @@ def test_a_part_of_a_fused_offloaded_block_is_recomputed(load, reference, tokens
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("change", OF_BRIDGE.values(), ids=OF_BRIDGE)
+@pytest.mark.parametrize(("change", "fused"), in_turn(OF_BRIDGE, [False, True]))
 def test_layers_of_an_offloaded_bridge_are_recomputed(change, fused, load, reference, tokens):
-    where = {"": 0, "blocks.1": "cpu", "blocks.2": "cpu", "blocks.4": "cpu"}
-    model = load("llama", device_map=where, fuse_blocks=fused)
-    assert_same_gradients(change, model, reference, tokens)
+    model = load("llama", "some of one device", fuse_blocks=fused)
+    assert_same_gradients(OF_BRIDGE[change], model, reference, tokens)
 
 
 def kept(model, machine, tokens):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from architectures import (
     ALL_ARCHITECTURES,
-    ARCHITECTURES,
     NO_PROCESSING,
     PROCESSING,
     load_hooked,
@@ -26,9 +25,6 @@ from tl_devicefix.hooked_transformer.processing import installed_conventions
 pytestmark = pytest.mark.hooked
 
 UNREFACTORED = tuple(name for name in PROCESSING if name != "refactored")
-IN_FULL = ("gpt2", "qwen2")
-"""Architectures that see every option: LayerNorm, and RMSNorm with grouped-query attention and
-biases. The others see few: each method is compared by itself in test_weight_processing.py."""
 FORMS = ["hf_model", "checkpoint"]
 
 
@@ -48,10 +44,10 @@ def load(request, hf_models, checkpoints, load):
 
 OPTIONS = {
     **dict.fromkeys(ALL_ARCHITECTURES, ("default",)),
-    **dict.fromkeys(ARCHITECTURES, ("default", "none")),
-    **dict.fromkeys(IN_FULL, UNREFACTORED),
+    "qwen2": ("default", "none"),
+    "gpt2": UNREFACTORED,
 }
-"""Name of an architecture -> what processes its weights."""
+"""Architecture -> what processes its weights; test_weight_processing.py has each method alone."""
 ROWS = [(name, processing) for name, each in OPTIONS.items() for processing in each]
 ROWS += [("gpt2", "refactored"), ("bloom", "refactored")]  # not with rotary embeddings
 
@@ -76,20 +72,17 @@ def test_spread_model_equals_the_one_transformer_lens_loads(
     model = load(name, n_devices=n_devices, **options)
 
     assert_same_model(model, reference, tokens)
+    if name in WITH_CONFIGS and processing == "default":
+        assert_same_config(model.cfg.to_dict(), reference.cfg.to_dict(), n_devices, load.form)
 
 
-CONFIGS = ["gpt2", "llama", "gemma-2", "mixtral", "bloom"]
+WITH_CONFIGS = ("gpt2", "llama", "gemma-2", "mixtral", "bloom")
 
 
-@pytest.mark.parametrize(("name", "load"), in_turn(CONFIGS, FORMS), indirect=["load"])
-def test_the_config_is_the_same_but_for_the_devices(name, load, on_one, machine):
-    expected = on_one(name).cfg.to_dict()
-
-    cfg = load(name, n_devices=4).cfg.to_dict()
-
-    assert (str(cfg["device"]), cfg["n_devices"]) == (device(0), 4)
+def assert_same_config(cfg, expected, n_devices, form):
+    assert (str(cfg["device"]), cfg["n_devices"]) == (device(0), n_devices)
     may_differ = {"device", "n_devices"}
-    if load.form == "checkpoint":
+    if form == "checkpoint":
         # A directory's code is not trusted because of its architecture.
         may_differ |= {"model_name", "tokenizer_name", "trust_remote_code"}
     differences = {key: (cfg[key], expected[key]) for key in cfg if cfg[key] != expected[key]}
@@ -126,10 +119,7 @@ def test_model_of_another_size_is_the_same(name, size, to, load, on_one, machine
     assert_same_model(model, reference, tokens)
 
 
-@pytest.mark.parametrize("asked", [{"checkpoint_index": 7}, {"checkpoint_value": 16}])
-def test_a_training_checkpoint_is_fetched_by_its_revision(
-    asked, hf_models, tokenizer, on_one, machine
-):
+def test_a_training_checkpoint_is_fetched_by_its_revision(hf_models, tokenizer, on_one, machine):
     reference = on_one("pythia")
     fetched: list[tuple[str, str]] = []
 
@@ -139,16 +129,12 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(
         return hf_models("pythia"), {}
 
     with unittest.mock.patch("transformers.AutoModelForCausalLM.from_pretrained", fetch):
-        model = load_hooked(ARCHITECTURES["pythia"], None, tokenizer, n_devices=4, **asked)
+        pythia, options = ALL_ARCHITECTURES["pythia"], {"n_devices": 4, "checkpoint_value": 16}
+        model = load_hooked(pythia, None, tokenizer, **options)
 
-    step = model.cfg.checkpoint_value
-    assert fetched == [("EleutherAI/pythia-70m", f"step{step}")]
+    assert fetched == [("EleutherAI/pythia-70m", "step16")]
     assert model.cfg.from_checkpoint
-    assert model.cfg.checkpoint_label_type == "step"
-    assert (
-        asked.items()
-        <= {"checkpoint_index": model.cfg.checkpoint_index, "checkpoint_value": step}.items()
-    )
+    assert (model.cfg.checkpoint_label_type, model.cfg.checkpoint_value) == ("step", 16)
     assert_same_weights(model, reference)
 
 

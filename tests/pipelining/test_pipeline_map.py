@@ -106,39 +106,32 @@ OF_ALL_RUNS = {
     "multinomial draws": lambda view, batch: view.generate(batch[:1], verbose=False),
     "backward uses .grad": lambda view, batch: view(batch).mean().backward(),
     "reading or setting it uses .grad": lambda view, batch: view.zero_grad(),
-    "cfg.use_attn_result was changed": lambda view, batch: view.set_use_attn_result(True),
+    "randn draws random numbers": lambda view, batch: view.run_with_hooks(
+        batch, fwd_hooks=[(LAST, lambda activation, hook: activation + torch.randn(()))]
+    ),
+    # With `max_in_flight=1`, these change the model.
     "may not fuse": lambda view, batch: tl_devicefix.fuse_blocks(view),
+    "cfg.use_attn_result was changed": lambda view, batch: view.set_use_attn_result(True),
 }
 """What a run in flight may not do, as it acts on all runs; by what the error says."""
 
 
-@pytest.mark.parametrize("words", OF_ALL_RUNS)
-def test_what_acts_on_all_runs_is_refused_in_flight(load, batches, words):
+def test_what_acts_on_all_runs_is_refused_in_flight(load, batches):
     model = load("llama")
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    state = torch.get_rng_state()
+    for words, act in OF_ALL_RUNS.items():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        state = torch.get_rng_state()
 
-    def run(view, batch):
-        with torch.enable_grad():
-            OF_ALL_RUNS[words](view, batch.to(view.cfg.device))
+        def run(view, batch, act=act):
+            with torch.enable_grad():
+                act(view, batch.to(view.cfg.device))
 
-    with pytest.raises(RuntimeError, match=rf"{words}.*max_in_flight=1"):
-        next(pipeline_map(model, run, batches))
-    assert torch.equal(torch.get_rng_state(), state)
-    next(pipeline_map(model, run, batches, 1))
-    assert_nothing_is_left(model)
-
-
-def test_a_hook_that_draws_random_numbers_is_refused(model, batches):
-    def draw(activation, hook):
-        return activation + torch.randn(())
-
-    def run(view, batch):
-        return view.run_with_hooks(batch, fwd_hooks=[(LAST, draw)])
-
-    with pytest.raises(RuntimeError, match="randn draws random numbers"):
-        next(pipeline_map(model, run, batches))
+        with pytest.raises(RuntimeError, match=rf"{words}.*max_in_flight=1"):
+            next(pipeline_map(model, run, batches))
+        assert torch.equal(torch.get_rng_state(), state)
+        next(pipeline_map(model, run, batches, 1))
+        assert_nothing_is_left(model)
 
 
 def test_runs_draw_from_a_generator_of_their_own(model, batches):
@@ -177,13 +170,11 @@ def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches, nam
         results.close()
 
 
-def test_runs_may_generate_and_call_eval(load, batches):
-    model = load("llama").train()  # as `from_pretrained` leaves it
-
+def test_runs_may_generate_and_call_eval(model, batches):
     def run(view, batch):
         return view.generate(batch[:1], max_new_tokens=2, do_sample=False, verbose=False)
 
-    expected = [run(model, batch) for batch in batches]
+    expected = [run(model.train(), batch) for batch in batches]  # as `from_pretrained` leaves it
     assert_bit_equal(list(pipeline_map(model.train(), run, batches)), expected)
     assert all(pipeline_map(model.train(), lambda view, batch: view.eval() is view, batches))
 
@@ -260,25 +251,28 @@ HOLDING = {
     "PyTorch's hook": lambda model: model.blocks[1].mlp.register_forward_hook(
         partial(lambda block, *args: None, model.blocks[2])
     ),
-    "a forward": lambda model: replace_forward(model.blocks[1].mlp),
     "a default": lambda model: model.add_perma_hook(LAST, lambda x, hook, block=model.blocks[2]: x),
     "a list": lambda model: model.add_perma_hook(LAST, partial(run_nothing, [model.blocks[2]])),
     "a method's object": lambda model: model.add_perma_hook(LAST, Holder(model).hook),
     "an object": lambda model: model.add_perma_hook(LAST, Holder(model)),
+    "a forward": lambda model: replace_forward(model.blocks[1].mlp),  # to the end
 }
 
 
-@pytest.mark.parametrize("name", HOLDING)
-def test_runs_of_a_model_that_a_function_holds_go_in_a_loop(load, batches, name):
+def test_runs_of_a_model_that_a_function_holds_go_in_a_loop(load, batches):
     model = load("llama")
-    HOLDING[name](model)
-    expected = [model(batch) for batch in batches]
-    results = list(pipeline_map(model, lambda view, batch: (view, view(batch)), batches))
-    assert [view for view, _ in results] == [model] * len(batches)
-    assert_bit_equal([output for _, output in results], expected)
+    for name, hold in HOLDING.items():
+        handle = hold(model)
+        expected = [model(batch) for batch in batches]
+        results = list(pipeline_map(model, lambda view, batch: (view, view(batch)), batches))
+        assert [view for view, _ in results] == [model] * len(batches), name
+        assert_bit_equal([output for _, output in results], expected)
+        model.reset_hooks(including_permanent=True)
+        if handle is not None:
+            handle.remove()
 
 
-def test_one_run_at_a_time_is_a_loop_over_the_model(on_one, batches):
+def test_runs_of_a_model_on_one_device_are_a_loop(on_one, batches):
     model = on_one("llama")
     given = []
 
@@ -291,6 +285,8 @@ def test_one_run_at_a_time_is_a_loop_over_the_model(on_one, batches):
     assert_bit_equal(list(pipeline_map(model, run, batches[:1] * 2)), [expected] * 2)
     assert given == [model, model]
     assert_nothing_is_left(model)
+    expected = [logits(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, logits, batches, 2)), expected)
 
 
 STATES = {
@@ -412,37 +408,37 @@ def test_closing_the_iterator_ends_its_runs_and_frees_memory(model, batches):
     assert not [item for item in alive if item() is not None]
 
 
-@pytest.mark.parametrize(
-    ("changed_by", "how"),
-    [("a run", "in place"), ("a run", "requires_grad"), ("the caller", "replaced")],
-)
-def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches, changed_by, how):
+CHANGES = {
+    "in place": lambda module, name, weight: weight.detach().mul_(1),
+    "replaced": lambda module, name, weight: setattr(
+        module, name, torch.nn.Parameter(weight.detach())
+    ),
+    "requires_grad": lambda module, name, weight: weight.requires_grad_(False),
+}
+
+
+def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches):
     """Before the last result at the latest, and where the caller stops."""
     model = load("llama")
+    for how, change_weight in CHANGES.items():
 
-    def change(model):
-        module = next(module for module in model.blocks[2].modules() if module._parameters)
-        name, weight = next(iter(module._parameters.items()))
-        if how == "in place":
-            weight.detach().mul_(1)
-        elif how == "requires_grad":
-            weight.requires_grad_(False)
-        else:
-            setattr(module, name, torch.nn.Parameter(weight.detach()))
+        def change(model, change_weight=change_weight):
+            module = next(module for module in model.blocks[2].modules() if module._parameters)
+            change_weight(module, *next(iter(module._parameters.items())))
 
-    def run(view, batch):
-        view(batch)
-        if changed_by == "a run":
-            change(view)
+        def run(view, batch, how=how, change=change):
+            view(batch)
+            if how != "replaced":  # which the caller does
+                change(view)
 
-    with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result [13]"):
-        [change(model) for _ in pipeline_map(model, run, batches)]
-    if how != "requires_grad":  # it is changed already
-        stopped = pipeline_map(model, run, batches)
-        next(stopped)
-        change(model)
-        with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result 0"):
-            stopped.close()
+        with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result [13]"):
+            [change(model) for _ in pipeline_map(model, run, batches)]
+        if how != "requires_grad":  # it is changed already
+            stopped = pipeline_map(model, run, batches)
+            next(stopped)
+            change(model)
+            with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result 0"):
+                stopped.close()
 
 
 def double(activation, hook):
@@ -474,8 +470,7 @@ def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches):
         list(pipeline_map(model, use, batches[:2], 3))  # of a view
 
 
-def test_caller_may_run_and_hook_the_model_between_results(load, batches):
-    model = load("llama")
+def test_caller_may_run_and_hook_the_model_between_results(model, batches):
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]
     actual = [(out, hooked()) for out in pipeline_map(model, logits, batches, 3)]
@@ -503,13 +498,6 @@ def test_a_bar_shows_how_many_runs_there_are(on_one, batches, capsys, monkeypatc
         assert "4/4" in capsys.readouterr().err
     list(tl_devicefix.sweep(model, batches[0], [[], []], progress=True))
     assert "2/2" in capsys.readouterr().err
-
-
-def test_model_on_one_device_runs_as_in_a_loop(on_one, batches):
-    model = on_one("llama")
-    expected = [logits(model, batch) for batch in batches]
-    for options in ({}, {"max_in_flight": 2}):
-        assert_bit_equal(list(pipeline_map(model, logits, batches, **options)), expected)
 
 
 def test_tokenizer_settings_of_one_run_reach_no_other(model):

@@ -11,11 +11,14 @@ from comparison import assert_agrees
 from devices import device
 from hf_models import N_LAYERS, padded
 from model_classes import BRIDGE
+from runs_of_users import looped, metric
 from torch import nn
 from transformer_lens import patching
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @contextlib.contextmanager
@@ -56,10 +59,6 @@ RUNS = [
 ]
 
 
-def in_turn(model, tokens, runs, **arguments):
-    return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
-
-
 def assert_same(actual, expected):
     assert_agrees(actual, expected, tolerance=0)
 
@@ -69,30 +68,25 @@ def model(on_one):
     return on_one("llama")
 
 
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
     model = on_one(kind)
     with tl_devicefix.disabled():
-        expected = in_turn(model, tokens, RUNS)
+        expected = looped(model, tokens, RUNS)
     assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
     assert traces(model) == []
 
     for arguments in (
         {"return_type": "loss", "loss_per_token": True},
         {"return_type": "both"},
+        {"return_type": None},
         {"stop_at_layer": 3},
         {"stop_at_layer": -1},
         {"attention_mask": padded(tokens)},
         {"padding_side": "left"},
     ):
         inputs = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
-        expected = in_turn(model, inputs, RUNS[:5], **arguments)
+        expected = looped(model, inputs, RUNS[:5], **arguments)
         assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
@@ -101,7 +95,7 @@ def test_sweep_over_devices_yields_what_run_with_hooks_does(machine, load, token
     at_home = tokens.to(model.cfg.device)
     runs = [[], at(3), at(1)]
     for arguments in ({}, {"attention_mask": padded(at_home)}):
-        expected = in_turn(model, at_home, runs, **arguments)
+        expected = looped(model, at_home, runs, **arguments)
         actual = list(tl_devicefix.sweep(model, at_home, runs, **arguments))
         assert_agrees(actual, expected, machine.devices[0], tolerance=0)
 
@@ -161,7 +155,7 @@ def test_sweep_starts_at_block_0_where_an_earlier_one_may_differ(name, model, to
     arguments = given if isinstance(given, dict) else {}
     runs = [[*at(3), *hooks], [*at(4), *hooks]]
     with given if hasattr(given, "__enter__") else contextlib.nullcontext():
-        expected = in_turn(model, tokens, runs, **arguments)
+        expected = looped(model, tokens, runs, **arguments)
         with blocks_run(model) as count:  # from here on, its class has another forward
             actual = list(tl_devicefix.sweep(model, tokens, runs, **arguments))
     assert_same(actual, expected)
@@ -175,10 +169,9 @@ def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
     assert count.blocks == 2 + 3  # two of the unpatched run
 
 
+@pytest.mark.bridge
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
-def test_sweep_of_a_bridge_starts_at_the_first_block(why, model_class, on_one, tokens):
-    if model_class != BRIDGE:
-        pytest.skip("only a TransformerBridge has dropout or an unknown architecture")
+def test_sweep_of_a_bridge_starts_at_the_first_block(why, on_one, tokens):
     model = on_one("gpt2")
     if why == "in training mode":
         model.train()
@@ -243,10 +236,6 @@ def test_sweep_refuses_bad_arguments(model_class, model, tokens):
 
 
 # `transformer_lens.patching` by way of `sweep`: each of its functions is called in tests/surface.
-
-
-def metric(logits):
-    return logits[0, -1, 5] - logits[0, -1, 7]
 
 
 def patch(function, model, tokens, metric=metric, **arguments):

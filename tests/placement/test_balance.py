@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix import Placement, plan
@@ -52,13 +53,10 @@ def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("d_vocab", [8, 300])
-@pytest.mark.parametrize(
-    "memory",
-    [*((3, 10), (10, 3), (5, 5, 5), (24, 80, 80), (80, 24, 48), (9, 3, 6, 2), (7, 7, 7, 8))],
-    ids=str,
-)
-@pytest.mark.parametrize("n_layers", [4, 7, 11])
+FREE = [[3, 10], [10, 3], [5, 5, 5], [24, 80, 80], [80, 24, 48], [9, 3, 6, 2], [7, 7, 7, 8]]
+
+
+@pytest.mark.parametrize(("n_layers", "memory", "d_vocab"), in_turn([4, 7, 11], FREE, [8, 300]))
 def test_balanced_split_is_minimax_optimal(n_layers, memory, d_vocab, config):
     free = [size * 2**20 for size in memory]
     with tl_devicefix.simulate(len(memory), memory=free):

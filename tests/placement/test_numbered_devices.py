@@ -36,11 +36,8 @@ def where(model: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"device": "sim", "max_memory": {0: "1GiB", 1: "1GiB"}}, ["sim:0", "sim:1"]),
         ({"device": "sim:2", "max_memory": {0: "1GiB", 2: "1GiB"}}, ["sim:2", "sim:0"]),
-        ({"device": "sim:1", "device_map": {"": 1, "blocks": 2}}, ["sim:1", "sim:2"]),
         ({"device_map": {"": "sim:0", "blocks": 1}}, ["sim:0", "sim:1"]),
-        ({"device_map": {"": "sim:3", "blocks": 0}}, ["sim:3", "sim:0"]),
         ({"device": "sim:3", "device_map": 3}, ["sim:3"]),
     ],
 )

@@ -10,12 +10,22 @@ import transformers
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-TINY = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
-NAME: Any = "gpt2" if has_hooked_transformer() else TINY
-"""A model that needs no network: a HookedTransformer by its name, or a Bridge by its config."""
+CONFIG: Any = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
+"""The config of a small model: of a Bridge, or of a HookedTransformer."""
+if has_hooked_transformer():
+    from architectures import toy_config
+
+    CONFIG = toy_config(act_fn="relu", d_mlp=24)
 a_bridge_by_name = pytest.mark.skipif(
     has_hooked_transformer(), reason="names are loaded as a TransformerBridge in TransformerLens 4"
 )
+
+
+def layers(count: int, called: str = "num_hidden_layers") -> dict[str, Any]:
+    """Options of so few layers, which a config has by a name."""
+    if has_hooked_transformer():
+        return {"first_n_layers": count}
+    return {"hf_config_overrides": {called: count}}
 
 
 def peaks_of(machine: Any, run: Callable[[], Any]) -> list[int]:

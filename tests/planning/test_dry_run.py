@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from by_name import a_bridge_by_name, peaks_of
+from by_name import a_bridge_by_name, layers, peaks_of
 
 from tl_devicefix import dry_run, simulate, sweep
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 Job = Callable[[Any], Any]
 TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
+FOUR_LAYERS = layers(4, "n_layer")  # of gpt2
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
@@ -101,9 +102,9 @@ def test_dry_run_reports_the_memory_and_copies_of_the_real_job(
 
 def test_operation_on_two_devices_is_reported_with_its_line():
     def job(model):
-        return model.blocks[0].attn.W_O[0] @ model.blocks[11].attn.W_Q[0]  # the line
+        return model.blocks[0].attn.W_O[0] @ model.blocks[3].attn.W_Q[0]  # the line
 
-    dry = dry_run("gpt2", job, n_devices=4)
+    dry = dry_run("gpt2", job, n_devices=4, **FOUR_LAYERS)
 
     assert not dry.runs
     assert "sim:0 and sim:3" in str(dry.error)
@@ -118,24 +119,24 @@ def test_hook_that_mixes_devices_is_reported_with_its_module():
     def job(model):
         elsewhere.append(torch.ones(model.cfg.d_model, device="cpu"))
         return model.run_with_hooks(
-            TOKENS, fwd_hooks=[("blocks.9.hook_resid_post", lambda a, hook: a + elsewhere[0])]
+            TOKENS, fwd_hooks=[("blocks.3.hook_resid_post", lambda a, hook: a + elsewhere[0])]
         )
 
-    dry = dry_run("gpt2", job, n_devices=4)
+    dry = dry_run("gpt2", job, n_devices=4, **FOUR_LAYERS)
 
     own_name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
-    assert f"hook on blocks.9.{own_name} mixes devices" in str(dry.error)
-    assert "within blocks.9" in str(dry.stopped_at)
+    assert f"hook on blocks.3.{own_name} mixes devices" in str(dry.error)
+    assert "within blocks.3" in str(dry.stopped_at)
     assert "elsewhere[0]" in str(dry.stopped_at)
 
 
 def test_outcome_says_what_to_do_about_a_hook_or_a_text():
     def cut(model: Any) -> None:
-        hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation[..., :3])
+        hook = ("blocks.2.hook_resid_post", lambda activation, hook: activation[..., :3])
         model.run_with_hooks(TOKENS, fwd_hooks=[hook])
 
-    assert "let it return a tensor of that shape" in str(dry_run("gpt2", cut, 2))
-    text = dry_run("gpt2", lambda model: model("some text"), 2)
+    assert "let it return a tensor of that shape" in str(dry_run("gpt2", cut, 2, **FOUR_LAYERS))
+    text = dry_run("gpt2", lambda model: model("some text"), 2, **FOUR_LAYERS)
     assert str(text).endswith("pass tokenizer= to dry_run, or tokens instead of text")
     with pytest.raises(ValueError, match=r"pass AutoTokenizer\.from_pretrained\('gpt2'\)"):
         dry_run("gpt2", forward, 2, tokenizer="gpt2")
@@ -145,7 +146,7 @@ def test_a_device_without_room_is_reported_with_the_module():
     def job(model):
         return model(torch.zeros(64, 1024, dtype=torch.long))
 
-    dry = dry_run("gpt2", job, n_devices=2, memory="1GiB")
+    dry = dry_run("gpt2", job, n_devices=2, memory="1GiB", **FOUR_LAYERS)
 
     assert isinstance(dry.error, torch.OutOfMemoryError)
     assert "within blocks." in str(dry.stopped_at)
@@ -161,7 +162,7 @@ def test_peak_is_reported_with_the_module_where_it_was():
         torch.set_grad_enabled(False)
         return model(torch.zeros(8, 256, dtype=torch.long))
 
-    dry = dry_run("gpt2", job, n_devices=2)
+    dry = dry_run("gpt2", job, n_devices=2, **FOUR_LAYERS)
 
     assert torch.is_grad_enabled()  # as before
     assert dry.devices[0].module == "unembed"

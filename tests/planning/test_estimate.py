@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from by_name import a_bridge_by_name, peaks_of
-from hf_models import N_CTX
+from by_name import a_bridge_by_name, layers, peaks_of
+from hf_models import D_VOCAB, N_CTX, make_hf_model, save_checkpoint
 from model_classes import fuses
+from transformers import LlamaConfig
 
 from tl_devicefix import estimate, plan, simulate
 from tl_devicefix.__main__ import main
@@ -29,7 +30,7 @@ BILLIONS = {
     "gpt2": 0.124, "EleutherAI/gpt-neo-2.7B": 2.651, "EleutherAI/gpt-j-6B": 6.051,
     "EleutherAI/pythia-12b": 11.85, "facebook/opt-66b": 65.72, "microsoft/phi-2": 2.780,
     "microsoft/Phi-3-mini-4k-instruct": 3.821, "mistralai/Mixtral-8x7B-v0.1": 46.70,
-    "meta-llama/Llama-3.1-405B": 405.9, "google/gemma-2-9b": 9.242, "Qwen/Qwen2.5-72B": 72.71,
+    "google/gemma-2-9b": 9.242, "Qwen/Qwen2.5-72B": 72.71,
 }  # fmt: skip
 """The published numbers of parameters, a tied embedding counted once."""
 
@@ -45,7 +46,7 @@ def test_a_plan_weighs_the_published_number_of_parameters(name):
     with simulate(4, "1TiB") as machine:
         placement = plan(name, n_devices=4)
         assert machine.max_memory_allocated(0) == 0
-        if not has_hooked_transformer():
+        if name == "gpt2" and not has_hooked_transformer():
             assert placement == plan(config, n_devices=4)
 
     count = sum(component.weights for component in placement.components) / 4
@@ -96,7 +97,11 @@ def test_the_row_of_loading_is_an_upper_bound(checkpoints):
 
 
 @fuses
-def test_estimate_of_fused_blocks_has_no_attention_patterns(long_llama):
+def test_estimate_of_fused_blocks_has_no_attention_patterns(tokenizer, tmp_path):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    config = LlamaConfig(**shape, **heads, vocab_size=D_VOCAB, max_position_embeddings=2048)
+    long_llama = str(save_checkpoint(make_hf_model(config), tokenizer, tmp_path))
     sizes: dict[str, Any] = {"seq_len": 2048, "gradients": True}
     with simulate(2) as machine:
         model = load(long_llama, n_devices=2, fuse_blocks=True)
@@ -108,13 +113,6 @@ def test_estimate_of_fused_blocks_has_no_attention_patterns(long_llama):
     assert [item.peak for item in result.devices] == pytest.approx(peaks, rel=0.001)
     for less, more in zip(result.devices, installed.devices):
         assert less.peak - less.weights < 4 * 2048**2 * 4 < more.peak - more.weights
-
-
-def layers(count: int, called: str = "num_hidden_layers") -> dict[str, Any]:
-    """Options of so few layers, which a config has by a name."""
-    if has_hooked_transformer():
-        return {"first_n_layers": count}
-    return {"hf_config_overrides": {called: count}}
 
 
 def kv_cache(name: str, few: int, many: int, **options: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx.experimental._config as meta_config
-from by_name import NAME
+from by_name import CONFIG
 
 from tl_devicefix import dry_run, estimate, plan, simulate
 from tl_devicefix.simulation.machine import Machine
@@ -29,13 +29,13 @@ def interrupt(model: Any) -> Any:
 
 
 DRY_RUNS: dict[str, tuple[Any, Callable[[], Any]]] = {
-    "an estimate": (None, lambda: estimate(NAME, 2, seq_len=4)),
-    "a job that fails": (None, lambda: dry_run(NAME, fail, 3)),
+    "an estimate": (None, lambda: estimate(CONFIG, 2, seq_len=4)),
+    "a job that fails": (None, lambda: dry_run(CONFIG, fail, 3)),
     "a job that is interrupted": (
         KeyboardInterrupt,
-        lambda: dry_run(NAME, interrupt, 2),
+        lambda: dry_run(CONFIG, interrupt, 2),
     ),
-    "a dry run in one": (None, lambda: dry_run(NAME, lambda _: dry_run(NAME, forward, 2))),
+    "a dry run in one": (None, lambda: dry_run(CONFIG, lambda _: dry_run(CONFIG, forward, 2))),
 }
 
 
@@ -80,22 +80,22 @@ def test_planning_leaves_the_outer_simulated_machine_unchanged(case, outer):
 
 def test_a_device_beside_simulated_ones_has_to_go():
     with simulate(4), pytest.raises(ValueError, match="lower n_devices, or leave device out, as"):
-        plan(NAME, 4, device="cpu")
+        plan(CONFIG, 4, device="cpu")
 
 
 def test_planning_gives_the_same_inside_and_outside_simulate():
     with simulate(4):
-        inside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
-    outside = estimate(NAME, 2, seq_len=4), dry_run(NAME, forward, 3)
+        inside = estimate(CONFIG, 2, seq_len=4), dry_run(CONFIG, forward, 3)
+    outside = estimate(CONFIG, 2, seq_len=4), dry_run(CONFIG, forward, 3)
     assert inside[0] == outside[0]
     assert repr(inside[1]) == repr(outside[1])
 
 
 def test_dry_run_refuses_tensors_of_the_outer_machine(outer):
     vector = torch.ones(1, device="sim:0")
-    dry = dry_run(NAME, lambda model: forward(model) + vector, 2)
+    dry = dry_run(CONFIG, lambda model: forward(model) + vector, 2)
     assert "belong to different simulated machines" in str(dry.error)
-    dry = dry_run(NAME, lambda _: simulate(2).__enter__())
+    dry = dry_run(CONFIG, lambda _: simulate(2).__enter__())
     assert "entered already, with 1 device" in str(dry.error)
     with pytest.raises(RuntimeError, match="entered already, with 4 device"), simulate(2):
         pass

@@ -15,23 +15,19 @@ ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
 FORWARDS = a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_elsewhere
 
 
-@pytest.mark.parametrize(
-    ("where", "runs"),
-    [({"n_devices": 2}, FORWARDS), ({"device_map": ON_TWO}, FORWARDS)],
-)
-def test_pipelined_runs_on_async_devices_equal_a_loops_bits(where, runs, machine, load, tokens):
+def test_pipelined_runs_on_async_devices_equal_a_loops_bits(machine, load, tokens):
     def all_of_them(model, batch):
-        return [run(model, batch) for run in runs]
+        return [run(model, batch) for run in FORWARDS]
 
-    model, batches = load("llama", **where), [tokens, tokens.roll(1, 1)]
+    model, batches = load("llama", device_map=ON_TWO), [tokens, tokens.roll(1, 1)]
     expected = [all_of_them(model, batch) for batch in batches]
     assert_bit_equal(list(pipeline_map(model, all_of_them, batches, 2)), expected)
 
 
-def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, load, tokens):
+def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, shared, tokens):
     """On the devices' default streams, a device would wait for a run that comes later."""
     with torch.no_grad():
-        model = load("gpt2", 2, folded=True)
+        model = shared("gpt2", 2, folded=True)
         batches = [tokens.to(machine.devices[0]).roll(shift, 1) for shift in range(3)]
         machine.executor.copies.clear()
         list(pipeline_map(model, lambda view, batch: view(batch), batches))
@@ -72,8 +68,8 @@ def test_mask_edited_between_blocks_is_sent_after_the_edit(machine, load, tokens
     assert_bit_equal(list(pipeline_map(model, run, batches, 2)), expected)
 
 
-def test_run_has_the_callers_current_device(sim, load):
-    model = load("gpt2", 2, folded=True)
+def test_run_has_the_callers_current_device(sim, shared):
+    model = shared("gpt2", 2, folded=True)
     with sim.stream(sim.Stream("sim:2")):
         result = list(pipeline_map(model, lambda view, item: sim.current_device(), range(3)))
     assert result == [2, 2, 2]

@@ -4,19 +4,16 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal
 from hf_models import padded
+from runs_of_users import looped
 
 import tl_devicefix
 from racing import HOST
 from tl_devicefix.dispatch.scheduler import RunAhead
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 OFFLOADED = {"": 0, "blocks": "cpu", "blocks.2": 1}
 ENDS_AT_HOME = {"": 0, "blocks.1": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 def one_patch_each(home):
@@ -30,10 +27,6 @@ def one_patch_each(home):
             return patched
 
         yield [(f"{part}.hook_{'scale' if part == 'ln_final' else 'resid_pre'}", patch)]
-
-
-def in_turn(model, tokens, runs, **arguments):
-    return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +44,7 @@ def test_a_sweep_on_async_devices_equals_a_loop(where, sizes, machine, load, tok
         ("w5 w6 w7", {"return_type": "both"}),
         (tokens.to(home), {"attention_mask": padded(tokens.to(home)), "stop_at_layer": 3}),
     ):
-        expected = in_turn(model, given, one_patch_each(home), **arguments)
+        expected = looped(model, given, one_patch_each(home), **arguments)
         for size in sizes:
             runs = one_patch_each(home)
             actual = tl_devicefix.sweep(model, given, runs, batch_size=size, **arguments)
@@ -66,13 +59,13 @@ def test_a_hook_runs_the_model_in_a_run_that_is_launched_ahead(machine, load, to
         inner.append(model(tokens, stop_at_layer=1))
 
     runs = [[(f"blocks.{layer}.hook_resid_pre", hook)] for layer in (2, 3, 2)]
-    expected = in_turn(model, tokens, runs)
+    expected = looped(model, tokens, runs)
     assert_bit_equal(list(tl_devicefix.sweep(model, tokens, runs)), expected)
     assert_agrees(inner, [inner[0]] * 6, home, tolerance=0)
 
 
-def test_a_hook_may_return_a_buffer_that_it_keeps_across_runs(machine, load, tokens):
-    model = load("gpt2", 3)
+def test_a_hook_may_return_a_buffer_that_it_keeps_across_runs(machine, shared, tokens):
+    model = shared("gpt2", 3)
     buffers = {}
 
     def into_buffer(activation, hook):
@@ -81,17 +74,17 @@ def test_a_hook_may_return_a_buffer_that_it_keeps_across_runs(machine, load, tok
 
     # The outputs of all blocks, so also of those before another device.
     runs = [[(lambda name: name.endswith("hook_resid_post"), into_buffer)]] * 4
-    expected = in_turn(model, tokens, runs)
+    expected = looped(model, tokens, runs)
     assert_bit_equal(list(tl_devicefix.sweep(model, tokens, runs)), expected)
 
 
-def test_results_before_an_error_come_first(machine, load, tokens):
+def test_results_before_an_error_come_first(machine, shared, tokens):
     def fail(activation, hook):
         raise KeyError(hook.name)
 
     point = "blocks.2.hook_resid_pre"
     runs = [[], [], [(point, fail)], []]
-    results = tl_devicefix.sweep(load("gpt2", 3), tokens, runs)
+    results = tl_devicefix.sweep(shared("gpt2", 3), tokens, runs)
     assert_bit_equal(next(results), next(results))
     with pytest.raises(KeyError, match="from run 2 of the sweep"):
         next(results)
@@ -137,7 +130,7 @@ def test_a_users_module_after_the_blocks_may_free_memory(machine, load, tokens):
 
     runs = [[("blocks.0.hook_resid_pre", reuse)]] * 4
     factors += [torch.full((1000,), 2.0, device=home) for _ in range(4)]
-    expected = in_turn(model, tokens, runs)
+    expected = looped(model, tokens, runs)
     factors += [torch.full((1000,), 2.0, device=home) for _ in range(4)]
     assert_bit_equal(list(tl_devicefix.sweep(model, tokens, runs)), expected)
 
@@ -154,11 +147,11 @@ def took(machine, sim, run):
 
 
 @pytest.mark.parametrize("arguments", [{"return_type": "loss"}, {"stop_at_layer": 4}])
-def test_runs_of_a_sweep_overlap_on_the_devices(arguments, machine, sim, load, tokens):
+def test_runs_of_a_sweep_overlap_on_the_devices(arguments, machine, sim, shared, tokens):
     """At best, 6 runs take 6 + 3 - 1 stages of three devices; a loop takes 6 * 3."""
-    model = load("llama", 3)
+    model = shared("llama", 3)
     tokens = tokens.to(machine.devices[0])
     runs = [[("blocks.0.hook_resid_pre", lambda activation, hook: activation / 2)]] * 6
-    loop = took(machine, sim, lambda: in_turn(model, tokens, runs, **arguments))
+    loop = took(machine, sim, lambda: looped(model, tokens, runs, **arguments))
     swept = took(machine, sim, lambda: list(tl_devicefix.sweep(model, tokens, runs, **arguments)))
     assert swept < 0.65 * loop

@@ -22,8 +22,9 @@ import torch
 import transformer_lens.evals as evals
 import transformer_lens.head_detector as head_detector
 import transformer_lens.patching as patching
-from comparison import assert_agrees
+from comparison import assert_agrees, on_cpu
 from model_classes import BRIDGE, CLASSES, HOOKED
+from runs_of_users import GREEDY, metric
 from torch.utils._pytree import tree_leaves
 from transformer_lens import SVDInterpreter
 
@@ -36,7 +37,6 @@ LAST = 4
 RESID = f"blocks.{LAST}.hook_resid_post"
 TEXT, OTHER_TEXT = "w5 w7 w9 w5 w7 w11", "w6 w7 w8 w6 w7 w12"
 FEW = {"max_new_tokens": 3, "do_sample": False}
-GREEDY = {**FEW, "stop_at_eos": False, "verbose": False}
 PLACES = [("gpt2", 3), ("llama", 4), ("phi-3" if MODEL_CLASS == HOOKED else "llama as booted", 3)]
 PLACES += [("llama", 1)]
 """Kinds of models, folded unless they say otherwise, and over how many devices."""
@@ -66,10 +66,6 @@ def double(activation, hook):
 
 def is_resid(name):
     return "resid" in name
-
-
-def on_cpu(tensors):
-    return {name: tensor.detach().cpu() for name, tensor in dict(tensors).items()}
 
 
 def gradients(model, frozen, loss):
@@ -267,7 +263,7 @@ def a_bridge(model, frozen):
     yield from (list(model.hook_dict), list(model.mod_dict), model.tokenizer.vocab_size)
     yield model.get_hook_point(RESID).name
     yield [each.cpu() for each in model.parameters()]
-    yield from (on_cpu(model.named_parameters()), on_cpu(model.state_dict()))
+    yield from (on_cpu(dict(model.named_parameters())), on_cpu(model.state_dict()))
 
 
 @of("TransformerBridge")
@@ -407,10 +403,6 @@ def trained(copy, tokens):
         config = config(**options, device=copy.cfg.device)
         copy = training.train(copy, config, data)
     yield from (copy(tokens), copy.train()(tokens))
-
-
-def metric(logits):
-    return logits[0, -1, 5] - logits[0, -1, 7]
 
 
 @of("patching", places=ON_SEVERAL)
@@ -612,8 +604,12 @@ def test_every_public_name_is_called_or_left_out(owner):
     assert {name for name in public - known if is_public(OWNERS[owner], name)} == set()
 
 
+ON_ONE = {runs, generated, runs_with_hooks, hooked_by_hand, a_cache}
+ON_ONE |= {gradients_of_weights_and_activations}
+
+
 def pytest_generate_tests(metafunc):
-    """Run each function on one device, and over several in one of its places, in turn.
+    """Run each function over several devices in one of its places, in turn; some also on one.
 
     With `--full`, it runs in all of its places.
     """
@@ -624,7 +620,7 @@ def pytest_generate_tests(metafunc):
     for i, (function, (_, places, marks)) in enumerate(registered):
         spread = [place for place in places if place[1] > 1]
         for place in spread if metafunc.config.getoption("--hosts") else places:
-            is_quick = place not in spread or place == spread[i % len(spread)]
+            is_quick = place == spread[i % len(spread)] or (place[1] == 1 and function in ON_ONE)
             marked = marks if is_quick else pytest.mark.full
             name = f"{function.__name__}-{place[0]}-{place[1]}"
             parameters.append(pytest.param(function, *place, marks=marked, id=name))

@@ -13,8 +13,8 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 NAMES = ["llama", "qwen2", "gpt2", "gemma-2", "mixtral", "pythia"]
-OTHERS = ["gemma-3", "phi", "phi-3", "bloom", "opt", "gpt-j", "olmo-2", "olmoe"]
-OTHERS += ["mamba", "falcon-mamba", "mamba-2", "bamba", "nemotron-h", "olmo-hybrid"]
+OTHERS = ["gemma-3", "phi", "phi-3", "bloom", "opt", "olmo-2", "mamba"]
+OTHERS += ["mamba-2", "bamba", "nemotron-h", "olmo-hybrid"]
 """Those whose norms, attention, MLPs or layouts differ; `--full` has all (test_catalogue)."""
 SPREADS = [1, 3, 4]
 if has_hooked_transformer():  # TransformerLens 3.9, where few use the Bridge

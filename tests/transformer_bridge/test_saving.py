@@ -9,17 +9,12 @@ from transformers import AutoModelForCausalLM
 pytestmark = pytest.mark.bridge
 
 
-@pytest.fixture
-def trained(load, tokens):
-    """A Bridge over four devices after a step, and its logits."""
+def test_trained_weights_load_in_transformers_and_elsewhere(load, checkpoints, tokens, tmp_path):
     bridge = load("llama", n_devices=4).requires_grad_()
     bridge(tokens, return_type="loss").backward()
     torch.optim.SGD(bridge.parameters(), lr=0.5).step()
-    return bridge, bridge(tokens).detach().cpu()
+    logits = bridge(tokens).detach().cpu()
 
-
-def test_trained_weights_load_in_transformers(trained, checkpoints, tokens, tmp_path):
-    bridge, logits = trained
     weights = bridge.original_model.state_dict()
     weights = {name.replace("._original_component", ""): w.cpu() for name, w in weights.items()}
     hf_model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
@@ -28,10 +23,7 @@ def test_trained_weights_load_in_transformers(trained, checkpoints, tokens, tmp_
     hf_model.save_pretrained(tmp_path)
     assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
 
-
-def test_trained_weights_load_on_another_device(trained, load, tokens, tmp_path):
-    bridge, logits = trained
-    save_model(bridge, str(tmp_path / "model.safetensors"))
+    save_model(bridge, str(tmp_path / "of_the_bridge"))
     other = load("llama", device="cpu")
-    load_model(other, str(tmp_path / "model.safetensors"))
+    load_model(other, str(tmp_path / "of_the_bridge"))
     assert_agrees(other(tokens), logits)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_agrees
+from runs_of_users import GREEDY
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
@@ -15,8 +16,7 @@ pytestmark = pytest.mark.bridge
 NAMES = ["mamba", "mamba-2", "bamba", "olmo-hybrid"]  # test_parity has the others' logits
 if has_hooked_transformer():  # TransformerLens 3.9, where it is the same code
     NAMES = ["mamba", "bamba"]
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False}
-GREEDY |= {"verbose": False}
+OPTIONS = {**GREEDY, "max_new_tokens": 6}
 
 
 def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
@@ -32,7 +32,7 @@ def results(bridge: Any, tokens: torch.Tensor) -> list[Any]:
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)
     # With transformers 5.23, OLMo-Hybrid's cache is not where TransformerLens looks for it.
     is_cached = "OlmoHybrid" not in bridge.cfg.architecture
-    generated = bridge.generate(tokens, **GREEDY, use_past_kv_cache=is_cached)
+    generated = bridge.generate(tokens, **OPTIONS, use_past_kv_cache=is_cached)
     return [logits, dict(cache.items()), gradients, generated]
 
 
@@ -45,5 +45,5 @@ def test_spread_state_space_model_gives_what_one_device_gives(name, load, on_one
 def test_generation_with_a_cached_state_equals_without(load, tokens):
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
     bridge = load("mamba", device="cpu")
-    expected = bridge.generate(tokens, **GREEDY, use_past_kv_cache=False)
-    assert_agrees(bridge.generate(tokens, **GREEDY, use_past_kv_cache=True), expected)
+    expected = bridge.generate(tokens, **OPTIONS, use_past_kv_cache=False)
+    assert_agrees(bridge.generate(tokens, **OPTIONS, use_past_kv_cache=True), expected)

@@ -16,11 +16,15 @@ pytestmark = pytest.mark.bridge
 OTHER_NUMBERS = "gives other numbers than transformers"
 
 
-def test_boot_warns_if_hooked_attention_differs(save):
+def test_mismatch_is_warned_of_or_refused(save, tokens):
     path, _ = save("gpt2", scale_attn_weights=False)
     with pytest.warns(UserWarning, match=OTHER_NUMBERS):
         bridge = TransformerBridge.boot_transformers(path)
     assert OTHER_NUMBERS in str(tl_devicefix.check(bridge))
+    before = bridge(tokens)
+    with pytest.raises(ValueError, match=f"in compatibility mode {OTHER_NUMBERS}"):
+        bridge.enable_compatibility_mode(on_mismatch="refuse")
+    assert bridge(tokens).equal(before)
 
 
 def test_boot_of_a_right_model_says_nothing(checkpoints):
@@ -29,15 +33,6 @@ def test_boot_of_a_right_model_says_nothing(checkpoints):
         bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")))
         bridge.enable_compatibility_mode()
     assert tl_devicefix.check(bridge)
-
-
-def test_refused_compatibility_mode_changes_nothing(save, tokens):
-    path, _ = save("gpt2", scale_attn_weights=False)
-    bridge = TransformerBridge.boot_transformers(path, on_mismatch="ignore")
-    before = bridge(tokens)
-    with pytest.raises(ValueError, match=f"in compatibility mode {OTHER_NUMBERS}"):
-        bridge.enable_compatibility_mode(on_mismatch="refuse")
-    assert bridge(tokens).equal(before)
 
 
 def test_replaced_part_of_hf_model_is_warned_of_and_not_folded(checkpoints, tokens):

@@ -70,7 +70,7 @@ def test_what_other_threads_make_during_a_load_has_values(
 
 def test_loads_of_live_models_in_three_threads_agree(load, hf_models, on_one, tokens):
     expected = on_one("llama")(tokens)
-    live = [copy.deepcopy(hf_models("llama")) for _ in range(6)]
+    live = [copy.deepcopy(hf_models("llama")) for _ in range(3)]
     filters = list(warnings.filters)
     with ThreadPoolExecutor(3) as pool:
         for model in pool.map(lambda it: load("llama", hf_model=it, device="cpu"), live):

@@ -6,11 +6,11 @@ Each result is compared with what the same library gives unpatched, on one CPU.
 import pytest
 from comparison import assert_agrees
 from parameters import in_turn
+from runs_of_users import GREEDY
 
 import tl_devicefix
 
 HOOK = "blocks.2.hook_resid_post"
-GREEDY = {"do_sample": False, "stop_at_eos": False, "max_new_tokens": 3, "verbose": False}
 
 
 def forward(model, tokens):

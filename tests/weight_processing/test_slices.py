@@ -85,9 +85,8 @@ def test_without_steps_a_device_never_holds_more_than_its_share(hf_models, load,
         assert machine.max_memory_allocated(device) == machine.memory_allocated(device) == share
 
 
-@pytest.mark.parametrize("elements", [1, 200])
-def test_while_loading_a_device_holds_its_share_and_a_slice(elements, load, machine, monkeypatch):
-    monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", elements)
+def test_while_loading_a_device_holds_its_share_and_a_slice(load, machine, monkeypatch):
+    monkeypatch.setattr(slices_module, "ELEMENTS_ON_DEVICE", 200)
     model = load("gpt2", n_devices=4)
 
     assert len(processing_units(model.cfg)) == N_LAYERS + 3
@@ -95,4 +94,4 @@ def test_while_loading_a_device_holds_its_share_and_a_slice(elements, load, mach
         of_a_head = 4 * model.cfg.d_model * model.cfg.d_head * 4
         beyond = machine.max_memory_allocated(device) - model.placement.bytes_on(device)
         # A step makes a few results of a slice's size, and its vectors.
-        assert beyond <= 3 * max(4 * elements, of_a_head)
+        assert beyond <= 3 * of_a_head

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,6 @@ LONG = torch.full((1, 29), 7)
 """As many tokens as no other size is."""
 
 
-def test_hooks_replaced_over_devices_are_called_no_more(machine, load, tokens):
-    bridge = load("llama", n_devices=4, fuse_blocks=True)
-    bridge(tokens)
-    linear = bridge.blocks[1].mlp.out.original_component
-    calls = []
-    linear.register_forward_hook(lambda *_: calls.append(1))
-    bridge(tokens)
-    linear._forward_hooks = OrderedDict()
-    bridge(tokens)
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "compatible"), in_turn(["llama", "gpt2", "pythia"], [False, True])
 )
@@ -102,9 +89,8 @@ def test_no_tensor_of_query_by_key_size_is_built(name, compatible, fused):
     assert not made.of_pairs(29)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_no_tensor_of_query_by_key_size_is_built_across_devices(name, load, machine):
-    bridge = load(name, n_devices=3)
+def test_no_tensor_of_query_by_key_size_is_built_across_devices(load, machine):
+    bridge = load("llama", n_devices=3)
     tl_devicefix.fuse_blocks(bridge)
     with ShapesMade() as made, torch.no_grad():
         bridge(LONG)
@@ -156,16 +142,14 @@ def test_a_bridge_scales_scores_by_its_own_config(fused, tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt-j", "llama"])
-def test_an_unfused_block_of_another_model_stays_causal(name, fused, load, tokens):
-    bridge = fused(name)
-    bridge.blocks[1] = load(name, device="cpu").blocks[1]
+def test_an_unfused_block_of_another_model_stays_causal(fused, load, tokens):
+    bridge = fused("llama")
+    bridge.blocks[1] = load("llama", device="cpu").blocks[1]
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "pythia"])
-def test_fused_blocks_can_be_copied_after_a_forward(name, load, tokens):
-    bridge = load(name, device="cpu")
+def test_fused_blocks_can_be_copied_after_a_forward(load, tokens):
+    bridge = load("gpt2", device="cpu")
     bridge(tokens)
     tl_devicefix.fuse_blocks(bridge)
     for hooks in ([], [("blocks.1.attn.hook_z", lambda value, hook: value * 2)]):
