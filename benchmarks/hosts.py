@@ -123,7 +123,7 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
 
 
 def attach(address: str, node: list[psutil.Process]) -> Any:
-    """Join, pin the worker to its cores, and return the connection to it."""
+    """Join, pin the worker to its cores, and return its host."""
     import tl_devicefix
     from tl_devicefix.multihost.hosts import joined_hosts
 
@@ -132,7 +132,7 @@ def attach(address: str, node: list[psutil.Process]) -> Any:
     print(f"joined in {time.perf_counter() - start:.1f} s")
     for thread in worker_among(node).threads():  # Ray runs the calls in some of them
         os.sched_setaffinity(thread.id, CORES[HALF:] or CORES)
-    return joined_hosts()[0].connection
+    return joined_hosts()[0]
 
 
 def show_memory(what: str, processes: list[psutil.Process]) -> None:

@@ -15,49 +15,31 @@ from typing import TYPE_CHECKING
 from tl_devicefix.misspelt import did_you_mean
 
 if TYPE_CHECKING:
-    from tl_devicefix.activation_store.reader import load_activations
-    from tl_devicefix.activation_store.save import save_activations
-    from tl_devicefix.checking import check
-    from tl_devicefix.dispatch.mixing import mix_devices
-    from tl_devicefix.fusing.fused import fuse_blocks, unfuse_blocks
-    from tl_devicefix.multihost.init_hosts import init_hosts
-    from tl_devicefix.patches import disable, disabled, enable, enabled, report
-    from tl_devicefix.pipelining.patching import batch_sweeps
-    from tl_devicefix.pipelining.pipeline_map import pipeline_map
-    from tl_devicefix.pipelining.sweep import sweep
-    from tl_devicefix.placement.in_use import gather_on
-    from tl_devicefix.placement.placement import Placement
-    from tl_devicefix.planning.dry_run import DryRun, dry_run
-    from tl_devicefix.planning.estimation import Estimate, estimate
-    from tl_devicefix.planning.plan import plan
-    from tl_devicefix.simulation import simulate
+    from tl_devicefix.activation_store.reader import load_activations as load_activations
+    from tl_devicefix.activation_store.save import save_activations as save_activations
+    from tl_devicefix.checking import check as check
+    from tl_devicefix.dispatch.mixing import mix_devices as mix_devices
+    from tl_devicefix.fusing.fused import fuse_blocks as fuse_blocks
+    from tl_devicefix.fusing.fused import unfuse_blocks as unfuse_blocks
+    from tl_devicefix.multihost.init_hosts import init_hosts as init_hosts
+    from tl_devicefix.patches import disable as disable
+    from tl_devicefix.patches import disabled as disabled
+    from tl_devicefix.patches import enable as enable
+    from tl_devicefix.patches import enabled as enabled
+    from tl_devicefix.patches import report as report
+    from tl_devicefix.pipelining.patching import batch_sweeps as batch_sweeps
+    from tl_devicefix.pipelining.pipeline_map import pipeline_map as pipeline_map
+    from tl_devicefix.pipelining.sweep import sweep as sweep
+    from tl_devicefix.placement.in_use import gather_on as gather_on
+    from tl_devicefix.placement.placement import Placement as Placement
+    from tl_devicefix.planning.dry_run import DryRun as DryRun
+    from tl_devicefix.planning.dry_run import dry_run as dry_run
+    from tl_devicefix.planning.estimation import Estimate as Estimate
+    from tl_devicefix.planning.estimation import estimate as estimate
+    from tl_devicefix.planning.plan import plan as plan
+    from tl_devicefix.simulation import simulate as simulate
 
 __version__ = "0.5.0.dev0"
-__all__ = [
-    "DryRun",
-    "Estimate",
-    "Placement",
-    "batch_sweeps",
-    "check",
-    "disable",
-    "disabled",
-    "dry_run",
-    "enable",
-    "enabled",
-    "estimate",
-    "fuse_blocks",
-    "gather_on",
-    "init_hosts",
-    "load_activations",
-    "mix_devices",
-    "pipeline_map",
-    "plan",
-    "report",
-    "save_activations",
-    "simulate",
-    "sweep",
-    "unfuse_blocks",
-]
 
 _LAZY = {
     **dict.fromkeys(("enable", "enabled", "report", "disable", "disabled"), "tl_devicefix.patches"),
@@ -77,6 +59,7 @@ _LAZY = {
     "simulate": "tl_devicefix.simulation",
     "sweep": "tl_devicefix.pipelining.sweep",
 }
+__all__ = sorted(_LAZY)
 
 
 def __getattr__(name: str) -> object:

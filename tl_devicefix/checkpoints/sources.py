@@ -2,7 +2,7 @@
 
 A Hugging Face model is converted one block at a time, by TransformerLens's own converter. For each
 block, the converter gets a view of the model. The view shares the model's weights, but has only
-that block, and its other matrices have no values. The given model is not changed.
+that block, and matrices outside the blocks have no values. The given model is not changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
@@ -35,30 +35,13 @@ def processing_unit(name: str) -> str:
 
 
 def name_in_unit(name: str) -> str:
-    """Return the name that a step sees: "attn.W_Q" for "blocks.3.attn.W_Q", others whole."""
+    """Return a name within its unit: "attn.W_Q" for "blocks.3.attn.W_Q"; others stay whole."""
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def full_name(unit: str, name: str) -> str:
     """Return the full name, the inverse of `name_in_unit`."""
     return f"{unit}.{name}" if unit.startswith("blocks.") else name
-
-
-class Source(Protocol):
-    """Anything that weights can be read from, one processing unit at a time."""
-
-    computes: bool
-    """True if reading allocates tensors of a component's size, so one thread reads at a time."""
-
-    def read(self, unit: str, device: torch.device) -> Weights:
-        """Return the weights of one unit, by their names within it, on any device.
-
-        Copy them: they may alias the source's own tensors.
-
-        Args:
-            unit: a component's name; ln_final's weights come with the unembedding's.
-            device: the device to merge adapters and dequantise weights on.
-        """
 
 
 class StateDictSource:
@@ -72,7 +55,7 @@ class StateDictSource:
             self._units.setdefault(processing_unit(name), {})[name_in_unit(name)] = tensor
 
     def read(self, unit: str, device: torch.device) -> Weights:
-        """See `Source.read`."""
+        """See `HuggingFaceSource.read`."""
         return dict(self._units.get(unit, {}))
 
 
@@ -86,20 +69,21 @@ class HuggingFaceSource:
         self._live = LiveWeights(hf_model)
         self.hf_model = self._live.model
         self.computes = self._live.needs_reading
+        """True if reading allocates tensors of a component's size: one thread reads at a time."""
         self._cfg = cfg
         self._blocks = _find_blocks(self.hf_model, cfg)
 
     def read(self, unit: str, device: torch.device) -> Weights:
-        """See `Source.read`."""
+        """Return the weights of one unit, by their names within it, on any device.
+
+        Edit only copies: these may alias the source's own tensors.
+
+        Args:
+            unit: a component's name; ln_final's weights come with the unembedding's.
+            device: the device to merge adapters and dequantise weights on.
+        """
         converted = StateDictSource(self._convert(unit, device))
-        weights = converted.read("blocks.0" if unit.startswith("blocks.") else unit, device)
-        for name, tensor in weights.items():
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{unit}: {name} is on the meta device, so it has a shape but no values; load "
-                    "the model with its weights (device_map=None) and pass that as hf_model"
-                )
-        return weights
+        return converted.read("blocks.0" if unit.startswith("blocks.") else unit, device)
 
     def _convert(self, unit: str, device: torch.device) -> Weights:
         """Convert one block, which is then called "blocks.0", or the parts outside the blocks."""
@@ -112,7 +96,7 @@ class HuggingFaceSource:
         view = views.of(self.hf_model, is_read=not layers)
         cfg = copy.copy(self._cfg)
         cfg.n_layers = len(layers)
-        # Converters make missing biases on cfg.device, or on the CPU, and move some weights there.
+        # Converters move some weights to cfg.device, and make missing biases there or on the CPU.
         converted = self._blocks[layers[0]] if layers else self.hf_model
         cfg.device = str(next((p.device for p in converted.parameters() if not p.is_meta), "cpu"))
         cfg.from_checkpoint = False  # otherwise the converter loads the model again
@@ -120,7 +104,7 @@ class HuggingFaceSource:
             # Any official name will do: the weights come from the view.
             weights = tl_loading.get_pretrained_state_dict("gpt2", cfg, view, dtype=cfg.dtype)
             if missing := [name for name, weight in weights.items() if weight is None]:
-                raise RuntimeError(f"it has no {missing[0]}")
+                raise RuntimeError(f"its {unit} has no {name_in_unit(missing[0])}")
             return weights
         except (AttributeError, RuntimeError) as error:
             if is_out_of_memory(error) or is_own_bug(error):
@@ -154,6 +138,10 @@ class HuggingFaceSource:
         read = {"embed": embedding, "unembed": head}.get(unit)
         shared = None if read is None else read.weight  # some adapters make it anew at each read
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
+
+
+Source: TypeAlias = StateDictSource | HuggingFaceSource
+"""What weights can be read from, one processing unit at a time."""
 
 
 def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.ModuleList:
@@ -195,7 +183,7 @@ class _View:
     dtype: torch.dtype | None
     """The dtype to widen matrices to; None keeps their own."""
     unread: set[nn.Module]
-    """Modules outside the blocks whose matrices have no values either."""
+    """Modules outside the blocks that the unit does not read: their matrices have no values."""
     widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def of(self, module: nn.Module, is_read: bool) -> nn.Module:
@@ -216,7 +204,7 @@ class _View:
         tensor = self.live.values(module, name, tensor).detach()
         if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:
             return tensor
-        # Tied tensors stay tied. Keep the original: the id of a freed one may be reused.
+        # Tied tensors stay tied. Keep the original: its address may be reused once it is freed.
         key = tensor.data_ptr()
         if key not in self.widened:
             widened = tensor.to(torch.promote_types(tensor.dtype, self.dtype))

@@ -45,10 +45,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return chosen_device(self._home) or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._at_home(super().__getitem__(name))
-
-    def _at_home(self, value: T) -> T:
-        return move(_read(value), self.home)
+        return move(_read(super().__getitem__(name)), self.home)
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the tensors where they were computed, as a plain dict."""
@@ -63,17 +60,12 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def pop(self, name: str, *default: Any) -> Any:
         """Return a tensor as `dict.pop` does, at home."""
-        return self._at_home(super().pop(name, *default))
-
-    def popitem(self) -> tuple[str, torch.Tensor]:
-        """Return a name and a tensor as `dict.popitem` does, at home."""
-        name, value = super().popitem()
-        return name, self._at_home(value)
+        return move(_read(super().pop(name, *default)), self.home)
 
     if not TYPE_CHECKING:  # their types are those of dict's methods
         # dict's own methods bypass `__getitem__`.
         get, setdefault = MutableMapping.get, MutableMapping.setdefault
-        items, values = MutableMapping.items, MutableMapping.values
+        items, values, popitem = MutableMapping.items, MutableMapping.values, MutableMapping.popitem
 
     def copy(self) -> CacheAtHome:
         """Return a shallow copy with the same home."""

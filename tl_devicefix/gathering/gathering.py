@@ -146,19 +146,14 @@ _GATHERS = "weights of several devices are read at home, or on the device of `ga
 @patches("HookedTransformer", *_SINGLE, "W_pos", *_BLOCK_NAMES, *_COMBINING_NAMES, why=_GATHERS)
 @patches("TransformerBridge", *_SINGLE, *_COMBINING_NAMES, "stack_params_for", why=_GATHERS)
 @patches("TransformerBridge", "W_pos", why=_GATHERS, since="4.0")
+@patches("TransformerBridge", "_stack_block_params", takes="self attr_path", why=_GATHERS)
 def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a property or method that returns a weight, stacked weights, or a result from them."""
-    what = f"model.{original.__name__}"
+    name = original.__name__
+    if name == "_stack_block_params" and args:  # a path like "attn.W_Q"
+        name = str(args[0]).rpartition(".")[2]
     read = functools.partial(original, self, *args, **kwargs)
-    return read_together(gathering_device(self), self, what, read)
-
-
-@patches("TransformerBridge", "_stack_block_params", takes="self attr_path", why=_GATHERS)
-def stacked(original: Callable[..., T], self: Model, attr_path: str, *args: object) -> T:
-    """Wrap the method that stacks a Bridge's W_Q, b_Q and others, given a path like "attn.W_Q"."""
-    what = f"model.{attr_path.rpartition('.')[2]}"
-    read = functools.partial(original, self, attr_path, *args)
-    return read_together(gathering_device(self), self, what, read)
+    return read_together(gathering_device(self), self, f"model.{name}", read)
 
 
 @patches("HookedTransformer", *_KEY_VALUE_NAMES, why=_GATHERS)

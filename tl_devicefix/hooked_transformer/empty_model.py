@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,27 +36,21 @@ def empty_model(
     side: dict[str, Any] = (
         {} if default_padding_side is None else {"default_padding_side": default_padding_side}
     )
-    with one_load, _components_without_values():
+    with one_load, replaced_in_thread(HookedTransformer, "__init__", _init_without_values):
         model = cls(cfg, tokenizer, move_to_device=False, **side)
     if hf_model is not None and cfg.positional_embedding_type == "rotary":
         scale_rotary(model, hf_model)
     return model
 
 
-@contextlib.contextmanager
-def _components_without_values() -> Iterator[None]:
-    """Make HookedTransformer's constructor, not a subclass's, create empty parameters."""
-
-    def init(
-        original: Callable[..., None], self: HookedTransformer, *args: object, **kwargs: object
-    ) -> None:
-        # No checkpoint has values for a subclass's own parameters.
-        with torch.device("meta"):
-            original(self, *args, **kwargs)
-        _give_buffers(self)
-
-    with replaced_in_thread(HookedTransformer, "__init__", init):
-        yield
+def _init_without_values(
+    original: Callable[..., None], self: HookedTransformer, *args: object, **kwargs: object
+) -> None:
+    # This wraps HookedTransformer's constructor alone: no checkpoint has values for a subclass's
+    # own parameters.
+    with torch.device("meta"):
+        original(self, *args, **kwargs)
+    _give_buffers(self)
 
 
 def _give_buffers(model: HookedTransformer) -> None:

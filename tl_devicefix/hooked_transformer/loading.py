@@ -176,7 +176,7 @@ def _load(
 
 def bind_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
     """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
-    signature = inspect.signature(original(cls, "from_pretrained").__func__)
+    signature = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
     bound = signature.bind(cls, *args, **kwargs)
     passed = set(bound.arguments)
     bound.apply_defaults()

@@ -299,6 +299,8 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
 def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weights:
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
+    for name, weight in weights.items():  # also norms that are folded, which the model lacks
+        _check_weight(full_name(unit, name), weight, weight)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
         if component not in component_names(model.cfg):  # ln_final, in a model without norms
             continue
@@ -323,8 +325,8 @@ def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
         )
     if weight.is_meta:
         raise ValueError(
-            f"{name} is on the meta device, so it has a shape but no values: load the model that "
-            "it comes from with its weights"
+            f"{name} is on the meta device, so it has a shape but no values: load the model with "
+            "its weights (device_map=None)"
         )
 
 

@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tl_devicefix.monkeypatch.patch import Patch, check_target, named, package_of
+from tl_devicefix.monkeypatch.patch import Patch, check_target, named
 
 _MISSING = object()
 _Function = Callable[..., Any]
@@ -52,7 +52,7 @@ def apply_patches(table: Sequence[Patch]) -> None:
 
 def _apply_table(table: Sequence[Patch]) -> None:
     """Apply a table that was checked and is not applied yet."""
-    global _applied, _functions, _is_enabled, _originals, _replaced
+    global _applied, _functions, _is_enabled, _replaced
     replacements: list[_Replacement] = []
     functions: dict[_Function, Any] = {}
     for patch in table:  # prepare all before setting any: a target may be wrong
@@ -64,8 +64,7 @@ def _apply_table(table: Sequence[Patch]) -> None:
         after = _like_installed(installed, patch.replacement)
         before = vars(target).get(patch.name, _MISSING)
         replacements.append(_Replacement(target, patch.name, before, after))
-    _applied, _originals = table, {}
-    _replaced, _functions = tuple(replacements), functions
+    _applied, _replaced, _functions = table, tuple(replacements), functions
     for owner, name, _, after in _replaced:
         setattr(owner, name, after)
     _rename(_functions)
@@ -88,7 +87,7 @@ def _rename(functions: Mapping[_Function, _Function]) -> None:
 
 def remove_patches() -> None:
     """Undo all patches: restore the objects that `apply_patches` replaced."""
-    global _functions, _is_enabled, _originals, _replaced
+    global _functions, _is_enabled, _replaced
     _is_enabled = False
     for owner, name, before, _ in _replaced:
         if before is not _MISSING:
@@ -97,7 +96,7 @@ def remove_patches() -> None:
             delattr(owner, name)
     # Search again: modules may have imported ours meanwhile.
     _rename({ours: installed for installed, ours in _functions.items()})
-    _replaced, _functions, _originals = (), {}, {}
+    _replaced, _functions = (), {}
 
 
 @contextlib.contextmanager
@@ -120,27 +119,8 @@ def is_enabled() -> bool:
 
 def original(cls: type, name: str) -> Any:
     """Return the unpatched `cls.name`, raw as in the class's `__dict__`."""
-    cached = _originals
-    if (cls, name) not in cached:
-        cached[cls, name] = _find_original(cls, name)
-    return cached[cls, name]
-
-
-# Each forward looks here. Changing the patches makes a new dict, so that a lookup in another
-# thread cannot leave an outdated answer.
-_originals: dict[tuple[type, str], object] = {}
-
-
-def _find_original(cls: type, name: str) -> object:
-    for base in cls.__mro__:
-        # Users' subclasses may have a from_pretrained of their own.
-        if package_of(base) not in ("transformer_lens", "torch"):
-            continue
-        own = vars(base).get(name, _MISSING)
-        attribute = next((r.before for r in _replaced if (r.owner, r.name) == (base, name)), own)
-        if attribute is not _MISSING:
-            return attribute
-    raise AttributeError(f"{cls.__name__} has no {name}")
+    own = vars(cls)[name]
+    return next((r.before for r in _replaced if (r.owner, r.name) == (cls, name)), own)
 
 
 @cache  # applying again has to assign the same object

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,8 +16,8 @@ class HostLost(RuntimeError):
     """Raised if a host is lost with its blocks; the message names it."""
 
 
-class Connection(Protocol):
-    """The interface to a host's worker. An implementation has to keep these promises:
+class Host:
+    """A host that has joined. A subclass reaches its worker, and has to keep these promises:
 
     - Several threads may call at once, and a call may take long.
     - Arguments and values are None, numbers, strings, dtypes, devices, classes, dense CPU tensors
@@ -26,39 +25,25 @@ class Connection(Protocol):
     - A tensor that arrives belongs to its receiver, which may write to it.
 
     Attributes:
-        name: the host's: "node-b"; "host1" if two hosts have the same name.
-    """
-
-    name: str
-
-    def end(self) -> None:
-        """End the worker."""
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker, and wait for its result.
-
-        Raises:
-            HostLost: at once, if the host is lost.
-        """
-
-
-@dataclass(frozen=True, eq=False)
-class Host:
-    """A host that has joined.
-
-    Attributes:
-        connection: the interface to its worker.
+        name: "node-b"; "host1" if two hosts have the same name.
         devices: the names of its devices there ("cuda:0"), in order.
         forgotten: numbers of values that the worker may free. The next run sends them.
     """
 
-    connection: Connection
-    devices: tuple[str, ...]
-    forgotten: list[int] = field(default_factory=list)
+    def __init__(self, name: str, devices: tuple[str, ...] = ()) -> None:
+        self.name, self.devices, self.forgotten = name, devices, list[int]()
+
+    def end(self) -> None:
+        """End the worker."""
+        raise NotImplementedError
 
     def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the host's `Worker`, and wait for its result."""
-        return self.connection.call(method, *arguments)
+        """Call a method of the host's `Worker`, and wait for its result.
+
+        Raises:
+            HostLost: at once, if the host is lost.
+        """
+        raise NotImplementedError
 
     def take_forgotten(self) -> list[int]:
         """Empty `forgotten`, and return its numbers."""
@@ -74,7 +59,7 @@ class Hosts(Elsewhere):
         if has_index(here):
             own = [torch.device(here.type, number) for number in range(device_count(here.type))]
         named = [(socket.gethostname(), tuple(map(str, own)))]
-        named += [(host.connection.name, host.devices) for host in hosts]
+        named += [(host.name, host.devices) for host in hosts]
         n_elsewhere = sum(len(host.devices) for host in hosts)
         self.devices = (*own, *map(elsewhere, range(n_elsewhere)))
         self._names: dict[torch.device, str] = {}

@@ -54,26 +54,26 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
         leave_hosts()
         if not _connect(address):
             return
-        connections = [
-            RayConnection(name, node["NodeID"], node["Resources"].get("GPU", 0))
+        hosts = [
+            RayHost(name, node["NodeID"], node["Resources"].get("GPU", 0))
             for name, node in _other_nodes()
         ]
         try:
-            started = hf_logging.tqdm(connections, desc="Starting workers")
-            hosts = [_described(connection, wait) for connection in started]
+            for host in hf_logging.tqdm(hosts, desc="Starting workers"):
+                _check_versions(host.name, host.describe(wait))
         except BaseException:  # also an interrupt: workers would hold the GPUs
-            for connection in connections:
-                connection.end()
+            for host in hosts:
+                host.end()
             raise
         join(hosts)
         for host in hosts:
-            _log.info("%s has joined, with %s", host.connection.name, ", ".join(host.devices))
+            _log.info("%s has joined, with %s", host.name, ", ".join(host.devices))
 
 
 def leave_hosts() -> None:
     """End all workers."""
     for host in joined_hosts():
-        host.connection.end()
+        host.end()
     join([])
 
 
@@ -140,17 +140,15 @@ def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
     return list(zip(called, others))
 
 
-def _described(connection: RayConnection, wait: float) -> Host:
-    """Wait for a host's worker to start, and refuse one with other versions."""
-    devices, versions_there = connection.describe(wait)
+def _check_versions(host: str, versions_there: dict[str, str]) -> None:
+    """Refuse a host with other versions."""
     for package, version in own_versions().items():
         there = versions_there[package]
         if there != version:
             raise RuntimeError(
-                f"{connection.name} has {package} {there}, and this process has {version}: "
-                "install the same on both"
+                f"{host} has {package} {there}, and this process has {version}: install the same "
+                "on both"
             )
-    return Host(connection, devices)
 
 
 def own_versions() -> dict[str, str]:
@@ -213,8 +211,8 @@ def _unpacked(value: object) -> Any:
     return tree_map_only(_Packed, _Packed.unpack, value)
 
 
-class RayConnection:
-    """The driver's connection to the worker of a node; see `Connection`.
+class RayHost(Host):
+    """A node of a Ray cluster.
 
     Args:
         name: the host's name.
@@ -226,7 +224,7 @@ class RayConnection:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self.name = name
+        super().__init__(name)
         self._ray = ray
         self._n_gpus = n_gpus
         options: dict[str, Any] = {
@@ -240,15 +238,16 @@ class RayConnection:
         actor = ray.remote(**options)(WorkerActor)
         self._actor: Any = actor.remote(torch.get_num_threads())
 
-    def describe(self, wait: float) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Wait until the worker has started, and return its description.
+    def describe(self, wait: float) -> dict[str, str]:
+        """Wait until the worker has started, set `devices`, and return its packages' versions.
 
         Raises:
             RuntimeError: if it does not start.
         """
         ray = self._ray
         try:
-            return ray.get(self._actor.describe.remote(), timeout=wait)
+            self.devices, there = ray.get(self._actor.describe.remote(), timeout=wait)
+            return there
         except ray.exceptions.GetTimeoutError:
             in_use = f"; it needs all {self._n_gpus:g} GPUs of the node" if self._n_gpus else ""
             raise RuntimeError(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from tl_devicefix.multihost.checkpoint_files import files_of
 from tl_devicefix.multihost.hosts import host_of
-from tl_devicefix.multihost.messages import LoadRequest
 from tl_devicefix.multihost.remote_block import RemoteModel
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.placement import Placement
@@ -57,9 +56,7 @@ def loading_elsewhere(
     for host in hosts:
         wrong = host.call("differences", files, name, hub) if files else []
         if wrong:
-            raise ValueError(
-                f"{host.connection.name} {wrong[0]} for {name!r}: give all hosts the same files"
-            )
+            raise ValueError(f"{host.name} {wrong[0]} for {name!r}: give all hosts the same files")
     models = {host: RemoteModel(host, placement.home) for host in hosts}
     passed_on = {key: value for key, value in arguments.items() if key not in _NOT_PASSED_ON}
     with threads(len(hosts)) as pool:
@@ -67,9 +64,8 @@ def loading_elsewhere(
         for host in hosts:
             device_map: dict[str, int | None] = {c.name: None for c in placement.components}
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
-            forget = host.take_forgotten()
-            request = LoadRequest(models[host].number, load, name, passed_on, device_map, forget)
-            loads.append(pool.submit(host.call, "load", request))
+            request = models[host].number, load, name, passed_on, device_map, host.take_forgotten()
+            loads.append(pool.submit(host.call, "load", *request))
         yield {block: models[host] for block, (host, _) in places.items()}
         for loaded in loads:
             loaded.result()

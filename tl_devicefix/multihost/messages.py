@@ -2,7 +2,7 @@
 
     home                                        worker
     differences(files, name)              --->  compares its files of the checkpoint
-    load(LoadRequest)                     --->  loads its blocks from its own files
+    load(model, ...)                      --->  loads its blocks from its own files
 
     block 6, no hooks: it waits
     block 7, a hook on hook_z, a *tap*
@@ -23,7 +23,7 @@
 The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
 number that home chose. A tensor that it keeps is named by a `KeptTensor`, in both directions.
 
-Tensors in a message are on the CPU, without gradients; `Connection` lists what else it may have.
+Tensors in a message are on the CPU, without gradients; `Host` lists what else it may have.
 """
 
 from __future__ import annotations
@@ -73,27 +73,6 @@ class EntryState:
     attributes: dict[str, object]
     is_in_cache: bool
     new: int
-
-
-@dataclass
-class LoadRequest:
-    """A model to load.
-
-    Attributes:
-        model: the number of the model from now on.
-        load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
-        name: the checkpoint.
-        arguments: the arguments of that method.
-        device_map: each component's device, by its index there; None if it is elsewhere.
-        forget: numbers of values to free first.
-    """
-
-    model: int
-    load: str
-    name: str
-    arguments: dict[str, object]
-    device_map: dict[str, int | None]
-    forget: list[int]
 
 
 @dataclass
@@ -169,7 +148,7 @@ class Reply:
     grown: list[tuple[int, dict[str, object]]] = field(default_factory=list)
 
 
-for _kind in (EntryState, LoadRequest, StepRequest, RunRequest, Reply):
+for _kind in (EntryState, StepRequest, RunRequest, Reply):
     register_dataclass(_kind)  # for `tree_map` to find the tensors within
 
 

@@ -89,7 +89,7 @@ class RemoteModel(RemoteHandle):
     def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
         """Return a weight or buffer, which is fetched when it is used."""
         kept = KeptTensor(self.number, name, tuple(like.shape), like.dtype)
-        return self.kept(self, kept, f"{name} is on {self.host.connection.name}")
+        return self.kept(self, kept, f"{name} is on {self.host.name}")
 
     def kept(self, handle: RemoteHandle, kept: KeptTensor, weight_is: str = "") -> RemoteTensor:
         """Return a tensor that the worker keeps as long as the handle lives."""
@@ -157,7 +157,7 @@ class _Record:
     def refusal(self, why: str, remedy: str = "undo it") -> RuntimeError:
         """Return the error for a change in this process that the worker cannot see."""
         return RuntimeError(
-            f"blocks.{self.index} runs on {self.remote.host.connection.name}, where this has no "
+            f"blocks.{self.index} runs on {self.remote.host.name}, where this has no "
             f"effect: {why}; {remedy}, or load the model on this host's devices alone"
         )
 
@@ -472,7 +472,7 @@ class _WaitingBlocks:
         if n_steps != len(self._steps):
             raise RuntimeError(
                 f"the output of blocks.{self._steps[n_steps - 1].record.index} stayed on "
-                f"{self._remote.host.connection.name}, where the next block has used it: to read "
+                f"{self._remote.host.name}, where the next block has used it: to read "
                 "it here, put a hook on a hook point of its block"
             )
         with torch.set_grad_enabled(self._has_graph):

@@ -32,7 +32,6 @@ from tl_devicefix.multihost.kv_caches import CacheEntry, as_cache, attributes_of
 from tl_devicefix.multihost.messages import (
     EntryState,
     KeptTensor,
-    LoadRequest,
     Output,
     Reply,
     RunRequest,
@@ -99,16 +98,32 @@ class Worker:
         """Return how this host's files of a checkpoint differ from home's."""
         return differences(files, name, hub)
 
-    def load(self, request: LoadRequest) -> None:
-        """Load this host's blocks of a model from this host's files."""
-        self.forget(request.forget)
+    def load(
+        self,
+        model: int,
+        load: str,
+        name: str,
+        arguments: dict[str, object],
+        device_map: dict[str, int | None],
+        forget: list[int],
+    ) -> None:
+        """Load this host's blocks of a model from this host's files.
+
+        Args:
+            model: the number of the model from now on.
+            load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
+            name: the checkpoint.
+            arguments: the arguments of that method.
+            device_map: each component's device, by its index there; None if it is elsewhere.
+            forget: numbers of values to free first.
+        """
+        self.forget(forget)
         places = {
             component: elsewhere(0) if index is None else torch.device(self.devices[index])
-            for component, index in request.device_map.items()
+            for component, index in device_map.items()
         }
-        loader = pkgutil.resolve_name(request.load)
-        loaded = loader(request.name, device_map=places, **request.arguments)
-        self._kept[request.model] = _Model(loaded)
+        loaded = pkgutil.resolve_name(load)(name, device_map=places, **arguments)
+        self._kept[model] = _Model(loaded)
 
     def apply(self, model: int, method: str, arguments: dict[str, object]) -> list[KeptTensor]:
         """Call a method that changes a model's weights; return all weights here."""

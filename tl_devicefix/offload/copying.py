@@ -1,7 +1,7 @@
 """Copies of offloaded weights on a device, made while it computes; and what autograd keeps of them.
 
-Where a device has streams, copies run on a separate stream, into memory of the stream that
-computes. That stream waits for a block's copies before the block runs.
+Where a device has streams, copies run on a separate one, into memory allocated on the computing
+stream, which waits for a block's copies before the block runs.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BlockCopy:
     @torch.inference_mode(False)  # torch does not count changes of inference tensors
     @torch.no_grad()
     def _start(self, host: torch.Tensor) -> torch.Tensor:
-        # Allocate on the stream that computes: the allocator then reuses the memory in its order,
-        # so a host that runs ahead of the device takes no more memory than one that waits.
+        # Allocate on the computing stream: the allocator then reuses memory in that stream's order,
+        # so Python that runs ahead of the device takes no more memory.
         copy = torch.empty_like(host, device=self.device, requires_grad=False)
         if self._streams is None:
             return copy.copy_(host)
@@ -91,7 +91,7 @@ class BlockCopy:
         self.drop()
 
     def share(self) -> None:
-        """Make the current stream wait for the copies, and record it on their memory."""
+        """Make the current stream wait for the copies, and mark their memory as used by it."""
         # Each thread has its current stream, and a hook may run a block in another thread.
         if self._streams is None:
             return
@@ -99,7 +99,7 @@ class BlockCopy:
         stream.wait_event(self._done)
         if stream != self._allocated_on:
             for copy in self.weights:
-                copy.weight.record_stream(stream)  # before its memory is reused
+                copy.weight.record_stream(stream)  # so that it is not reused too early
 
     def drop(self) -> None:
         """Drop the copies."""
@@ -163,7 +163,7 @@ def keeping_on_host(
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    # Hold no copies here: a graph also keeps the hooks that it was made with.
+    # Hold no copies in these functions: the graph keeps them alive.
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
     # torch itself calls only the innermost pair of hooks.

@@ -123,8 +123,9 @@ def run_all(
     if view is not None and not view.is_captured:
         yield from _pipelined(model, with_view_of(model, run), items, max_in_flight, view)
         return
+    run_alone = removing_hooks()(run)
     for item in items:
-        yield _alone(run, model, item)
+        yield run_alone(model, item)
 
 
 def _numbered(
@@ -162,12 +163,6 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     if not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
     return max_in_flight
-
-
-def _alone(run: Callable[[Model, Item], Result], model: Model, item: Item) -> Result:
-    """Run an item on the model itself, in the caller's thread."""
-    with removing_hooks():
-        return run(model, item)
 
 
 def _pipelined(

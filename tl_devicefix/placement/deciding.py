@@ -36,7 +36,6 @@ from tl_devicefix.placement.placement import (
     Placement,
     in_short,
     names_block,
-    place_component,
 )
 
 _log = logging.getLogger(__name__)
@@ -190,8 +189,8 @@ def _placed_in_order(
     ]
     placed = []
     for size in sizes:
-        where = (devices[0], False) if not names_block(size.name) else block_places.pop(0)
-        placed.append(place_component(size, *where))
+        device, offloaded = block_places.pop(0) if names_block(size.name) else (devices[0], False)
+        placed.append(PlacedComponent(**vars(size), device=device, offloaded=offloaded))
     return Placement(tuple(placed))
 
 
@@ -218,7 +217,7 @@ def _from_dict(
             missing.append(size.name)
             continue
         device = _device_for(size.name, device_map[max(keys, key=len)], like)
-        placed.append(place_component(size, device))
+        placed.append(PlacedComponent(**vars(size), device=device))
         like = like or device  # the first component decides the home device
     if missing:
         raise ValueError(

@@ -22,8 +22,7 @@ VISITING = 2
 """Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
 
 _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
-"""The hooks of a model that are in none of its components: the embeddings', and a Bridge's names
-for hooks of components that are at home."""
+"""Names of hooks that begin with no component's name: all are at home."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class ComponentSize:
     weights: int
     buffers: int = 0
     shared: str | None = None
-    """Blocks on one device with the same name here share one copy of their buffers."""
+    """Blocks on one device with equal `shared` have one copy of their buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class PlacedComponent(ComponentSize):
 
     device: torch.device
     offloaded: bool = False
-    """True if its weights are in CPU memory, and are copied to its device while it runs."""
+    """True if its weights are in CPU memory, with a copy on its device while it runs."""
 
     @property
     def stored_on(self) -> torch.device:
@@ -57,7 +56,7 @@ class Placement:
 
     components: tuple[PlacedComponent, ...]
     others: Elsewhere = field(default_factory=others, compare=False)
-    """Names devices that are elsewhere."""
+    """Finds devices of other processes by name."""
 
     def __deepcopy__(self, memo: object) -> Placement:
         return self  # immutable, so a copied model can share it
@@ -73,7 +72,7 @@ class Placement:
 
     @property
     def home(self) -> torch.device:
-        """The device of `embed`: tokens, logits, losses and everything that you read are here."""
+        """The first component's device: tokens, logits, losses and cached activations are here."""
         return self.components[0].device
 
     @property
@@ -110,7 +109,7 @@ class Placement:
         Args:
             name: of a component ("blocks.3"), or of a parameter, buffer, module or hook in one
                 ("blocks.3.hook_resid_post"). The model's own hooks, such as "hook_embed", are in
-                no component: they see what the embeddings give, which is at home.
+                no component, and run at home.
 
         Returns:
             The device where it runs.
@@ -121,7 +120,7 @@ class Placement:
         return self._component(name).device
 
     def read_at(self, name: str) -> torch.device:
-        """Return the device on which to read a component: home, if it is elsewhere."""
+        """Return a component's device, or home if that device is elsewhere."""
         device = self.device_of(name)
         return self.home if is_elsewhere(device) else device
 
@@ -163,7 +162,7 @@ class Placement:
     def bytes_on(self, device: DeviceLike) -> int:
         """Bytes of weights and buffers that are planned for a device.
 
-        Where offloaded blocks run, two of them are included: the one that computes, and the next.
+        Where offloaded blocks run, the two largest are included: two may be there at a time.
 
         Args:
             device: an index, a name such as "cuda:1", or a torch.device.
@@ -184,14 +183,13 @@ class Placement:
         if has_slash(named):
             return self.others.find(str(named))
         for memory in self.memories:
-            # Compare texts: an index may come as "1". The CPU has none.
+            # Compare texts: an index may come as "1". The CPU has no index.
             if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
                 return memory
         return resolve(named, self.home)
 
     def _visiting(self, device: torch.device) -> list[int]:
         """Return the bytes of each offloaded block that may be on a device at one time."""
-        # Take the largest, so that there is room for any two.
         weights = (c.weights for c in self.components if c.offloaded and c.device == device)
         return sorted(weights, reverse=True)[:VISITING]
 
@@ -229,7 +227,7 @@ class Placement:
         return format_table(rows, "<<>>")
 
     def label(self, memory: torch.device) -> str:
-        """Return a device's name and role: "cuda:0 (home)", "node-b/cuda:0", "cpu (offloaded)"."""
+        """Return a device's name, and role if it has one: "cuda:0 (home)", "cpu (offloaded)"."""
         name = self.others.name_of(memory)
         if memory == self.home:
             return f"{name} (home)"
@@ -237,7 +235,7 @@ class Placement:
         return f"{name} (offloaded)" if is_offload else name
 
     def components_on(self, memory: torch.device) -> str:
-        """Return the components there: "blocks.0-2 + 2 visiting", "blocks.3, 5 -> cuda:0"."""
+        """Return what is there: "blocks.0-2 + 2 visiting"; "blocks.3, 5 -> cuda:0" (runs there)."""
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))
         held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]
@@ -252,19 +250,12 @@ def placement_of(model: object) -> Placement | None:
     return getattr(model, "placement", None)
 
 
-def place_component(
-    size: ComponentSize, device: torch.device, offloaded: bool = False
-) -> PlacedComponent:
-    """Place a component of this size on a device."""
-    return PlacedComponent(**vars(size), device=device, offloaded=offloaded)
-
-
 def in_short(names: Sequence[str]) -> str:
     """Shorten ["embed", "blocks.0", "blocks.1", "blocks.3"] to "embed, blocks.0-1, 3"."""
     parts = []
     for kind, group in itertools.groupby(names, lambda name: name.rpartition(".")[0]):
         numbers = [name.rpartition(".")[2] for name in group]
-        if kind:  # consecutive numbers have one difference from their positions
+        if kind:  # within a run, number minus position is constant
             by_run = itertools.groupby(enumerate(map(int, numbers)), lambda pair: pair[1] - pair[0])
             runs = [[number for _, number in run] for _, run in by_run]
             numbers = [f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs]
@@ -282,8 +273,8 @@ def component_of(name: str) -> str:
 def names_block(name: str) -> bool:
     """Return True for a block, or a name within one.
 
-    Other components (embed, pos_embed, ln_final, unembed) stay at home, so that tokens go in and
-    logits come out there.
+    Other components (embed, pos_embed, ln_final, unembed) are at home, unless a device_map places
+    them.
     """
     return name.partition(".")[2].partition(".")[0].isdecimal()
 

@@ -1,6 +1,7 @@
-"""Estimate whether a job fits before anything is loaded, by a dry run of a usual job.
+"""Estimate whether a job fits before anything is loaded, by a dry run of the job.
 
-No formula is used: the installed TransformerLens allocates tensors without values.
+The installed TransformerLens allocates the job's tensors, without values. Only CPU memory and the
+peak of a load are calculated.
 """
 
 from __future__ import annotations
@@ -123,7 +124,6 @@ class Estimate:
         if left < 0:
             needs = f"device {device.device} needs {gib(device.peak)} but has {gib(capacity)}"
             return f"It does not fit: {needs}. {self.advice}"
-        # CPU memory needs no such share.
         gpus = [row for row in rows if row[2].device != "cpu"]
         if tight := [row for row in gpus if row[0] < LEFT_ON_GPUS * row[1]]:
             left, capacity, device = min(tight, key=lambda row: row[0])
@@ -152,17 +152,17 @@ def estimate(
 ) -> Estimate:
     """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
 
-    With TransformerLens 4, and for a transformers config, the job runs on a TransformerBridge as
-    booted, except that its unembedding is not tied. `dry_run` shows what compatibility mode adds.
+    With TransformerLens 4, or for a transformers config, the job runs on a TransformerBridge as
+    booted; a tied unembedding is counted too. `dry_run` shows what compatibility mode adds.
 
     Args:
         config_or_model_name: as for `plan`.
         n_devices: how many devices there are; by default as many as the other arguments name.
         device_map: as for `from_pretrained`.
         max_memory: the most to use of each device, as for `plan`: `{0: "24GiB", 1: "80GiB"}` uses
-            these two devices, and with "cpu", blocks that do not fit are offloaded. Also one size
-            for every device ("80GiB"). The weights are placed within it, and the whole job has to
-            stay within it. Devices that are not named have 80 GiB.
+            these two devices, and with "cpu", blocks that do not fit are offloaded. Or one size
+            for every device. Devices that a dict leaves out have 80 GiB. Weights, and then the
+            whole job, have to fit into these sizes.
         dtype: of the weights; by default float32, as for `from_pretrained`.
         batch_size: how many sequences.
         seq_len: how many tokens in each; by default 1024, or the model's n_ctx if that is less.
@@ -223,7 +223,7 @@ def _estimate(
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
-    # If devices are named, pass only those: `decide` uses all that have a limit.
+    # If max_memory names the devices, pass no others: `decide` uses all that have a limit.
     limits = request.max_memory if request.names_used else size_by_device
     # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
@@ -242,7 +242,7 @@ def _estimate(
             runs = [component for component in placement.components if component.device == device]
             # Weights of offloaded blocks live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
-            # Take the larger one: sizes count the unembedding, which a Bridge may tie.
+            # Count a tied unembedding too: processing unties it.
             weights = max(row.weights, resident + shared_buffer_bytes(runs))
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.
@@ -307,7 +307,8 @@ def _run(job: Job, blueprint: Blueprint, model: Model) -> object:
             kept = _run_forward(job, model)
     if job.max_new_tokens:
         with torch.no_grad():
-            generation = blueprint.generation(model, job.batch_size, job.seq_len)
+            shape = job.batch_size, job.seq_len
+            generation = blueprint.generation(model, *shape)  # type: ignore[arg-type]
             generation.prompt()
             # Skip to the last token: with a full KV cache, memory is largest there.
             generation.skip_to(job.seq_len + job.max_new_tokens - 1)

@@ -4,67 +4,34 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig
 
 from tl_devicefix.adapters import Adapter, adapters
 from tl_devicefix.misspelt import refuse_unknown, shown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import MaxMemory
-from tl_devicefix.placement.placement import ComponentSize, Placement
+from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.session import check_number
-from tl_devicefix.twin import OnMismatch
-from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformerConfig
+
+    from tl_devicefix.hooked_transformer.blueprint import HookedBlueprint
+    from tl_devicefix.transformer_bridge.blueprint import BridgeBlueprint
 
 ConfigOrName: TypeAlias = "str | HookedTransformerConfig | PretrainedConfig"
 """A config, a model's name, or a local checkpoint directory."""
 
 
-class Generation(Protocol):
-    """Generation with a KV cache; only its first and last steps are run."""
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-
-    def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
-
-    def last_token(self) -> None:
-        """Run one token more."""
-
+Blueprint: TypeAlias = "HookedBlueprint | BridgeBlueprint"
+"""A model at its full size; it is run without values."""
 
 UNLIMITED = 2**60  # bytes of a device whose memory is not known, or does not matter
-
-
-class Blueprint(Protocol):
-    """A model at its full size."""
-
-    name: str
-    dtype: torch.dtype
-    n_ctx: int
-    n_layers: int
-
-    def sizes(self) -> tuple[ComponentSize, ...]:
-        """Return the sizes of its components, in the order they run."""
-
-    def make(self, placement: Placement, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
-        """Make the model on the devices of a `simulate(..., values=False)`."""
-
-    def check_numbers(self, on_mismatch: OnMismatch | None) -> None:
-        """Warn if its load would not give transformers' numbers; see `twin.check_numbers`."""
-
-    def room_to_load(self, placement: Placement) -> int:
-        """Return the most bytes that loading needs on a device beyond the weights."""
-
-    def generation(self, model: Model, batch_size: int, seq_len: int) -> Generation:
-        """Return the generation from prompts of `seq_len` tokens."""
 
 
 def blueprint(

@@ -46,10 +46,6 @@ def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return result if to is None else wrap(result, machine, target)
 
 
-def _copy_(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    return copy_into(*args, **kwargs)
-
-
 def copy_into(
     target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
@@ -69,13 +65,8 @@ def _read_number(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return func(zeros_for(cpu) if cpu.is_meta else cpu)
 
 
-def _choose_kernel(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Choose the attention kernel that the CPU would choose."""
-    return func(*map(_chosen_for, args), **kwargs)
-
-
 def _chosen_for(value: object) -> object:
-    """Return the CPU tensor behind a simulated one, with the same `requires_grad`."""
+    """Return a CPU tensor for which the same attention kernel is chosen as for a simulated one."""
     if type(value) is not SimTensor:
         return value
     cpu = value._cpu
@@ -143,9 +134,12 @@ class _CheckedIndices(list[torch.Tensor | None]):
 HANDLERS.update(
     {
         aten._to_copy.default: _to_copy,
-        aten.copy_.default: _copy_,
+        aten.copy_.default: lambda func, args, kwargs: copy_into(*args, **kwargs),
         aten._local_scalar_dense.default: _read_number,
-        aten._fused_sdp_choice.default: _choose_kernel,
+        # The attention kernel that the CPU would choose.
+        aten._fused_sdp_choice.default: lambda func, args, kwargs: func(
+            *map(_chosen_for, args), **kwargs
+        ),
         aten.equal.default: _equal,
         aten.allclose.default: _equal,
         aten._is_all_true.default: _is_all_true,

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import safetensors.torch
 import torch
@@ -156,8 +157,8 @@ def _move_parameters_in_place(stack: ExitStack) -> None:
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
-    _set_attribute(stack, torch, "_has_compatible_shallow_copy_type", is_compatible)
-    _set_attribute(stack, torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data))
+    stack.enter_context(patch.object(torch, "_has_compatible_shallow_copy_type", is_compatible))
+    stack.enter_context(patch.object(torch.Tensor, "data", property(TENSOR_DATA.__get__, set_data)))
 
 
 def _avoid_inference_mode(stack: ExitStack) -> None:
@@ -168,24 +169,24 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
 
-    _set_attribute(stack, torch.inference_mode, "__enter__", enter)
+    stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter))
 
 
 def _keep_errors_of_backwards(stack: ExitStack) -> None:
     """Make a failing backward pass raise, where torch would end the process."""
     engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
     for module in (torch.autograd, torch.autograd.graph):  # the first imports it by name
-        _set_attribute(stack, module, "_engine_run_backward", engine)
+        stack.enter_context(patch.object(module, "_engine_run_backward", engine))
     for owner, name in (
         (torch.Tensor, "register_hook"),
         (torch.nn.Module, "register_full_backward_hook"),
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
-        _set_attribute(stack, owner, name, backward.registering(getattr(owner, name)))
+        stack.enter_context(patch.object(owner, name, backward.registering(getattr(owner, name))))
     function = torch.autograd.function.BackwardCFunction
     saved = torch.autograd.graph.saved_tensors_hooks
-    _set_attribute(stack, function, "apply", backward.applying(function.apply))
-    _set_attribute(stack, saved, "__init__", backward.saving(saved.__init__))
+    stack.enter_context(patch.object(function, "apply", backward.applying(function.apply)))
+    stack.enter_context(patch.object(saved, "__init__", backward.saving(saved.__init__)))
 
 
 def _open_safetensors(stack: ExitStack) -> None:
@@ -201,7 +202,7 @@ def _open_safetensors(stack: ExitStack) -> None:
         return own(filename, framework, device, **kwargs)
 
     for module in (safetensors, safetensors.torch):
-        _set_attribute(stack, module, "safe_open", safe_open)
+        stack.enter_context(patch.object(module, "safe_open", safe_open))
 
 
 def _refuse_to_compile(stack: ExitStack) -> None:
@@ -220,13 +221,4 @@ def _refuse_to_compile(stack: ExitStack) -> None:
             )
         return own(model, *args, **kwargs)
 
-    _set_attribute(stack, torch, "compile", compile)
-
-
-def _set_attribute(stack: ExitStack, owner: object, name: str, value: object) -> None:
-    """Set an attribute; on leaving, set the old one, or delete it if it was inherited."""
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, value)
+    stack.enter_context(patch.object(torch, "compile", compile))

@@ -36,7 +36,7 @@ class _LooksLikeTensor(torch._C._TensorMeta):
 
 
 class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
-    """A tensor that says it is on a simulated device, and keeps its values in a CPU tensor."""
+    """A tensor that says it is on a simulated device; its values are in `_cpu` (on meta: none)."""
 
     _cpu: torch.Tensor
     _allocation: Allocation
@@ -45,7 +45,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         """Return a Parameter for ``type(parameter)(data, requires_grad=...)``, else a tensor."""
         if "requires_grad" not in kwargs:
             return torch.Tensor(*args, **kwargs)
-        # accelerate also passes the parameter's attributes; a plain parameter has none.
+        # Ignore the parameter's attributes, which accelerate passes too.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
     # Disable it: it would cost each operation one more Python call.
@@ -146,7 +146,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
     @property
     def has_values(self) -> bool:
-        """True if tensors have values; otherwise, only placement is simulated."""
+        """True if tensors have values; a dry run's have none."""
         return self._allocation.machine.has_values
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -188,7 +188,7 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # Resolve lazy conjugation and negation here: a wrapper subclass cannot have their bits.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # A sparse tensor has no storage, strides or offset, but its values and indices do.
+    # A sparse tensor's values and indices have storages, strides and offsets; it has none.
     parts = dense_tensors(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
     strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
@@ -227,7 +227,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.__class__, copied.__class__ = copied.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
         own, others = (vars(owner).pop(name, None) for owner in (tensor, copied))
-        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may use the copy
+        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may hold the old one
             if attribute is not None:
                 vars(owner)[name] = attribute
     torch._C._swap_tensor_impl(tensor, copied)  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def run(func: Operation, args: Args, kwargs: Kwargs) -> object:
 
 
 def run_on_one_device(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Run an operation on the CPU tensors, and wrap its results as tensors on the device."""
+    """Run an operation whose operands are on one device; its results are on that device."""
     simulated: list[SimTensor] = []
     others: list[torch.Tensor] = []
     cpu_args = [unwrap(arg, simulated, others) for arg in args]
@@ -278,7 +278,7 @@ def unwrap(arg: Any, simulated: list[SimTensor], others: list[torch.Tensor]) -> 
 def common_device(
     simulated: list[SimTensor], needs_machine: bool = True
 ) -> tuple[Machine, torch.device]:
-    """Return the machine and device of all operands; raise torch's error if there are several."""
+    """Return the first operand's machine and device; raise an error if others differ."""
     allocation = simulated[0]._allocation
     machine, device = allocation.machine, allocation.device
     for tensor in simulated:
@@ -308,7 +308,7 @@ def _check_cpu_operands(
 def _wrap_result(
     result: object, simulated: list[SimTensor], machine: Machine, device: torch.device
 ) -> object:
-    """Wrap the tensors of a CPU kernel's result; for an operand, return the operand itself."""
+    """Wrap a CPU kernel's results; if one is an operand, changed in place, return the operand."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
             if tensor._cpu is result:

@@ -40,24 +40,64 @@ OPTIONS = ("n_ctx", "hf_config_overrides")
 """Options of `boot_transformers` on which the config depends."""
 
 
+class BridgeGeneration:
+    """Generates with transformers' KV cache, as `TransformerBridge.generate` does."""
+
+    def __init__(self, bridge: TransformerBridge, batch_size: int, seq_len: int) -> None:
+        self._bridge = bridge
+        hf_model: Any = bridge.original_model
+        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=bridge.cfg.device)
+        self._kv_cache = DynamicCache(config=hf_model.config)
+        self._length = seq_len
+        takes = inspect.signature(hf_model.forward).parameters
+        # transformers 5.24 names every such argument `cache`.
+        names = (name for name in ("cache", "cache_params") if name in takes)
+        self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
+
+    def prompt(self) -> None:
+        """Run the prompt, which fills the KV cache."""
+        self._bridge(self._tokens, **self._cached)
+
+    def skip_to(self, length: int) -> None:
+        """Make the KV cache as long as if this many tokens had been run."""
+        layers: Any = self._kv_cache.layers
+        for layer in layers:
+            if getattr(layer, "keys", None) is None:
+                continue  # a state space model's state does not grow
+            n_kept = length
+            if getattr(layer, "is_sliding", False):  # a window keeps the last tokens only
+                n_kept = min(length, layer.sliding_window - 1)
+                layer.cumulative_length = length
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name)
+                batch, heads, _, width = tensor.shape  # [batch, key_value_head, pos, d_head]
+                setattr(layer, name, tensor.new_empty(batch, heads, n_kept, width))
+        self._length = length
+
+    def last_token(self) -> None:
+        """Run one more token."""
+        token = self._tokens[:, :1]
+        where = {
+            "attention_mask": token.new_ones(token.shape[0], self._length + 1),
+            "position_ids": torch.full_like(token, self._length),
+        }
+        # A model without attention takes no mask and no positions.
+        layers: Any = self._kv_cache.layers
+        attends = any(getattr(layer, "keys", None) is not None for layer in layers)
+        self._bridge(token, **self._cached, **(where if attends else {}))
+        del self._tokens  # so that only the KV cache is still held
+
+
 class BridgeBlueprint:
     """A Bridge as `boot_transformers` would boot it, not in compatibility mode."""
 
-    def __init__(self, name: str, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        self.name, self.dtype, self._config = name, dtype, config
-        adapter = adapter_for(config, name, dtype)
-        self.n_ctx, self.n_layers = adapter.cfg.n_ctx, adapter.cfg.n_layers
-        self._architecture = str(adapter.cfg.architecture)
-
-    @classmethod
-    def read(
-        cls,
+    def __init__(
+        self,
         config_or_model_name: object,
         dtype: torch.dtype | str | None,
         options: dict[str, Any],
         model_class: object = None,
-    ) -> BridgeBlueprint:
-        """See `blueprint`."""
+    ) -> None:
         config = copy.deepcopy(_hf_config(config_or_model_name))
         overrides = dict(options.get("hf_config_overrides") or {})
         if options.get("n_ctx") is not None:
@@ -68,10 +108,14 @@ class BridgeBlueprint:
             end = getattr(config, "eos_token_id", None)
             config.pad_token_id = end[0] if isinstance(end, list) else end
         if isinstance(config_or_model_name, type(config)):
-            name = getattr(config, "_name_or_path", None) or config.model_type
+            self.name = getattr(config, "_name_or_path", None) or config.model_type
         else:
-            name = str(config_or_model_name)
-        return cls(name, config, torch.float32 if dtype is None else torch_dtype(dtype))
+            self.name = str(config_or_model_name)
+        self.dtype = torch.float32 if dtype is None else torch_dtype(dtype)
+        self._config = config
+        adapter = adapter_for(config, self.name, self.dtype)
+        self.n_ctx, self.n_layers = adapter.cfg.n_ctx, adapter.cfg.n_layers
+        self._architecture = str(adapter.cfg.architecture)
 
     def sizes(self) -> tuple[ComponentSize, ...]:
         """Return the components' sizes in the order they run, a tied unembedding's too."""
@@ -122,11 +166,7 @@ class BridgeBlueprint:
         """Return 0: transformers reads each weight straight onto its device."""
         return 0
 
-    def generation(
-        self, model: TransformerBridge, batch_size: int, seq_len: int
-    ) -> BridgeGeneration:
-        """Return an object that generates from prompts of `seq_len` tokens."""
-        return BridgeGeneration(model, batch_size, seq_len)
+    generation = BridgeGeneration
 
 
 def _hf_config(config_or_model_name: object) -> PretrainedConfig:
@@ -174,51 +214,3 @@ def _saved_tokenizer(name: str) -> object:
     if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         return AutoTokenizer.from_pretrained(name, add_bos_token=True)
     return None
-
-
-class BridgeGeneration:
-    """Generates with transformers' KV cache, as `TransformerBridge.generate` does."""
-
-    def __init__(self, bridge: TransformerBridge, batch_size: int, seq_len: int) -> None:
-        self._bridge = bridge
-        hf_model: Any = bridge.original_model
-        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=bridge.cfg.device)
-        self._kv_cache = DynamicCache(config=hf_model.config)
-        self._length = seq_len
-        takes = inspect.signature(hf_model.forward).parameters
-        # transformers 5.24 names every such argument `cache`.
-        names = (name for name in ("cache", "cache_params") if name in takes)
-        self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-        self._bridge(self._tokens, **self._cached)
-
-    def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
-        layers: Any = self._kv_cache.layers
-        for layer in layers:
-            if getattr(layer, "keys", None) is None:
-                continue  # a state space model's state does not grow
-            n_kept = length
-            if getattr(layer, "is_sliding", False):  # a window keeps the last tokens only
-                n_kept = min(length, layer.sliding_window - 1)
-                layer.cumulative_length = length
-            for name in ("keys", "values"):
-                tensor = getattr(layer, name)
-                batch, heads, _, width = tensor.shape  # [batch, key_value_head, pos, d_head]
-                setattr(layer, name, tensor.new_empty(batch, heads, n_kept, width))
-        self._length = length
-
-    def last_token(self) -> None:
-        """Run one more token."""
-        token = self._tokens[:, :1]
-        where = {
-            "attention_mask": token.new_ones(token.shape[0], self._length + 1),
-            "position_ids": torch.full_like(token, self._length),
-        }
-        # A model without attention takes no mask and no positions.
-        layers: Any = self._kv_cache.layers
-        attends = any(getattr(layer, "keys", None) is not None for layer in layers)
-        self._bridge(token, **self._cached, **(where if attends else {}))
-        del self._tokens  # so that only the KV cache is still held

@@ -13,6 +13,7 @@ are not.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import warnings
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import transformers.utils.logging as hf_logging
 from torch import nn
+from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.moe import MoEBridge, has_batched_experts
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
@@ -312,7 +314,8 @@ class Processing:
 
     def process_block(self, weights: Weights, block: Any) -> None:
         """Process any block's weights in place. Their names begin with "blocks.0."."""
-        steps, adapter, cfg = self.steps, self.adapter, _OneBlock(self.cfg)
+        steps, adapter, cfg = self.steps, self.adapter, copy.copy(self.cfg)
+        cfg.n_layers = 1
         self._preprocess(weights)
         if steps.fold_ln:
             centers = uses_layer_norm(self.cfg)
@@ -393,12 +396,12 @@ def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
     return replace(steps, recenter_b_O=steps.fold_value_biases and steps.center_writing_weights)
 
 
-def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> None:
+def _fold_value_biases(weights: Weights, cfg: TransformerBridgeConfig, output: nn.Module) -> None:
     """Fold value biases into b_O; TransformerLens's method fails for grouped heads.
 
     Args:
         weights: the block's weights; b_O is added if missing.
-        cfg: the config, with n_layers=1.
+        cfg: a copy of the Bridge's config, with n_layers=1.
         output: the layer that holds W_O, an nn.Linear or a Conv1D.
     """
     W_O, b_V = weights[f"{_BLOCK}attn.o.weight"], weights[f"{_BLOCK}attn.v.bias"]
@@ -410,15 +413,3 @@ def _fold_value_biases(weights: Weights, cfg: _OneBlock, output: nn.Module) -> N
     fold_value_biases_of_block(attention)
     weights[f"{_BLOCK}attn.o.bias"] = attention["attn.b_O"]
     weights[f"{_BLOCK}attn.v.bias"] = torch.zeros_like(b_V)
-
-
-class _OneBlock:
-    """A live view of a Bridge's config in which `n_layers` is 1, for `ProcessWeights`."""
-
-    n_layers = 1
-
-    def __init__(self, cfg: object) -> None:
-        self._cfg = cfg
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cfg, name)
