@@ -8,12 +8,12 @@ A call of blocks.8, which lives on cuda:1:
         StopAfter.forward     passes the output on, and ends the forward
           OffloadedForward    copies the weights in, and removes the copies
             the class's forward: TransformerLens's, a fused block's, or a remote block's
-      BringHome.post_forward  brings the output home            a forward hook of torch's
-      users' hooks            see it at home
+      BringHome.post_forward  brings outputs home, not blocks'  a forward hook of torch's
+      users' hooks            see the output
 
-`PinnedModule.forward` wraps modules that users put into a block, and `OffloadedPart.forward` all
-modules in an offloaded block. `AlibiOnDevice.pre_forward` is for blocks that need a table on their
-device.
+`PinnedModule.forward` wraps modules that users put into a block, and `OffloadedPart.forward` those
+with weights in an offloaded block. `AlibiOnDevice.pre_forward` is for blocks that need a table on
+their device.
 
 Fused and remote blocks need no `Around`: their class has another forward, and copies and pickles
 keep the class. A dry run adds plain torch hooks, which note the running component even if a
@@ -36,7 +36,7 @@ AroundT = TypeVar("AroundT", bound="Around")
 class Around:
     """Wraps a module's forward, like accelerate's `ModelHook`.
 
-    A subclass overrides one or more of these methods; `align` attaches it.
+    A subclass overrides one or more of these methods; `attach` puts it on a module.
 
     - `pre_forward` returns the arguments. It runs before users' pre-hooks, which see its result.
     - `forward` returns the output, with or without calling `run(*args, **kwargs)`. Clean up in
@@ -44,7 +44,7 @@ class Around:
     - `post_forward` returns the output. It runs before users' hooks, but not after an error.
 
     One object may be attached to many modules. It is copied and pickled with them, so it should
-    hold no module but its own.
+    hold no other module for longer than a forward.
     """
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -1,8 +1,8 @@
 """A check on a tiny model: before any weight is read, does a load give the model's own numbers?
 
 TransformerLens's configs leave out whatever TransformerLens has no place for, so a model can load
-without a warning and be wrong. Lists of such settings are never complete. So each load is checked
-on a tiny random model of the same config:
+without a warning and be wrong. Lists of such settings are never complete. So each load is checked,
+where possible, on a tiny random model of the same config:
 
 1. transformers' config is shrunk to a few heads, layers and tokens, and transformers makes a model
    of it, with random weights.
@@ -10,8 +10,8 @@ on a tiny random model of the same config:
    forward.
 3. If its log probabilities differ from transformers', the large model's would differ too.
 
-We shrink only numbers that no formula depends on: heads, layers of a kind, experts, neurons and
-tokens.
+We shrink sizes so that every formula stays the same: heads (not their width), d_model, layers of a
+kind, experts, neurons, tokens, windows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Twin:
 
     Attributes:
         hf_model: a small model with random weights, in float32 on the CPU.
-        layers: the layers of the large model that it has: the first of each kind, usually 2 to 6.
+        layers: the layers of the large model that it has: the first layer of each kind, at most
+            six, and at least two layers.
         windows: sliding window of the large model -> that of this one.
         n_ctx: how many tokens it is run on.
     """
@@ -113,7 +114,10 @@ class Twin:
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights arrive dequantised
         factory: Any = model_class or transformers.AutoModelForCausalLM
-        make = getattr(factory, "from_config", None) or factory._from_config
+        if hasattr(factory, "from_config"):  # an Auto class: without the argument, it might ask
+            make = functools.partial(factory.from_config, trust_remote_code=False)
+        else:
+            make = factory._from_config
         with EmptyOnMeta():
             count = sum(p.numel() for p in make(copy.deepcopy(config)).parameters())
         if count > _MAX_PARAMETERS:
@@ -167,7 +171,10 @@ def _per_layer(config: PretrainedConfig) -> dict[str, list[object]]:
 
 
 def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[int]:
-    """Return the first layer of each kind: layers of a kind have equal entries in all lists."""
+    """Return the first layer of each kind, at most six, and at least two layers.
+
+    Layers of a kind have equal entries in all lists.
+    """
     lists = [*_per_layer(config).values(), attn_types or [None] * config.num_hidden_layers]
     kinds = [repr(entries) for entries in zip(*lists)]
     layers = sorted({kind: kinds.index(kind) for kind in kinds}.values())[:_MAX_LAYERS]
@@ -189,6 +196,9 @@ def _tiny_sizes(
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
     active = getattr(config, "num_experts_per_tok", None) or 0
+    # Experts of some models are in groups, of which the router takes only a few.
+    expert_groups = getattr(config, "n_group", None) or 1
+    active_of_group = active // (getattr(config, "topk_group", None) or 1)
     per_layer, sizes = _per_layer(config), dict[str, object]()
     for name, value in vars(config).items():
         if name in per_layer:
@@ -204,8 +214,11 @@ def _tiny_sizes(
             sizes[name] = 4 * d_model if value == 4 * config.hidden_size else NEURONS
         elif name == "word_embed_proj_dim":
             sizes[name] = d_model if value == config.hidden_size else 48
-        elif name in ("num_local_experts", "num_experts"):
-            sizes[name] = min(value, active + 2)  # more than active: the router has to choose
+        elif name in ("num_local_experts", "num_experts", "n_routed_experts"):
+            # More than active ones: the router has to choose.
+            sizes[name] = min(value, expert_groups * (active_of_group + 2))
+        elif name == "first_k_dense_replace" and 1 < value < config.num_hidden_layers:
+            sizes[name] = 1  # the second layer has experts
         elif name == "clip_qkv":
             sizes[name] = value * _CLIP
         elif name == "num_key_value_heads":
@@ -309,7 +322,7 @@ def is_right(measure: Callable[[], float]) -> bool:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the caller's settings of torch and transformers away from a check."""
+    """Keep settings that change results (precision, autocast, random numbers) out of a check."""
     with one_load:  # these settings belong to the whole process
         matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         precision, verbosity = matmul.fp32_precision, hf_logging.get_verbosity()
@@ -370,7 +383,8 @@ def extra_parts(hf_model: nn.Module) -> str:
         name
         for name, found_there in _frequencies(live.model)
         # A model in half precision has rounded frequencies.
-        if name in frequencies and not torch.allclose(found_there, frequencies[name], rtol=0.02)
+        if (there := frequencies.get(name)) is not None
+        and (found_there.shape != there.shape or not torch.allclose(found_there, there, rtol=0.02))
     )
     if not extra:
         return ""
@@ -380,7 +394,7 @@ def extra_parts(hf_model: nn.Module) -> str:
 
 
 def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
-    """Yield each module's path without numbers, and what a converter would not see in it."""
+    """Yield each module's path without layer indices, and what a converter would not see in it."""
     module = live.plain_module(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

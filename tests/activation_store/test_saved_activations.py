@@ -208,6 +208,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
     ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
     ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
+    ({"transform": lambda a: None}, f"transform must return a tensor, but returned None: {RESID}"),
+    ({"transform": lambda a: a + 0j}, f"{RESID} is complex64: give one of the dtypes float64"),
     ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),
     ({"token_mask": lambda tokens: tokens[0] > 3}, r"of booleans \[1, 9\].* torch.bool \[9\]"),
     ({"token_mask": "mask"}, "token_mask must be 'attention_mask' or a function .* but is 'mask'"),

@@ -264,6 +264,7 @@ WRONG_SHAPE = f"(stored ({D_MLP}, {D_MODEL - 1}), expected ({D_MLP}, {D_MODEL}))
         *((NAME, None, "lacks", SAFETENSORS, 1), (BIAS, None, "lacks", SAFETENSORS, 3)),
         ("lm_head.weight", None, "lacks", SAFETENSORS, 3),
         (EXTRA, torch.ones(3), "", SAFETENSORS, 3),
+        ("h.1.attn.c_attn.bias", torch.ones(3), "no place for", SAFETENSORS, 3),
         (LAST, torch.ones(D_MLP, D_MODEL - 1), WRONG_SHAPE, PICKLE, 3),
     ],
 )
@@ -316,9 +317,10 @@ def test_damaged_or_missing_file_is_refused_by_name(file, damages, says, write, 
 
 def test_damaged_shard_index_is_refused(write, refused):
     file = write(n_files=3) / f"{SAFETENSORS}.index.json"
-    for index in (file.read_text()[:-30], '{"weight_map": null}'):
+    no_names = '{"weight_map": null}', "its weight_map does not name files"
+    for index, says in ((file.read_text()[:-30], "damaged"), no_names):
         file.write_text(index)
-        with refused(file.name, "again"):
+        with refused(file.name, says, "again"):
             load(file.parent)
 
 

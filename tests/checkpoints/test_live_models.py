@@ -263,6 +263,8 @@ CASES: dict[str, Case] = {
     "IA3": adapted("llama", IA3),
     "modules to save": adapted("llama", lora("q_proj", modules_to_save=["lm_head", "norm", "mlp"])),
     "two adapters at once": adapted("llama", adapter(*_TWO, active=["0", "1"])),
+    "LoRA with biases of its own": adapted("qwen2", lora("q_proj", lora_bias=True)),
+    "DoRA on Conv1D": adapted("gpt2", lora(*IN_GPT2, use_dora=True, **CONV)),
     "a module to save of an adapter that is not active": adapted(
         "llama",
         adapter(config(*IN_LLAMA, modules_to_save=["lm_head"]), config("q_proj"), active=["1"]),

@@ -77,6 +77,9 @@ def test_dtype_change_moves_no_component(spread, load, on_one, tokens):
     assert sum(c.weights for c in model.placement.components) == 2 * weights
     assert_at_rest(model)
     assert_agrees(model(tokens), on_one("llama").to(torch.float64)(tokens))
+    if spread == 4:  # moved too, as a part of another module
+        torch.nn.Sequential(model).to(model.placement.home, torch.float32)
+        assert sum(c.weights for c in model.placement.components) == weights
 
 
 def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, reference, tokens):

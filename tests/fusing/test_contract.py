@@ -254,6 +254,23 @@ def test_a_part_with_other_parameters_runs_unfused(change, model_class, fused, t
     assert tl_devicefix.report(model)["blocks.1"].startswith("not fused: ")
 
 
+def test_a_norm_s_bias_may_have_another_dtype(model_class, fused, tokens):
+    model = fused("gpt2", **({"fold_ln": False} if model_class == HOOKED else {}))
+    norm = model.blocks[1].ln1
+    bias = norm.b if model_class == HOOKED else norm.original_component.bias
+    bias.data = bias.data.bfloat16()
+    assert_either_way(model, lambda model: model(tokens))
+
+
+@pytest.mark.bridge
+def test_the_epsilon_of_a_bridges_config_acts_at_once(fused, tokens):
+    bridge = fused("gpt2")
+    before = bridge(tokens)
+    bridge.cfg.eps = 0.1
+    assert not torch.allclose(bridge(tokens), before)
+    assert_either_way(bridge, lambda bridge: bridge(tokens))
+
+
 def test_dropout_in_training_acts(model_class, fused, tokens):
     model = fused("gpt2").train()
 

@@ -121,6 +121,21 @@ def test_hook_on_a_whole_block_may_keep_its_output(alone, spread, tokens):
     assert torch.equal(outputs[1], outputs[3])
 
 
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+def test_backward_hooks_on_whole_blocks_get_gradients(kind, alone, spread, tokens):
+    given = []
+    for model in (alone("llama"), spread("llama")):
+        kept = []
+        for block in (model.blocks[layer] for layer in (2, 3, 4)):
+            register = getattr(block, f"register_{kind}_hook")
+            handle = register(lambda module, *gradients, kept=kept: kept.append(gradients[-1][0]))
+            for _ in range(2):  # from the second run on, blocks wait
+                model(tokens, return_type="loss").backward()
+            handle.remove()
+        given.append(kept)
+    torch.testing.assert_close(given[1], given[0], rtol=2e-5, atol=1e-6)
+
+
 def test_hook_or_forward_set_on_a_whole_remote_block_acts(spread, tokens):
     def doubled(output):
         return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
@@ -294,6 +309,10 @@ def changed(change, file):
             "has another config.json of the same size",
         ),
         (lambda directory: (directory / WEIGHTS).unlink(), "has no model.safetensors"),
+        (
+            lambda directory: shutil.copy(directory / WEIGHTS, directory / "adapter.safetensors"),
+            "has adapter.safetensors, which is not here",
+        ),
         (
             changed(lambda content: content + b"\0", WEIGHTS),
             r"has another model.safetensors \(\d+ bytes instead of \d+\)",

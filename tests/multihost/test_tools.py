@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+import transformer_lens
 from local_hosts import hosts
 from runs_of_users import GREEDY
 from torch.utils._pytree import tree_leaves
@@ -82,6 +83,22 @@ def assert_equal(run, alone, spread, tokens):
 @pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), ("gpt2", mapped)])
 def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformer_lens, "model_bridge"), reason="this TransformerLens has no Bridge"
+)
+def test_settings_from_before_compatibility_mode_are_sent(checkpoints, host, tokens):
+    boot = transformer_lens.model_bridge.TransformerBridge.boot_transformers
+
+    def results(**where):
+        model = boot(str(checkpoints("llama")), **where)
+        model.set_use_attn_result(True)
+        model.enable_compatibility_mode()
+        return model.run_with_cache(tokens)[1]["blocks.2.attn.hook_result"]
+
+    remote = results(device_map={"": "cpu", "blocks.2": "node-b/cpu"})
+    torch.testing.assert_close(remote * 1, results(device="cpu"), rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_of_one_process_are_fused_beside_remote_ones(alone, spread):
@@ -183,6 +200,16 @@ def test_remote_kv_cache_stays_on_its_host_and_refuses_gradients(kv_cache, sprea
             model(tokens[:, 4:5], past_kv_cache=cache)
         for entry in cache.entries[2:4]:
             entry.past_keys.clone(), entry.past_values.clone()  # which fetches them
+
+
+def test_a_view_of_a_remote_kv_cache_refuses_gradients(kv_cache, spread, tokens):
+    model = spread("llama")
+    cache = kv_cache(model)
+    model(tokens[:, :4], past_kv_cache=cache)
+    for entry in cache.entries[2:4]:
+        entry.past_keys, entry.past_values = entry.past_keys[:, :4][:], entry.past_values[:]
+    with pytest.raises(RuntimeError, match="gradients do not pass through a KV cache"):
+        model(tokens[:, 4:5], past_kv_cache=cache)
 
 
 def test_torch_settings_of_the_driver_apply_on_the_host(spread, tokens, monkeypatch):

@@ -66,6 +66,14 @@ def test_balanced_split_is_minimax_optimal(n_layers, memory, d_vocab, config):
     assert how_full(*loads, blocks_per_device(placement), free) == pytest.approx(best)
 
 
+def test_a_model_with_fewer_blocks_than_devices_may_skip_home(config):
+    cfg = config(n_layers=1, d_vocab=400)
+    with tl_devicefix.simulate(3) as machine:
+        home, _, _ = home_block_and_shared_bytes(plan(cfg, n_devices=3))
+        placement = plan(cfg, n_devices=3, max_memory={0: home + 1000})
+        assert machine.devices[0] not in block_devices(placement)
+
+
 def test_device_with_memory_in_use_gets_a_smaller_share(config):
     with tl_devicefix.simulate(2, memory="1MiB"):
         before = plan(config(n_layers=12), n_devices=2)

@@ -84,6 +84,25 @@ def test_interrupt_waits_for_backward_and_script_ends_simulating():
     assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too
 
 
+def test_a_modules_backward_hook_gets_gradients_of_two_devices(machine):
+    module = torch.nn.Identity()
+    module.forward = lambda x: (x * 3).to("sim:1")
+    double = lambda module, of_inputs, of_outputs: (of_inputs[0] * 2,)  # noqa: E731
+    module.register_full_backward_hook(double)
+    x = torch.ones(2, device="sim:0", requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]
+
+
+def test_a_hook_that_fails_after_the_simulation_raises():
+    x = torch.ones(2, requires_grad=True)
+    with tl_devicefix.simulate(2):
+        x.register_hook(lambda gradient: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            x.sum().backward()
+
+
 def test_a_backward_may_be_called_in_any_thread(machine):
     weight = torch.full((3,), 5.0, device="sim:1", requires_grad=True)
     other = torch.full((3,), 7.0, device="sim:0", requires_grad=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
 import torch
-from hf_models import HF_CONFIGS, make_hf_model
+import transformers
+from hf_models import GROUPED, HF_CONFIGS, make_hf_model
 from model_classes import TransformerBridge
 
 import tl_devicefix
+from tl_devicefix.twin import Twin, undisturbed
 
 pytestmark = pytest.mark.bridge
 
@@ -45,3 +48,60 @@ def test_replaced_part_of_hf_model_is_warned_of_and_not_folded(checkpoints, toke
     with pytest.raises(ValueError, match=r"would leave out parts of hf_model .*act_fn"):
         bridge.enable_compatibility_mode()
     assert bridge(tokens).equal(before)
+
+
+def test_parts_that_boot_ignores_are_not_folded(checkpoints):
+    hf_model = make_hf_model(HF_CONFIGS["llama"]())
+    hf_model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    options = {"hf_model": hf_model, "on_mismatch": "ignore"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")), **options)
+    with pytest.raises(ValueError, match=r"would leave out parts of hf_model .*act_fn"):
+        bridge.enable_compatibility_mode()
+
+
+def test_finding_stays_while_weights_are_folded(checkpoints, monkeypatch):
+    bridge = TransformerBridge.boot_transformers(str(checkpoints("llama")))
+    checked = "tl_devicefix.transformer_bridge.processing.check_bridge_numbers"
+    with monkeypatch.context() as faulty:
+        faulty.setattr(checked, lambda *_: OTHER_NUMBERS)
+        bridge.enable_compatibility_mode()
+    for again in ({}, {"no_processing": True}, {"on_mismatch": "ignore"}):
+        bridge.enable_compatibility_mode(**again)
+        assert OTHER_NUMBERS in str(tl_devicefix.check(bridge))
+
+
+def test_ignored_check_keeps_what_boot_found(save):
+    path, _ = save("gpt2", scale_attn_weights=False)
+    with pytest.warns(UserWarning, match=OTHER_NUMBERS):
+        bridge = TransformerBridge.boot_transformers(path)
+    bridge.enable_compatibility_mode(on_mismatch="ignore")
+    assert OTHER_NUMBERS in str(tl_devicefix.check(bridge))
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV3Config", "Glm4MoeConfig"])
+def test_twin_has_a_layer_of_experts_after_a_dense_one(kind):
+    with undisturbed():
+        twin = Twin.of(getattr(transformers, kind)(first_k_dense_replace=3), 8)
+    dense, sparse = (layer.mlp for layer in twin.hf_model.model.layers)
+    assert not hasattr(dense, "experts")
+    assert len(sparse.gate.weight) == (32 if kind == "DeepseekV3Config" else 10)
+
+
+def test_no_check_asks_whether_to_trust_code(tmp_path, monkeypatch):
+    class OwnConfig(transformers.LlamaConfig):
+        model_type = "own"
+
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = OwnConfig(**GROUPED, auto_map=code)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "n")
+    for check in (
+        lambda: TransformerBridge.boot_transformers(str(tmp_path)),
+        lambda: Twin.of(config, 8),
+    ):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            check()
+    assert not asked

@@ -190,9 +190,14 @@ def hook_an_mlp(hf_model):
     hf_model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: 2 * output)
 
 
+def lengthen_frequencies(hf_model):
+    hf_model.model.rotary_emb.register_buffer("inv_freq", torch.ones(3))
+
+
 EXTRA_PARTS = {  # how an hf_model is changed, and the part that is named
     "norm": (replace_norm, "*.input_layernorm"),
     "buffer": (lambda m: m.model.rotary_emb.inv_freq.mul_(0.3), "rotary_emb.inv_freq"),
+    "longer buffer": (lengthen_frequencies, "rotary_emb.inv_freq"),
     "number": (lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.1), "self_attn"),
     "forward": (replace_forward, "layers.*.mlp"),
     "hook": (hook_an_mlp, "model.layers.*.mlp"),

@@ -254,7 +254,7 @@ class Stored:
     """The activations of one hook point, or tokens or masks, on disk.
 
     Index it by examples: `stored[3]`, `stored[3:7]` or `stored[[5, 1, 900]]`. You get a tensor on
-    the CPU, `[examples, ...]`. If `token_mask` left tokens out, you get `[tokens, ...]`: the saved
+    the CPU, `[examples, ...]`. With a `token_mask`, you get `[tokens, ...]`: the saved
     tokens of each example in turn.
     """
 

@@ -110,7 +110,7 @@ def model_fields(model: Model) -> dict[str, object]:
 class Saved(SavedActivations):
     """Activations on disk, whose index and tokens are compared with those of this call.
 
-    Each method raises a ValueError that names the first difference.
+    The `compare_` methods raise a ValueError that names the first difference.
     """
 
     def compare_index(self, index: Index) -> None:

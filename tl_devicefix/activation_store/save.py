@@ -89,7 +89,8 @@ def save_activations(
             the CPU) that returns booleans of that shape; or "attention_mask" for all but padding,
             if the batches are texts, or dicts with a mask.
         resume: continue after the activations in the directory, if there are any.
-        shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit, at least one.
+        shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit with all
+            their tokens, at least one.
         max_in_flight: how many batches may be in flight; see `pipeline_map`.
         progress: show a bar.
         arguments: of the forward, such as `stop_at_layer`.
@@ -102,11 +103,12 @@ def save_activations(
             that returns no tensor, or arguments that would change what is stored.
         ValueError: for batches of different widths; an empty selection; activations that cannot be
             stored; names that the model does not have or compute; and, with `resume`, if the
-            model, filter, dtype or data differ from those on disk.
+            model, names, dtype, data or versions differ from those on disk.
         FileExistsError: if the directory is a file, or has activations and `resume` is False.
         FileNotFoundError: if all shards are missing, or any but the last ones.
         RuntimeError: if another process saves to the directory.
-        OSError: if the disk is too small (checked before anything is written), or full.
+        OSError: if the disk is full, or too small (checked first if the number of batches is known
+            and no `token_mask` is given).
         HostLost: if another host is lost. The shards that the index lists are complete.
     """
     adapter_of(model)  # raises for anything but a model
@@ -178,9 +180,10 @@ class _Save:
             self._arguments = {"return_type": None, **self._arguments}
 
         self._total = self._n_bytes = None
-        if self._n_batches >= 0:  # upper bounds: the last batch may be smaller
-            first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
+        if self._n_batches >= 0:  # an upper bound: the last batch may be smaller
             self._total = n_examples * self._n_batches
+        if self._total and batch.saved is None:  # a token mask saves more of some batches
+            first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
             self._n_bytes = first_bytes * self._n_batches
             if saved is None or not saved.is_complete:
                 written = 0 if saved is None else saved.n_bytes

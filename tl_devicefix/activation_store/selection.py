@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from transformer_lens.patching import utils
 
 from tl_devicefix.activation_store.format import (
+    CODES,
     MASK,
     NOT_BY_TOKEN,
     TOKEN_MASK,
@@ -96,6 +97,9 @@ class Selection:
                 activation = activation.expand(n_examples, *activation.shape[1:])
             if (transform := by_name.get(name)) is not None:
                 activation = transform(activation)
+                if not isinstance(activation, torch.Tensor):
+                    given = shown(activation)
+                    raise TypeError(f"transform must return a tensor, but returned {given}: {name}")
             activations[name] = self._selected(name, activation, saved)
         return activations
 
@@ -146,6 +150,8 @@ class Selection:
                     f"{name} is {list(tensor.shape)}, which has no row for each of {n_rows} "
                     f"{axis}s: remove it from names_filter, or have transform return [batch, ...]"
                 )
+            if (dtype := dtype_name(tensor.dtype)) not in CODES:
+                raise ValueError(f"{name} is {dtype}: give one of the dtypes {', '.join(CODES)}")
         return {
             name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
             for name, tensor in tensors.items()

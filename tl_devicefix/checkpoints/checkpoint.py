@@ -107,7 +107,8 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
         if file.suffix in (".safetensors", ".bin"):
             with naming(file):
                 for name, _, dtype in headers(file):
-                    # Many files omit the base model's prefix, which only the head's name lacks.
+                    # Many files omit the base model's prefix. In `own`, all names of a causal model
+                    # but the head's have it.
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None

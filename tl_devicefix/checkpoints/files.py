@@ -32,7 +32,9 @@ UNREADABLE = (
 _UNREAD = re.compile(r"masked_spec_embed$")
 
 # Masks and rotary tables that old checkpoints store (GPT-2, GPT-J, GPT-Neo): never needed.
-_OLD_BUFFER = re.compile(r"attn\.(bias|masked_bias)$|attention\.(bias|masked_bias)$|inv_freq$")
+_OLD_BUFFER = re.compile(
+    r"(^|\.)attn\.(bias|masked_bias)$|attention\.(bias|masked_bias)$|inv_freq$"
+)
 
 
 def check_report(
@@ -103,7 +105,7 @@ def stored_tensors(model_name: str, kwargs: Mapping[str, Any]) -> _Stored:
     try:
         is_directory = is_checkpoint_directory(model_name)
         folder = Path(model_name) if is_directory else snapshot(model_name, **kwargs)
-    except ValueError:  # none of its files has been fetched
+    except ValueError:  # its config.json cannot be fetched
         return {}
     stored: _Stored = {}
     for name in ("model.safetensors", "pytorch_model.bin"):  # in transformers' order
@@ -135,7 +137,8 @@ def naming(file: Path) -> Iterator[None]:
         if is_own_bug(error):
             raise
         # Leave out torch's own message: it says how to unpickle an unsafe file anyway.
-        reason = in_one_line((error.__suppress_context__ and error.__context__) or error)
+        is_from_none = error.__suppress_context__ and error.__cause__ is None
+        reason = in_one_line((is_from_none and error.__context__) or error)
         if (called := re.search(r"GLOBAL (\w[\w.]*)", reason)) is not None:
             raise ValueError(
                 f"{file} would run {called[1]} when it is unpickled, which no weights need, so it "

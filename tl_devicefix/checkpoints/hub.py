@@ -185,7 +185,9 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
         is_fetched = (Path(name) / "config.json").is_file()
-        advice = "correct it, or fetch it again" if is_fetched else "is its name spelt right?"
+        advice = "check its name, the connection and the values"
+        if is_fetched:
+            advice = "correct it, or fetch it again"
         raise ValueError(
             f"config.json of {name!r} cannot be read ({in_one_line(cause)}); {advice}"
         ) from error

@@ -45,7 +45,7 @@ def bring_home(output: T, home: torch.device) -> T:
 
 @dataclass(frozen=True)
 class CarryTo(Around):
-    """Brings a component's arguments to its device; only this moves the residual stream there."""
+    """Brings a component's arguments to its device. In a forward, it alone moves the stream."""
 
     device: torch.device
 
@@ -62,7 +62,7 @@ class CarryTo(Around):
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Fetch values before `moving_to`, while the run still holds the remote device.
+            # Fetch a remote value before `moving_to`, which may let another run go on.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
             # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.

@@ -352,14 +352,19 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        self._before = _switch(mode)
+        # Each `__exit__` pops one: the first `with` pops what was on before this object.
+        self._before = [_switch(mode)]
+        self._is_entered = False
 
     def __enter__(self) -> mix_devices:
-        _switch(self._mode)  # again: another thread may have made this object
+        was = _switch(self._mode)  # again: another thread may have made this object
+        if self._is_entered:
+            self._before.append(was)
+        self._is_entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        _switch(self._before)
+        _switch(self._before.pop())
 
 
 def _switch(mode: bool) -> bool:

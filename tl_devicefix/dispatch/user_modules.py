@@ -2,8 +2,8 @@
 
 - Parameters, buffers and TransformerLens's modules are moved to the component, by `model.setup()`
   and before the model runs.
-- Other modules, such as SAEs and probes, and modules that components on several devices share, run
-  on their own device: their input is carried there, and their output back.
+- In a HookedTransformer, other modules, such as SAEs and probes, run on their own device, as do
+  modules that components on several devices share: input is carried there, and output back.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each run in flight has its own view, so that no run sees another's hooks. Each module has a
 counterpart in the view, of the same class, with the same tensors:
 
-    module.W_Q, module.cfg,         the same objects
-      and hooks of state dicts
+    module.W_Q, module.cfg          the same objects
+    ._state_dict_hooks              the same dict, if it is empty
     module._modules, ._forward_hooks, .fwd_hooks
                                     the counterpart's own dicts and lists
     lists, methods and handles that refer to a module; a library's closures
@@ -19,6 +19,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import types
 import weakref
 from collections import OrderedDict
@@ -33,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.around import AroundForward
+from tl_devicefix.dispatch.naming import each_module
 from tl_devicefix.dispatch.user_modules import WATCH, Watch
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, count_hook
@@ -67,7 +69,8 @@ class View(Generic[Module]):
         if watch is not None:
             vars(self.model)[WATCH] = watch.for_view(builder.counterpart_of)
         self._changed, self._states = builder.changed, builder.states
-        # The config is shared, and a hook may write to the context of its hook point unnoticed.
+        self._unnoted = builder.unnoted
+        # Attributes that runs add or replace are found by comparison with these.
         for state in self._states:
             state.as_made = dict(state.attributes)
         for attributes, bound in builder.bound:
@@ -106,6 +109,8 @@ class View(Generic[Module]):
 
         This visits all modules: call it once, after all runs.
         """
+        if any(self._unnoted):
+            return "a parameter, buffer or module of a HookPoint"
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
         modules = (state for state in self._states if issubclass(state.kind, nn.Module))
         return next(filter(None, (state.kept_setting() for state in modules)), None)
@@ -122,14 +127,15 @@ def clear_context(original: Callable[..., None], self: HookPoint) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause it: a view of 80 layers has 60 000 objects, and each 700 new ones would start it."""
-    was_enabled = gc.isenabled()
+    """Pause it: a view of 80 layers has 100 000 objects, and each 700 new ones would start it."""
+    if not gc.isenabled():  # or another thread has paused it, and enables it again
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 class _State:
@@ -145,7 +151,7 @@ class _State:
         self.kind, self.attributes, self.changed = kind, attributes, changed
         self.as_made: dict[str, object] = {}
         self.containers: list[Any] = []
-        self.contents: list[list[Any]] = []
+        self.contents = _NOTHING
         self.is_noted = False
 
     def is_hooked(self) -> bool:
@@ -170,16 +176,24 @@ class _State:
                     count_assignment()
                 elif any(container is self.as_made.get(name) for name in HOOKS):
                     count_hook()  # a run may have removed a hook of the model
+        if any(self.attributes.get(name) is not self.as_made.get(name) for name in HOOKS):
+            count_hook()  # a run has assigned another dict
         for name in self.attributes.keys() - self.as_made.keys() - {BOUND}:
             del self.attributes[name]
         self.attributes.update(self.as_made)
 
     def kept_setting(self) -> str | None:
         """See `View.kept_setting`."""
+        made = self.as_made
+        if len(self.attributes) == len(made) and all(
+            map(is_, self.attributes.values(), made.values())
+        ):
+            return None
         for name, value in self.attributes.items():
-            before = self.as_made.get(name, _MISSING)
-            # Libraries replace their tables, lists and dicts, and wrappers of a forward.
-            is_kept = type(before) in _REPLACED or value is before or name.startswith("_")
+            before = made.get(name, _MISSING)
+            # Ignore what libraries replace: tables, lists, dicts, None and a forward's wrapper.
+            is_replaced = type(before) in _REPLACED or name.startswith("_")
+            is_kept = value is before or (is_replaced and name not in HOOKS)
             # `generate` calls `eval()`, which changes nothing: no run in flight has dropout.
             is_eval = name == "training" and value is False
             if not (is_kept or is_eval):
@@ -199,6 +213,7 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, set))
 _COLLECTIONS = (dict, list, tuple, set)
 _REPLACED = frozenset((*_CONTAINERS, torch.Tensor, type(None), AroundForward))
 _MISSING = object()
+_NOTHING: list[list[Any]] = []
 
 
 def _noting(kind: type) -> type:
@@ -222,6 +237,7 @@ def _noting(kind: type) -> type:
     }
     # A copy of a view's module does not belong to the view.
     methods["__reduce__"] = lambda self: (kind, (), None, None, iter(self.items()))
+    methods["copy"] = lambda self: kind(self)
     return type(kind.__name__, (kind,), {"__slots__": ("owner",), **methods})
 
 
@@ -237,12 +253,14 @@ _WITH_STATE = (
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     "tl_devicefix.simulation.backward",
 )
-_OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
 _OF_MODULES = frozenset(
-    ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", *HOOKS)
+    name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
-_SHARED = frozenset(vars(nn.Module())) - _OF_MODULES
-"""Hooks of state dicts, and sets of hooks' numbers: copying them doubles the time of a view."""
+_OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
+_PARTS = frozenset(("_parameters", "_buffers", "_modules"))
+_SHARED_IF_EMPTY = _OF_MODULES - _PARTS - {"_non_persistent_buffers_set", *HOOKS}
+"""Hooks of state dicts, and sets of hooks' numbers. If each view had its own empty ones, it would
+have twice as many objects, which the garbage collector visits."""
 
 
 class ViewBuilder:
@@ -253,6 +271,8 @@ class ViewBuilder:
         """Of counterparts with attributes: modules, and objects such as a Bridge's conversions."""
         self.changed: list[_State] = []
         """Those whose dicts were written to."""
+        self.unnoted: list[dict[str, object]] = []
+        """Empty dicts of hook points that no run may fill; see `View.kept_setting`."""
         self.is_captured = False
         self.bound: list[tuple[dict[str, object], Any]] = []
         """Attributes of fused modules, with what the original has cached."""
@@ -265,7 +285,7 @@ class ViewBuilder:
     def of(self, model: nn.Module) -> Any:
         """Return the counterpart of a model, complete."""
         hf_model = getattr(model, "original_model", model)  # of a Bridge
-        self._of_model = {id(module) for module in (*model.modules(), *hf_model.modules())}
+        self._of_model = {id(module) for root in {model, hf_model} for module in each_module(root)}
         counterpart = self(model)
         # Use a loop: recursion would go as deep as modules refer to one another.
         while self._to_fill:
@@ -324,9 +344,13 @@ class ViewBuilder:
             if value_kind in _PLAIN:
                 continue
             if value_kind in _CONTAINERS and _is_own(kind, name):
-                attributes[name] = self._own(value) if value else self._new(value_kind)
-            elif value_kind in _CONTAINERS and not value:
-                continue
+                if value:
+                    attributes[name] = self._own(value)
+                elif name in _PARTS and issubclass(kind, HookPoint):
+                    attributes[name] = unnoted = dict[str, object]()
+                    self.unnoted.append(unnoted)
+                elif name not in _SHARED_IF_EMPTY:
+                    attributes[name] = self._new(value_kind)
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -418,7 +442,9 @@ class ViewBuilder:
             elif issubclass(kind, _COLLECTIONS):
                 parts = contents_of(value)
             elif is_of_user(kind):
-                parts = getattr(value, "__dict__", {}).values()
+                held = getattr(value, "__dict__", {}).values()
+                several = (contents_of(it) for it in held if issubclass(type(it), _COLLECTIONS))
+                parts = itertools.chain(held, *several)
             if any(id(part) in self._of_model for part in parts):
                 self.is_captured = True
 
@@ -438,13 +464,11 @@ class ViewBuilder:
 def _is_own(kind: type, name: str) -> bool:
     """Return True if objects of a class each have their own container under this name."""
     # Other containers of a module are shared: they may be the user's, as in `model.results = []`.
-    if issubclass(kind, HookPoint):  # no run gives one weights or parts
-        return name in _OF_HOOK_POINTS or name in HOOKS
-    is_of_library = _is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_")
     return (
         not issubclass(kind, nn.Module)
         or name in _OF_MODULES
-        or (is_of_library and name not in _SHARED)
+        or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
+        or (_is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_"))
     )
 
 
@@ -466,7 +490,7 @@ def contents_of(container: Any) -> list[Any]:
 def refill(container: Any, contents: list[Any]) -> None:
     """Give a dict, list or set these contents, in place: other objects may hold it."""
     kind = next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), None)
-    if kind is not None:  # by the class's own methods, which note nothing
+    if kind is not None:  # by the class's own methods (`OrderedDict.update` notes a change)
         n = len(contents) // 2
         kind.clear(container)
         kind.update(container, zip(contents[:n], contents[n:]))

@@ -21,7 +21,7 @@ from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
 BOUND = "_tl_devicefix_bound"
-"""The attribute of a fused module that caches facts about it. Copies and views start without."""
+"""The attribute of a fused module that caches facts about it. Copies start without."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
 """The attribute of modules that were asked to fuse: the reason why they cannot, or None."""
 

@@ -1,13 +1,13 @@
 """KV caches that grow in place, and rotate each key once.
 
-TransformerLens copies a block's whole entry for each token, and rotates all of its keys again. Here
-each tensor of an entry is a view of a larger one, with room for more tokens:
+TransformerLens copies a block's whole entry for each token, and rotates all of its keys again.
+Here, from 192 tokens on, each tensor of an entry is a view of a larger one, with room for more:
 
     past_keys     [k0 k1 ... k191 | room            ]   a view of the first 192
     rotated keys  [r0 r1 ... r191 | room            ]   cached here
 
-A frozen entry uses TransformerLens's `append`. If an entry's tensors were replaced, they are copied
-to larger ones again; if its keys were edited in place, all are rotated again.
+Others, and frozen entries, use TransformerLens's `append`. If an entry's tensors were replaced,
+they are copied to larger ones again; if its keys were edited in place, all are rotated again.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def records(hook: object) -> bool:
 _assignments = count(1)  # `next` is atomic, `+= 1` is not
 _n_assigned = 0
 _watched: WeakSet[nn.Module] = WeakSet()
-"""The modules of all fused blocks. Assignments within others are not counted."""
+"""The modules of all fused blocks. Assignments within others count only in a run's view."""
 
 
 def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

@@ -42,7 +42,7 @@ def attend(
         if dtype.itemsize < 4:
             q, k, v = q.float(), k.float(), v.float()  # 16 bits do not hold the bias
         bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
-        # `where` copies: a backward cannot save a mask made in inference mode.
+        # `where` makes a new tensor: a backward cannot save one made in inference mode.
         attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
         is_causal = False
     if not q.dtype == k.dtype == v.dtype:  # a hook may have changed one

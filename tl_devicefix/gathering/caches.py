@@ -62,10 +62,15 @@ class CacheAtHome(dict[str, torch.Tensor]):
         """Return a tensor as `dict.pop` does, at home."""
         return move(_read(super().pop(name, *default)), self.home)
 
+    def popitem(self) -> tuple[str, torch.Tensor]:
+        """Return a name and a tensor as `dict.popitem` does, at home."""
+        name, value = super().popitem()
+        return name, move(_read(value), self.home)
+
     if not TYPE_CHECKING:  # their types are those of dict's methods
         # dict's own methods bypass `__getitem__`.
         get, setdefault = MutableMapping.get, MutableMapping.setdefault
-        items, values, popitem = MutableMapping.items, MutableMapping.values, MutableMapping.popitem
+        items, values = MutableMapping.items, MutableMapping.values
 
     def copy(self) -> CacheAtHome:
         """Return a shallow copy with the same home."""

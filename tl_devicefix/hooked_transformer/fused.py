@@ -1,7 +1,7 @@
 """Run a block of a HookedTransformer as one function of its weights.
 
     no hooks inside                            `_block`
-    hooks inside, or a module not listed here  TransformerLens's block around `_fused_attention`
+    other hooks inside, or an unlisted norm    TransformerLens's block around `_fused_attention`
     hooks on scores or pattern, anything else  TransformerLens's block, which builds a pattern
 
 Hooks on the residual stream, and on what attention and MLP add to it, count as outside.
@@ -320,7 +320,7 @@ def _fused_attention(
     past_kv_cache_entry: kv_cache.Entry | None,
     attention_mask: Padding | None,
 ) -> Residual:
-    """Run attention by SDPA on normalised inputs; call its modules if `is_hooked`."""
+    """Run attention by SDPA on the block's inputs to it; call its modules if `is_hooked`."""
     cfg, modules, named = attn.cfg, attn._modules, attn._parameters
     entry, padding = past_kv_cache_entry, attention_mask
 

@@ -1,6 +1,6 @@
 """`HookedTransformer.from_pretrained` across n devices.
 
-Each device holds at most one component beyond the model:
+Each GPU holds at most one component beyond the model:
 
     source -> one component -> its device -> fold in float32 -> round once -> the model's parameter
 """
@@ -76,8 +76,8 @@ def from_pretrained(
         device_map: instead of `n_devices`, "balanced" or "auto", "sequential", one device, or a
             dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
         max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
-            (`{0: "20GiB", 1: "40GiB"}`). All devices in the dict are used, unless `n_devices`
-            limits them.
+            (`{0: "20GiB", 1: "40GiB"}`). All GPUs in the dict are used, unless `n_devices` or
+            `device_map` says which; "cpu" in it allows offloading.
         fuse_blocks: run each block as one function; see `tl_devicefix.fuse_blocks`.
         on_mismatch: "warn" (the default), "refuse" or "ignore": what to do if the model would not
             give transformers' numbers. A tiny random model of the same config is checked before
@@ -88,7 +88,7 @@ def from_pretrained(
     a fine-tune that TransformerLens does not list. `revision`, `cache_dir`, `token` and
     `local_files_only` are as in transformers. `hf_model` may be on any devices, offloaded in part
     or whole, or quantised by bitsandbytes. It may be a PEFT model: its active adapters are merged
-    into your copy; it is never changed. `n_devices=4` with `device="cuda:2"` means cuda:2 to
+    as they are read. It is never changed. `n_devices=4` with `device="cuda:2"` means cuda:2 to
     cuda:5. The model's `placement` says where its components are.
 
     Weights are folded in float32 or wider, and rounded to `dtype` once. So in bfloat16 and float16,
@@ -148,7 +148,7 @@ def _load(
     for_workers = {**arguments, **hf_kwargs, "dtype": dtype, "on_mismatch": "ignore"}
     load = "transformer_lens:HookedTransformer.from_pretrained"
     with loading_elsewhere(placement, load, model_name, for_workers, **hf_kwargs) as remotes:
-        with one_load:  # it replaces methods of all models meanwhile
+        with one_load:  # loading replaces methods of classes meanwhile
             source = _open_source(model_name, cfg, arguments["hf_model"], dtype, hf_kwargs)
             hf_model = getattr(source, "hf_model", None)
             tokenizer, side = arguments["tokenizer"], arguments["default_padding_side"]

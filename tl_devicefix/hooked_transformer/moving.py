@@ -129,7 +129,7 @@ def _follow_weights(model: HookedTransformer) -> None:
     device, placement = devices.pop(), placement_of(model)
     model.cfg.device = str(device)
     if placement is not None:
-        settle(model, placement.gathered_on(device))
+        settle(model, placement.gathered_on(device).reweighed(model))
     else:
         running.unalign(model)
 
@@ -160,7 +160,7 @@ def move_model_modules_to_device(original: Callable[..., None], self: HookedTran
 
 
 def _is_spread_by(placement: Placement, cfg: HookedTransformerConfig) -> bool:
-    """Return True if a placement is split or offloaded, and still fits the config's devices."""
+    """Return True if a placement is split or offloaded, and agrees with the config's devices."""
     if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1

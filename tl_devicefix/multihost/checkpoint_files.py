@@ -35,7 +35,10 @@ def files_of(name: str, hub: dict[str, object]) -> Files:
 def differences(files: Files, name: str, hub: dict[str, object]) -> list[str]:
     """Return how the files here differ from another host's."""
     own = files_of(name, hub)
-    wrong = [f"has no {file}" for file in files.keys() - own.keys()]
+    wrong = [f"has no {file}" for file in sorted(files.keys() - own.keys())]
+    # transformers may prefer these. In the hub's cache, home may only have fetched fewer so far.
+    if is_checkpoint_directory(name):
+        wrong += [f"has {file}, which is not here" for file in sorted(own.keys() - files.keys())]
     for file in sorted(files.keys() & own.keys()):
         (nbytes, checksum), (own_nbytes, own_checksum) = files[file], own[file]
         if own_nbytes != nbytes:

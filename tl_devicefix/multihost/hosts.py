@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,8 @@ class Host:
     Attributes:
         name: "node-b"; "host1" if two hosts have the same name.
         devices: the names of its devices there ("cuda:0"), in order.
-        forgotten: numbers of values that the worker may free. The next run sends them.
+        forgotten: numbers of values that the worker may free. The next run, load or
+            `free_memory` sends them.
     """
 
     def __init__(self, name: str, devices: tuple[str, ...] = ()) -> None:
@@ -41,13 +43,17 @@ class Host:
         """Call a method of the host's `Worker`, and wait for its result.
 
         Raises:
-            HostLost: at once, if the host is lost.
+            HostLost: within seconds, if the host is lost.
         """
         raise NotImplementedError
 
     def take_forgotten(self) -> list[int]:
         """Empty `forgotten`, and return its numbers."""
-        return [self.forgotten.pop() for _ in range(len(self.forgotten))]  # others may append
+        taken: list[int] = []
+        with contextlib.suppress(IndexError):  # other threads may append, and take
+            while True:
+                taken.append(self.forgotten.pop())
+        return taken
 
 
 class Hosts(Elsewhere):

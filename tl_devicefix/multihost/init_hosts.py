@@ -34,8 +34,8 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
 
     It starts a worker on each other node, with all of its devices. Workers end with this process.
     If any other node has GPUs, those without are left out. In a cluster of one node, and without a
-    cluster unless you ask for one, it does nothing. After a lost host, call it again: it starts new
-    workers on the nodes that are left.
+    cluster unless you ask for one, it does nothing. Once hosts have joined, it does nothing, unless
+    one is lost: then it starts new workers on the nodes that are left.
 
     Args:
         address: the head node's, "head:6379"; by default RAY_ADDRESS, or the cluster that this

@@ -40,7 +40,7 @@ def loading_elsewhere(
         Block -> the part of the model on its host, for each block of another host.
 
     Raises:
-        ValueError: if a host cannot load the checkpoint, or has other files.
+        ValueError: if `hf_model` is given, or a host's files differ.
     """
     places = {c.name: host_of(c.device) for c in placement.components if is_elsewhere(c.device)}
     if not places:

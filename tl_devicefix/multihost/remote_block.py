@@ -5,9 +5,9 @@ Their hook points, and all user code, stay in this process. At a hook point with
 worker pauses, and the hook gets the activation as a plain tensor. A hook that only looks, such as
 those of `run_with_cache`, pauses nothing: the activation stays on its host until it is read.
 
-Consecutive blocks of one host wait, and return a `RemoteTensor`, until one of them has a hook or
-the last one's output is read: then one call runs them all. Code that you replace here, such as a
-class's method, is not replaced on the worker.
+Consecutive blocks of one host wait, and return a `RemoteTensor`, until one has a tap or a torch
+hook, or the last one's output is read: then one call runs them all. Code that you replace here,
+such as a class's method, is not replaced on the worker.
 """
 
 from __future__ import annotations
@@ -113,10 +113,11 @@ class _Record:
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
         self.remote, self.index = remote, index
         self.forms: dict[tuple[object, ...], type] = {}
+        self._configs: dict[str, dict[str, Any]] = {}
         self.look_at(block)
 
     def look_at(self, block: nn.Module) -> None:
-        """Record the block's hook points, and its settings as its host has them."""
+        """Record the block's hook points, and its settings when each config was first seen."""
         named = list(block.named_modules())
         self.points = [path for path, module in named if isinstance(module, HookPoint)]
         # Keep each config's first path: most modules of a block share one.
@@ -127,7 +128,9 @@ class _Record:
             for path, config in reversed(configs.items())
             if package_of(type(config)) in known
         }
-        self._configs = {path: dict(vars(configs[path])) for path in first.values()}
+        # Keep what was seen before: the worker may lack what has been changed here since then.
+        now = {path: dict(vars(configs[path])) for path in first.values()}
+        self._configs = {path: self._configs.get(path, its) for path, its in now.items()}
 
     def listened(self, block: nn.Module) -> dict[str, bool]:
         """Map each hook point that has hooks to True if these only look."""
@@ -268,12 +271,20 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     form = record.forms.get(step.form)
     # A block with taps or torch hooks runs at once: they run before those of later blocks. So does
     # a block whose type of output, a tensor or a tuple, is not known yet.
-    is_watched = step.taps or self._forward_hooks or self._backward_hooks
+    torch_hooks = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+    is_watched = step.taps or torch_hooks
     if is_watched or form is None or not is_in_forward():
         output.read()
         return waiting.returned
     kept[_WAITING] = waiting
     return (output,) if form is tuple else output
+
+
+def _call(self: RemoteBlock, *args: Any, **kwargs: Any) -> Any:
+    """Call the block, as torch does."""
+    if self._backward_hooks or self._backward_pre_hooks:  # torch adds a node to the inputs' graph
+        args = tuple(map(plain, args))
+    return nn.Module.__call__(self, *args, **kwargs)
 
 
 def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
@@ -297,7 +308,7 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # The mixin comes last: Python lets a module whose class derives from ABC change only to a class
     # that has the old one as its first base. A Bridge block's `__call__` expects weights here.
-    block_methods = {"forward": _run_there, "__call__": nn.Module.__call__}
+    block_methods = {"forward": _run_there, "__call__": _call}
     has = {"__module__": __name__, **(block_methods if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
@@ -354,7 +365,8 @@ class _Step:
 
     It refuses what its worker would not know of: before anything has run, modes of this process
     (autocast, torch.func, torch.compile, training) and a KV cache that does not grow by appending;
-    after each hook, in `check_after_hook`, what the hook has done to the same block.
+    after each hook, in `check_after_hook`, new hooks on the same block and writes to earlier
+    activations.
     """
 
     def __init__(
@@ -409,14 +421,16 @@ class _Step:
 
     def _part(self, value: object) -> object:
         """Return an entry's attribute as it is sent: a tensor that only the worker has, by name."""
-        if not (isinstance(value, RemoteTensor) and value.source):
+        if not (isinstance(value, RemoteTensor) and value.handle):
             return value
-        handle, kept = value.source
-        if torch.is_grad_enabled() and handle.has_graph:
+        if torch.is_grad_enabled() and value.handle.has_graph:
             raise RuntimeError(
                 "gradients do not pass through a KV cache of blocks on another host: run what "
                 "fills the cache, or what uses it, within torch.no_grad()"
             )
+        if not value.source:  # a view, which is sent by its values
+            return value
+        handle, kept = value.source
         self._used.append(handle)
         is_there = handle.host is self.record.remote.host and not value.is_fetched
         return kept if is_there else value.read()

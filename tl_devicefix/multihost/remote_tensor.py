@@ -48,9 +48,11 @@ class RemoteTensor(TensorElsewhere):
 
     Attributes:
         source: the handle that it is kept for, and its `KeptTensor`; None if the worker keeps none.
+        handle: the same handle, which views have too; None if the worker keeps none.
     """
 
     source: Any
+    handle: Any
     _is_param: bool  # makes torch take it for a parameter
     _weight_is: str
     _waits: bool
@@ -68,6 +70,7 @@ class RemoteTensor(TensorElsewhere):
         waits: bool = False,
         source: object = None,
         strides: tuple[int, ...] | None = None,
+        handle: object = None,
     ) -> RemoteTensor:
         """Make a tensor whose values `fetch` returns.
 
@@ -80,10 +83,12 @@ class RemoteTensor(TensorElsewhere):
             waits: True for the output of blocks that have not run, which may have a graph.
             source: see the class.
             strides: the strides of the values; None if they are contiguous.
+            handle: see the class; by default, that of `source`.
         """
         made = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)
         made._is_param, made._weight_is, made._waits = bool(weight_is), weight_is, waits
         made._fetch, made._value, made.source = fetch, None, source
+        made.handle = made.source[0] if made.source else handle
         return made
 
     @property
@@ -129,6 +134,7 @@ class RemoteTensor(TensorElsewhere):
                         lambda: func(this.read(), *args[1:], **kwargs),
                         *(like.shape, like.dtype, this.device, this._weight_is),
                         strides=like.stride(),
+                        handle=this.handle,
                     )
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}  # where the weights are, by their storages here

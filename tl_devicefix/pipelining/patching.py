@@ -39,7 +39,7 @@ class batch_sweeps:
         tl_devicefix.batch_sweeps(16)  # from here on, in all threads
 
     It applies to `generic_activation_patch` and all `get_act_patch_*` that use it. Your metric is
-    called for each run with that run's logits. Numbers equal those of single runs up to float32
+    called for each run with that run's logits. Numbers equal those of single runs up to
     rounding, and a batch takes the memory of a forward of that many prompts. Elsewhere, pass
     `batch_size` to `sweep`.
 

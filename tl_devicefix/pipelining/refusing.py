@@ -24,7 +24,7 @@ _RANDOM = {
     *("lobpcg", "pca_lowrank", "svd_lowrank", "kaiming_normal", "kaiming_uniform", "orthogonal"),
     *("sparse", "trunc_normal", "log_normal", "xavier_normal", "xavier_uniform"),
 }
-# Functions that draw unless an argument is zero: its position, names and default.
+# Functions that draw unless an argument is false or zero: its position, names and default.
 _UNLESS: dict[str, tuple[int, tuple[str, ...], float]] = {
     **dict.fromkeys(
         ("dropout", "dropout1d", "dropout2d", "dropout3d"), (2, ("training", "train"), True)

@@ -73,16 +73,15 @@ def sweep(
 
     The results are the same and come sooner. Each run starts at the first block that its hooks
     change, from the residual stream of the unpatched run, so a sweep of all layers runs half the
-    blocks. On n devices, up to n + 1 runs have been launched when you get the first result, and
+    blocks. On n devices, up to n + 1 forwards have been launched when you get the first result, and
     each device computes a different one; a hook that reads a value (`.item()`, `print`) waits for
-    its run, and so do later runs. If an earlier block has other hooks (permanent or not, PyTorch's
-    too), or a module that is not TransformerLens's, such as an SAE, the run starts there. It starts
-    at the first block
+    its run, and so do later runs. A run starts earlier, at the first block that has other hooks
+    (permanent or not, PyTorch's too), a module that is not a known library's, such as an SAE, or,
+    with autograd on, a parameter that needs a gradient (so use `torch.no_grad()`). It starts at
+    block 0
 
-    - if the embedding has such hooks or modules;
-    - if autograd is on and a parameter of a skipped block needs a gradient (so use
-      `torch.no_grad()`);
-    - if you pass a KV cache or another argument that a run changes;
+    - if the embedding has any of these;
+    - if you pass a KV cache, or an argument that `sweep` does not know;
     - for Bridges in training mode, or of an architecture whose blocks may pass more than the
       residual stream to each other.
 
@@ -90,18 +89,17 @@ def sweep(
     starts at the first block that any of them changes. A hook sees its own run's rows, as if it ran
     alone, and may edit them in place, return a tensor of their shape, or return None;
     `hook.ctx` is a copy for its run. Permanent hooks, and modules that are not TransformerLens's,
-    see the whole batch once. Results equal those of `batch_size=1` up to float32 rounding, not
-    bit for bit. A batch takes the memory of a forward of that many prompts. The
-    results of a batch are parts of one tensor and one graph: clone a result to keep it alone, and
-    differentiate the results of a batch together.
+    see the whole batch once. Results equal those of `batch_size=1` up to rounding, not bit for bit.
+    A batch takes the memory of a forward of that many prompts. Its results are parts of one tensor
+    and one graph: clone a result to keep it alone, and differentiate them together.
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. They and the model (weights, buffers, modules,
             settings, hooks) may not change until the last run has ended.
-        runs: lists of (name, hook), read no further than needed. Hooks may read the model. Each run
-            has a thread across hosts, and on several devices with offloaded blocks: there, hooks
-            may neither run nor hook the model.
+        runs: lists of (name, hook), read no further than needed. Hooks may read the model. Across
+            hosts, or with offloaded blocks on several devices, each run has its own thread, and
+            hooks may neither run nor hook the model.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
@@ -151,7 +149,7 @@ def _sweep(
     streams = _ResidualStreams(model, tokens, arguments)
     skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
-    # The caller's thread reads this, so the unpatched run goes on there, not in a run in flight.
+    # The caller's thread iterates over this, so the unpatched blocks run there.
     def starts() -> Iterator[_Start]:
         numbered = _checked_runs(runs, points, progress)
         for number in itertools.count(0, batch_size):
@@ -240,7 +238,7 @@ class _FirstBlock:
 
     Blocks below it
 
-    - have no hook, neither the run's nor another;
+    - have no hook of the user's, neither the run's nor another;
     - contain nothing that may behave differently in another run;
     - record nothing for autograd.
     """
@@ -353,7 +351,7 @@ def _is_users_hook(module: nn.Module, hook: object) -> bool:
 class _ResidualStreams:
     """The outputs of a model's blocks in the unpatched run, computed when they are asked for.
 
-    It keeps them, so that runs compute each block once, whatever the order of their layers. If all
+    It keeps them, so that each block is computed once, in whatever order they are asked for. If all
     outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
     and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
     """

@@ -60,7 +60,8 @@ def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:
 
 def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> list[int]:
     blocks, shared, at_home = _weigh(sizes)
-    n_used = min(len(rooms), max(len(blocks), 1))
+    # Without a block for each device, any may be left out: home may hold the embeddings alone.
+    n_used = min(len(rooms), max(len(blocks), 1)) if at_least else len(rooms)
     largest = max((room for room in rooms if room is not None), default=1)
     divisors = [float(largest if room is None else room) or 1.0 for room in rooms]
     prefix = list(itertools.accumulate(blocks, initial=0))
@@ -146,7 +147,7 @@ def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
     Ties go to equal numbers of offloaded blocks, then of blocks. If none fits, all are offloaded.
     """
     blocks, shared, at_home = _weigh(sizes)
-    block = max(blocks, default=0)  # all blocks of a model weigh the same
+    block = max(blocks, default=0)  # as if all blocks weighed the same
     left = [
         None if room is None else room - (0 if position else at_home)
         for position, room in enumerate(rooms)

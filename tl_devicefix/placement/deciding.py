@@ -1,8 +1,8 @@
 """Decide where each component of a model lives, from its size and the user's arguments.
 
-`decide` reads sizes, the arguments, and devices with their free memory, and changes nothing. Its
-vocabulary is accelerate's: `device_map`, `max_memory`, `n_devices`. It returns a `Placement`, which
-loading, routing and reporting read.
+`decide` reads sizes, the arguments, and devices with their free memory, and changes nothing.
+`device_map` and `max_memory` are accelerate's words, `n_devices` is TransformerLens's. It returns a
+`Placement`, which loading, routing and reporting read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def decide_fitting(
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     limited = max_memory if isinstance(max_memory, Mapping) else ()
     indices = [named for named in (device, *in_map, *limited) if type(named) is int]
-    if indices and default_device() == CPU:
+    if indices and default_device() == CPU and not others().devices:
         _log.warning(
             "device %d is asked for, but there is no GPU here, so the model is placed on the CPU",
             indices[0],

@@ -20,7 +20,7 @@ DeviceLike = str | int | torch.device
 """A device as torch takes it, an index, or a name with its host: "host1/cuda:1"."""
 
 CPU = torch.device("cpu")
-"""The memory of offloaded blocks' weights."""
+"""The CPU, which also has the weights of offloaded blocks."""
 
 
 def default_device() -> torch.device:
@@ -52,7 +52,7 @@ def simulated_device() -> torch.device | None:
 def with_index(device: torch.device) -> torch.device:
     """Return `device` with an explicit index, so that "cuda" and "cuda:0" compare equal.
 
-    Device types that have no index (cpu, meta) are returned as they are.
+    Device types that have no index (cpu, meta) are returned without one.
     """
     if is_elsewhere(device):
         return device
@@ -86,7 +86,7 @@ def set_others(others: Elsewhere) -> None:
 
 
 def others() -> Elsewhere:
-    """Return what knows the devices elsewhere; within a simulation, `NOBODY`."""
+    """Return the record of devices elsewhere; within a simulation, `NOBODY`."""
     return _others if simulated_device() is None else NOBODY
 
 
@@ -116,11 +116,11 @@ def is_device(named: object) -> bool:
 
 
 def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torch.device:
-    """Turn a user's way of naming a device into a `torch.device` that exists here.
+    """Turn a user's way of naming a device into a `torch.device` that exists.
 
     Args:
         device: a name, or an index of a device of home's type; for devices elsewhere, a name with a
-            slash, or a further index.
+            slash, or an index after this host's.
         home: the model's home. If it is None, or has no index (the CPU), an index is of the type
             that TransformerLens would choose.
     """
@@ -145,7 +145,7 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
         return _existing(with_index(torch.device(device)), named=str(device))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]  # such as "Torch not compiled with CUDA enabled"
-        if reason.startswith("Expected one of cpu, cuda"):  # and twenty types that nobody has
+        if reason.startswith("Expected one of cpu, cuda"):  # torch lists twenty others
             reason = (
                 "torch calls GPUs 'cuda:0', 'cuda:1' and so on, Apple's 'mps', and the CPU 'cpu'; "
                 "'sim:0' exists within `with tl_devicefix.simulate(4):`"
@@ -158,7 +158,7 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
 
 
 def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
-    """Resolve a device to move a model to, as torch does: from the CPU too, 1 is "cuda:1"."""
+    """Resolve a device to move a model to. As in torch, 1 is "cuda:1" even if home is the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and not has_index(home) and not has_index(default_device()):
         home = accelerator
@@ -191,12 +191,13 @@ def device_count(device_type: str) -> int:
 
 
 def consecutive(first: torch.device, count: int) -> list[torch.device]:
-    """Return the devices `first`, `first + 1`, ... (`count` of them)."""
+    """Return `count` devices from `first` on; those of other hosts come last."""
     if count == 1:
         return [first]
     start = first.index or 0
-    if start + count <= len(others().devices):
-        return [*others().devices[start : start + count]]
+    known = [*others().devices[start : start + count]]
+    if len(known) == count and known[0] == first:
+        return known
     if first.type == "cpu" or start + count > device_count(first.type):
         simulated = (
             f"load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
@@ -212,10 +213,10 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that a device reports as free; None if it does not say.
+    """Return the bytes that torch may still use on a device; None if it does not say.
 
     Memory of other processes counts as used. Unused memory in this process's caching allocator
-    counts as free: torch reuses it, unless `set_per_process_memory_fraction` forbids that.
+    counts as free, since torch reuses it. `set_per_process_memory_fraction` caps the sum.
     """
     if is_elsewhere(device):
         return others().free_memory(device)
@@ -248,7 +249,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def stamp(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what differs once a live tensor is replaced, frozen or changed, even by `W.data =`."""
+    """Return what changes if a live tensor is replaced, frozen, edited, or given other `.data`."""
     return id(tensor), tensor.data_ptr(), version_of(tensor), tensor.requires_grad
 
 
@@ -258,14 +259,14 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has values; one of a dry run has none."""
+    """Return False for a tensor of a dry run, which has no values."""
     return getattr(tensor, "has_values", True)
 
 
 class OwnRandomNumbers(TorchFunctionMode):
     """Fills this thread's tensors from a separate generator, within a `with` block.
 
-    It draws nothing from torch's global generator, which all threads share.
+    The functions in `_DRAWING` then draw nothing from torch's generator, which all threads share.
     """
 
     def __init__(self) -> None:
@@ -281,7 +282,7 @@ class OwnRandomNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# torch.nn.init's functions for linear layers call others without the mode.
+# Functions of torch.nn.init are here too: the mode does not see what some of them call.
 _DRAWING = frozenset(
     (
         *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
@@ -293,7 +294,7 @@ _DRAWING = frozenset(
 class EmptyOnMeta(TorchFunctionMode):
     """Makes this thread's empty tensors on meta, within a `with` block.
 
-    The weights of transformers' modules begin so, and take no memory; rotary tables have values.
+    So weights of transformers' modules take no memory; rotary tables have values.
     """
 
     def __torch_function__(

@@ -60,7 +60,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
 def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> None:
     """Move each component of a model to its planned device, and the other tensors of `rest` home.
 
-    A tensor that several components share goes to the first one's device.
+    A parameter that several components share goes to the first one's device.
     """
     placed: set[int] = set()
     mover = Mover()

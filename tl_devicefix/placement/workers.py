@@ -24,8 +24,8 @@ _Result = TypeVar("_Result")
 # The lock is held
 # 1. while an empty or a tiny model is made: torch, transformers, accelerate and this package
 #    replace classes' methods and settings for that;
-# 2. while components move to devices: `torch.set_num_threads` also sets how many threads new ones
-#    begin with;
+# 2. while components move to devices: `torch.set_num_threads` also applies to Python threads that
+#    start later;
 # 3. while TransformerLens reads a config: its name for AutoConfig is replaced for that;
 # 4. while hosts join: a load that began meanwhile would miss them.
 # The workers of a load may not take it: the thread that waits for them holds it.
@@ -41,8 +41,8 @@ def each_on_its_device(
 ) -> None:
     """Call `do` for each unit, in a thread for each device if there are several.
 
-    After an error or an interrupt no further unit begins, and no thread is left. If several units
-    fail, the error of the first one is raised.
+    After an error or an interrupt, units that have not begun are cancelled, and no thread is left.
+    If several units fail, the error of the first one is raised.
 
     Args:
         do: called with each unit. Not a closure: tracebacks would keep its cells alive.

@@ -2,7 +2,7 @@
 
 While an error passes through torch's autograd engine, the engine restores the device's stream. For
 a backend in Python, that ends the process. So errors in hooks, operations and `Function.backward`
-are kept until the engine is done; then the first one is raised. Ctrl-C waits as well.
+are kept until the engine is done. Then Ctrl-C is raised, or else the first error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
-        # Stay in this thread: torch would start a worker for each device, and knows of one device.
+        # Stay in this thread: torch has a worker for each device, and knows of one device only.
         with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
             return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 
@@ -96,7 +96,7 @@ def _check_device(index: int, expected: object, gradient: object) -> None:
 
 
 def raise_or_keep(error: Exception) -> None:
-    """Raise an operation's error; in a backward pass, keep it and let the operation go on."""
+    """Raise an operation's error; in a backward, outside hooks, keep it and let it go on."""
     if _running.engines and not _running.hooks:
         _running.errors.append(error)
         return
@@ -107,7 +107,9 @@ def raise_or_keep(error: Exception) -> None:
 
 
 def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
-    """Call the user's code within an engine; if it fails, keep the error and call `otherwise`."""
+    """Call the user's code; if it fails within an engine, keep the error and call `otherwise`."""
+    if not _running.engines:
+        return call()
     if _running.errors:  # the pass has failed already, so the rest does not matter
         return otherwise()
     _running.hooks += 1
@@ -134,8 +136,10 @@ class KeptErrors:
 
         def checked() -> object:
             result = self._hook(*args)
-            # The last argument is a gradient for a tensor's hook, a tuple of them for a module's.
-            pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (args[-1], result)))
+            # A tensor's hook gets its gradient, and a module's tuples: of the outputs before the
+            # backward, of the inputs and the outputs after it.
+            given = args[len(args) // 2]
+            pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (given, result)))
             for index, (before, after) in enumerate(pairs):
                 _check_device(index, before, after)
             return result
@@ -177,7 +181,7 @@ def saving(init: Callable[..., None]) -> Callable[..., None]:
 
         def unpack_kept(packed: tuple[Packed, Callable[[], torch.Tensor]]) -> torch.Tensor:
             value, zeros = packed
-            return _kept(lambda: unpack(value), zeros) if _running.engines else unpack(value)
+            return _kept(lambda: unpack(value), zeros)
 
         init(self, pack_with_zeros, unpack_kept)
 

@@ -24,7 +24,10 @@ _Result = TypeVar("_Result")
 
 
 class ThisForward(NamedTuple):
-    """Facts about the forward that a block is in; by default, it is not a Bridge's."""
+    """Facts about the forward in which a block runs.
+
+    The defaults are for a forward that is not a Bridge's.
+    """
 
     is_of_bridge: bool = False
     """True in a Bridge's forward with masks [batch, pos]: layers may run without wrappers."""

@@ -57,7 +57,7 @@ def forward(
 def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
     """Return True if a KV cache is given, asked for, or returned; `generate` asks for one."""
     names = "past_key_values", "cache", "use_cache", "use_past_kv_cache"
-    is_named = any(kwargs.get(name) is not None for name in names)
+    is_named = any(kwargs.get(name) not in (None, False) for name in names)
     return is_named or return_type == "logits_and_cache"
 
 

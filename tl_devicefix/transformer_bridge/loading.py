@@ -143,9 +143,8 @@ def _check_components(bridge: TransformerBridge) -> None:
 def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str:
     """Warn about parts of an `hf_model` that its config does not describe, and return them."""
     choice, hf_model = chosen_action(on_mismatch), options.get("hf_model")
-    if choice == "ignore" or not isinstance(hf_model, nn.Module):
-        return ""
-    if extra := extra_parts(hf_model):
+    extra = extra_parts(hf_model) if isinstance(hf_model, nn.Module) else ""
+    if extra and choice != "ignore":  # compatibility mode refuses them later, if not ignored there
         message = (
             f"hf_model has parts that its config does not describe ({extra}), which a "
             "TransformerBridge may leave out: compare its numbers with hf_model's, or silence this "
@@ -163,9 +162,10 @@ def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -
     if hf_model is not None:
         hf_config = copy.deepcopy(getattr(hf_model, "config", None))
     else:
-        read_by = ("trust_remote_code", "revision")
+        read_by = {k: options[k] for k in ("trust_remote_code", "revision") if k in options}
+        read_by.setdefault("trust_remote_code", False)  # or transformers asks at the terminal
         try:
-            hf_config = read_config(name, **{k: options[k] for k in read_by if k in options})
+            hf_config = read_config(name, **read_by)
         except ValueError:  # booting will report it
             return None
     if hf_config is None:  # a module of another library
@@ -201,8 +201,8 @@ def _boot_checkpoint(
     with contextlib.ExitStack() as stack:
         arguments["model_class"] = planned = _PlannedClass(options, elsewhere, stack)
         if planned.spreads:
-            # Hide these from TransformerLens, which would refuse a state space model: each block's
-            # state stays on its device.
+            # Hide these from TransformerLens: it would refuse to split a state space model, which
+            # works here, since each block's state stays on its device.
             for ours in ("device", "device_map", "n_devices", "max_memory"):
                 arguments.pop(ours, None)
             device_map = options.get("device_map")

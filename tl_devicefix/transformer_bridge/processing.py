@@ -7,8 +7,8 @@ are not.
 - Blocks: by the static methods of the installed `ProcessWeights`, which know every
   architecture. They are given one block at a time.
 - Value biases: by this package; TransformerLens's method fails where heads share them.
-- Embeddings and unembedding: in place by `tl_devicefix.weight_processing`; they are the
-  largest components, and a copy would double their memory.
+- Embeddings and unembedding: by `tl_devicefix.weight_processing`, in place in their working copy;
+  they are the largest components, and a second copy would need as much again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ def enable_compatibility_mode(
         )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
-    self.__dict__["numbers_warning"] = check_bridge_numbers(hf_config, name, on_mismatch, arguments)
+    # Weights that are processed stay so, whatever the arguments; and "ignore" checks nothing.
+    stays = self._weights_processed or chosen_action(on_mismatch) == "ignore"
+    earlier = vars(self).get("numbers_warning") if stays else None
+    warning = check_bridge_numbers(hf_config, name, on_mismatch, arguments)
+    self.__dict__["numbers_warning"] = earlier or warning
     forget_fused(self)  # some modules compute differently in compatibility mode
     original(self, *args, **kwargs)
     call_everywhere(self, "enable_compatibility_mode", {**arguments, "on_mismatch": "ignore"})

@@ -1,8 +1,8 @@
 """The check of a TransformerBridge on a tiny model: see `tl_devicefix/twin.py`.
 
-A Bridge runs transformers' own modules, so it is right as booted. It can be wrong once its
-weights are processed, or if hooks make it compute attention itself. So the tiny Bridge runs with
-and without hooks on its patterns.
+A Bridge computes attention, norms and activations partly itself, by its own config, so it can be
+wrong as booted, and once its weights are processed. The tiny Bridge runs with and without hooks on
+its patterns.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
     JointQKVAttentionBridge,
     JointQKVPositionEmbeddingsAttentionBridge,
+    NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
@@ -87,6 +88,8 @@ class _Unwrapping:
             if own is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
             self._wrapped.add(id(own))
+            if _computes_itself(module):
+                return NormOfBridge(module)
             if is_llama_rms_norm(own):
                 return RMSNorm(own)
             self._replace_parts(module)
@@ -105,7 +108,7 @@ class _Unwrapping:
         attributes = vars(copied)
         attributes.update((name, vars(module)[name]) for name in _OF_ANY_MODULE.difference(_HOOKS))
         attributes["_copy_of"], attributes["_splitter"] = module, self._splitters.get(id(module))
-        # If a module has a hook that has to be called, the Bridge's block runs.
+        # The copy has no hooks: if one has to be called, the Bridge's own forward runs.
         attributes.update((name, OrderedDict()) for name in _HOOKS)
         attributes["_modules"] = {
             name: None if child is None else self._replacement(child)
@@ -157,7 +160,8 @@ _HOOKS = [name for name in _OF_ANY_MODULE if name.endswith("_hooks") and "state"
 class _Copy:
     """Mixin for the copy of a module with other children.
 
-    All other attributes are read from the module, so the copy sees later changes.
+    All other attributes, except an SDPA layer's config, are read from the module, so the copy sees
+    later changes.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -209,6 +213,34 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
         parts = (part for part in own.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
+
+
+def _computes_itself(wrapper: GeneralizedComponent) -> bool:
+    """Return True for the wrapper of a norm that computes the norm itself."""
+    if class_of(wrapper).forward is not NormalizationBridge.forward:
+        return False
+    folds = getattr(wrapper.config, "layer_norm_folding", False)
+    return not (wrapper.use_native_layernorm_autograd or folds)
+
+
+class NormOfBridge(nn.Module):
+    """The norm that a wrapper computes, with the epsilon of the Bridge's config."""
+
+    def __init__(self, wrapper: GeneralizedComponent) -> None:
+        super().__init__()
+        norm: Any = wrapper.original_component
+        self._parameters = norm._parameters
+        vars(self)["_wrapper"] = wrapper  # not a submodule: its parameters would appear twice
+        self._is_usual = type(norm) is nn.LayerNorm and class_of(wrapper) is NormalizationBridge
+
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
+        """Return the normalised activations."""
+        wrapper, named = vars(self)["_wrapper"], self._parameters
+        weight, bias = named.get("weight"), named.get("bias")
+        if not self._is_usual or any(p is None or p.dtype != x.dtype for p in (weight, bias)):
+            return wrapper._python_norm_forward(x)  # type: ignore[no-any-return]
+        eps = getattr(wrapper.config, "eps", 1e-5)
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 class RMSNorm(nn.Module):

@@ -1,8 +1,8 @@
 """Cut a component into slices that are processed one by one, which needs little memory.
 
 A slice is some heads of an attention layer, some neurons of an MLP, or a part of the vocabulary.
-Each step treats a slice like the whole component. Only b_O is a sum over the heads: each slice
-continues the sum of those before it.
+Steps treat a slice like the whole component, with two exceptions: b_O continues the sum of earlier
+slices, and the vocabulary's means are computed beforehand.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `LN(x) = (x - mean) / std * w + b` followed by `@ W + b_W` is folded as `W' = w[:, None] * W` and
 `b_W' = b_W + b @ W`; as the normalised x has mean zero, W' may also be centred over d_model.
-RMSNorm has no bias and keeps the mean, so neither its readers nor its writers are centred. See the
-`HookedTransformer` methods of the same names.
+RMSNorm has no bias and keeps the mean, so neither its readers nor its writers are centred. See
+`HookedTransformer.fold_layer_norm` and the methods after it.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ def refactor_attention_of_block(block: Weights) -> None:
 
     # Fold the value biases into b_O first: they would not fit the new W_O.
     fold_value_biases_of_block(block)
-    # [heads, d_model, d_head], [heads, d_head], [heads, d_model, d_head]
-    U, S, Vh = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()
+    # Older TransformerLens calls the last one Vh, but it is V: [heads, d_model, d_head]
+    U, S, V = FactoredMatrix(block["attn.W_V"], block["attn.W_O"]).svd()
     block["attn.W_V"] = U @ S.diag_embed()
-    block["attn.W_O"] = Vh.transpose(-1, -2)  # [heads, d_head, d_model]
+    block["attn.W_O"] = V.transpose(-1, -2)  # [heads, d_head, d_model]
 
 
 def _with_bias_as_input(
