@@ -325,8 +325,8 @@ def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
         )
     if weight.is_meta:
         raise ValueError(
-            f"{name} is on the meta device, so it has a shape but no values: load the model that "
-            "it comes from with its weights (for hf_model, device_map=None)"
+            f"{name} is on the meta device, so it has a shape but no values: load the model "
+            "with its weights (for hf_model, device_map=None)"
         )
 
 

@@ -280,7 +280,7 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     return (output,) if form is tuple else output
 
 
-def _call(self: RemoteBlock, *args: Any, **kwargs: Any) -> Any:
+def _call(self: RemoteBlock, *args: object, **kwargs: object) -> object:
     """Call the block, as torch does."""
     if self._backward_hooks or self._backward_pre_hooks:  # torch adds a node to the inputs' graph
         args = tuple(map(plain, args))
