@@ -156,6 +156,9 @@ def test_runs_in_flight_of_a_model_with_dropout_are_refused(load, batches):
 ATTRIBUTES = {
     "training": lambda view: setattr(view.blocks[1].attn, "training", 1),
     "put_in": lambda view: setattr(view.blocks[1].mlp, "put_in", torch.ones(1)),
+    "a parameter, buffer or module": lambda view: setattr(
+        view.blocks[1].hook_resid_post, "probe", torch.nn.Identity()
+    ),
 }
 
 

@@ -110,7 +110,7 @@ class View(Generic[Module]):
         This visits all modules: call it once, after all runs.
         """
         if any(self._unnoted):
-            return "a parameter, buffer or module of a HookPoint"
+            return "a parameter, buffer or module of HookPoint"
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
         modules = (state for state in self._states if issubclass(state.kind, nn.Module))
         return next(filter(None, (state.kept_setting() for state in modules)), None)

@@ -155,7 +155,8 @@ def load_and_process_state_dict(
     # Weights of no component, such as a subclass's own parameters.
     beside = [name for name in state_dict if name in own and processing_unit(name) not in units]
     for name in beside:
-        _check_weight(name, state_dict[name], own[name])
+        _check_shape(name, state_dict[name], own[name])
+        _check_values(name, state_dict[name])
     for unit in units:
         complete_unit(self, unit, source.read(unit, torch.device("cpu")))
     steps = Steps(
@@ -300,7 +301,7 @@ def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weig
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
     for name, weight in weights.items():  # also norms that are folded, which the model lacks
-        _check_weight(full_name(unit, name), weight, weight)
+        _check_values(full_name(unit, name), weight)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
         if component not in component_names(model.cfg):  # ln_final, in a model without norms
             continue
@@ -309,13 +310,13 @@ def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weig
             if _is_own_buffer(leaf):
                 continue
             if name_in_unit(name) in complete:
-                _check_weight(name, complete[name_in_unit(name)], own)
+                _check_shape(name, complete[name_in_unit(name)], own)
             else:
                 complete[name_in_unit(name)] = _default_value(name, own)
     return complete
 
 
-def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
+def _check_shape(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
     # A one-element tensor fits a scalar, as in torch's load_state_dict (Apertus's alphas).
     if weight.shape != own.shape and (own.dim() > 0 or weight.numel() != 1):
         raise ValueError(
@@ -323,6 +324,9 @@ def _check_weight(name: str, weight: torch.Tensor, own: torch.Tensor) -> None:
             f"{tuple(own.shape)}, as TransformerLens reads it: "
             "try TransformerBridge, or check that weights and config are of one model"
         )
+
+
+def _check_values(name: str, weight: torch.Tensor) -> None:
     if weight.is_meta:
         raise ValueError(
             f"{name} is on the meta device, so it has a shape but no values: load the model "
