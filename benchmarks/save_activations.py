@@ -42,9 +42,9 @@ from tl_devicefix.activation_store import writer
 from tl_devicefix.activation_store.format import (
     MASK,
     TOKENS,
-    Entry,
     Index,
     Shard,
+    StoredTensor,
     shard_name,
     write_index,
     write_shard,
@@ -260,8 +260,11 @@ def slowed_to(rate: float) -> Iterator[None]:
 def random_activations(to: Path) -> Any:
     """Write sixteen shards, each with 32 MiB of bfloat16 of two layers 4096 wide, and tokens."""
     width, n_examples = 4096, 64
-    entries = [Entry(TOKENS, "int64", (POSITIONS,)), Entry(MASK, "bool", (POSITIONS,))]
-    entries += [Entry(name, "bfloat16", (POSITIONS, width)) for name in NAMES]
+    entries = [
+        StoredTensor(TOKENS, "int64", (POSITIONS,)),
+        StoredTensor(MASK, "bool", (POSITIONS,)),
+    ]
+    entries += [StoredTensor(name, "bfloat16", (POSITIONS, width)) for name in NAMES]
     index = Index({}, {}, tuple(entries), n_examples, is_complete=True)
     rows = {e.name: torch.ones(n_examples, *e.shape, dtype=e.torch_dtype) for e in entries}
     for number in range(16):

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    if chosen.command != "activations":  # it needs no TransformerLens
+    if chosen.command != "activations":  # which needs no TransformerLens
         _set_up()
     try:
         return 0 if run(chosen) else 1
@@ -49,18 +49,18 @@ def _set_up() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of whole option names, whose help ends with examples."""
+    """An argument parser whose help ends with examples; options cannot be abbreviated."""
 
     def __init__(self, examples: str = "", **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter  # does not wrap examples
         epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
-        # Allow no abbreviations: a later option may begin with the same letters.
+        # Refuse abbreviations: an option added later may begin with the same letters.
         super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
 
     def parse_known_args(  # type: ignore[override]  # argparse takes any namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuse an unknown option with the usage of its command, and suggest a near one."""
+        """Refuse an unknown option: show its command's usage, and suggest a similar option."""
         chosen, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
@@ -235,7 +235,7 @@ def _run_activations(chosen: argparse.Namespace) -> bool:
     return not wrong
 
 
-# The function of each command, and its errors that are shown without a traceback.
+# Command -> its function, and the errors that are shown without a traceback.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
     "activations": (_run_activations, (OSError, ValueError)),
     "demo": (_run_demo, (ValueError,)),

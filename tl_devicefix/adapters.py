@@ -25,9 +25,9 @@ class Adapter(Protocol):
     """The name of the class, for messages."""
     model_class: type[Model]
     run_methods: tuple[str, ...]
-    """Methods that run a model. A subclass with its own may run its blocks differently."""
+    """Methods that run a model. A subclass that overrides one may run its blocks differently."""
     setup_hint: tuple[str, str]
-    """The moment when its hook points are registered, and the call that repeats it."""
+    """When a model's hook points are registered, and the call that registers them again."""
     has_dropout: bool
     """True if its modules behave differently in training mode."""
 
@@ -41,7 +41,7 @@ class Adapter(Protocol):
         """Return True if blocks pass on the residual stream and nothing else."""
 
     def option_names(self, config_or_model_name: object) -> Sequence[str]:
-        """Return the names of the loader's options on which the config depends."""
+        """Return the names of the loader's options that `estimate` and `dry_run` take."""
 
     def read_blueprint(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-# If it were lower, transformers' argument "device_mesh" would pass for "device_map".
+# At 0.76, transformers' argument "device_mesh" would pass for "device_map".
 _NEAR = 0.85
 _MAX_LENGTH = 120
 
@@ -20,12 +20,12 @@ class UnknownName(KeyError):
     """Raised for an unknown name; the message suggests a near one."""
 
     def __str__(self) -> str:
-        """Return the sentence, which a KeyError would quote."""
+        """Return the message without the quotes that KeyError adds."""
         return str(self.args[0])
 
 
 def shown(value: object) -> str:
-    """Return a value's repr, or its class if the repr is long: a model's has many pages."""
+    """Return a value's repr; if it is long, the ends of a text, or the class of another value."""
     text = repr(value)
     if isinstance(value, str) and len(text) > _MAX_LENGTH:
         return f"{text[: _MAX_LENGTH - 20]}...{text[-20:]}"
@@ -39,10 +39,10 @@ def check_iterable(called: str, value: object) -> None:
 
 
 def which_hook_point(name: object, hook_points: Collection[str]) -> str:
-    """Suggest a hook point, also for part of a name; or say which blocks the model has."""
+    """Return the end of a message: a hook point of a similar name, or which blocks there are."""
     for full_name in hook_points:
         if full_name.endswith((f".{name}", f".hook_{name}")):
-            return f"; did you mean {full_name!r}, or that of another block?"
+            return f"; did you mean {full_name!r}, or another of that name?"
     first, index, *_ = f"{name}..".split(".")
     numbers = (
         full_name.split(".")[1] for full_name in hook_points if full_name.startswith(f"{first}.")
@@ -60,10 +60,10 @@ def refuse_unknown(
     where: str = "",
     passes_on: bool = False,
 ) -> None:
-    """Refuse every argument that does not exist; `where` is such as " for a directory".
+    """Refuse arguments that do not exist; `where` ends the clause, such as " for a directory".
 
-    If the function `passes_on` unknown arguments, refuse only near misses: TransformerLens passes
-    them on to transformers, which ignores them.
+    With `passes_on`, only near misses are refused: TransformerLens passes unknown arguments on to
+    transformers, which ignores them.
     """
     parameters = list(parameters)
     for name in arguments:

@@ -31,10 +31,10 @@ def table() -> tuple[Patch, ...]:
     """Return every patch for the installed TransformerLens.
 
     Raises:
-        UnsupportedTransformerLens: if it is not one that is known.
+        UnsupportedTransformerLens: if the installed version is not supported.
     """
     check_version()
-    # Import them here: they import names that an unknown TransformerLens may lack.
+    # Only now: these modules import names that an unsupported version may lack.
     for module in (
         "dispatch.hook_names",
         "dispatch.mixing",
@@ -86,9 +86,9 @@ def enabled() -> Iterator[None]:
 
 
 class PatchReport(tuple[Patch, ...]):
-    """The patches of the installed TransformerLens, a tuple with one for each target.
+    """The patches for the installed TransformerLens, one for each target.
 
-    Printing it shows a line; `report()` has printed the table.
+    Its repr is one line: `report()` has printed the table, and a notebook would show it again.
     """
 
     version: Version
@@ -97,18 +97,16 @@ class PatchReport(tuple[Patch, ...]):
     """True if the patches were in place when the report was made."""
 
     def __repr__(self) -> str:
-        # A notebook would show the printed table again.
         return f"PatchReport({len(self)} patches of transformer_lens {self.version})"
 
 
 class ModelReport(dict[str, str]):
-    """A dict from each block's name to "fused", "not fused", or why not.
+    """Each block's name -> "fused", "fused, with a pattern: ...", "not fused" or "not fused: ...".
 
-    `report(model)` has printed the table.
+    Its repr is one line, like that of `PatchReport`.
     """
 
     def __repr__(self) -> str:
-        # A notebook would show the printed table again.
         return f"ModelReport({len(self)} blocks)"
 
 
@@ -126,12 +124,13 @@ def report(model: Model | None = None) -> PatchReport | ModelReport:
         model: a HookedTransformer or a TransformerBridge.
 
     Returns:
-        The same as an object. Without a model: the patches, each with `target`, `since`, `until`
-        and `why`, and for all together `version` and `is_enabled`. Of a model: a dict from
-        each block's name to "fused", "not fused", or "not fused: ..." with the reason.
+        What is printed, as an object. Without a model, this is a tuple of patches, each with
+        `target`, `since`, `until` and `why`; the tuple has `version` and `is_enabled`. For a model,
+        it is a dict from each block's name to "fused", "fused, with a pattern: ...", "not fused" or
+        "not fused: ...", with the reason in place of the dots.
 
     Raises:
-        UnsupportedTransformerLens: if this TransformerLens is not one that is known.
+        UnsupportedTransformerLens: if the installed version is not supported.
         TypeError: if the model is of another class.
     """
     if model is not None:
@@ -153,7 +152,7 @@ def _state() -> str:
 
 
 def _report_of_model(model: Model) -> ModelReport:
-    # Imported here for the same reason as in `table`.
+    # Not at the top, as in `table`: these need a supported TransformerLens.
     from tl_devicefix.adapters import adapter_of
     from tl_devicefix.dispatch.naming import by_shortest_name
     from tl_devicefix.fusing.fused import is_known_block, report_of

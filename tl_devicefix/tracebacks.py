@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator
 def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
     """Clear the frames of a handled error and of its causes, which keep tensors alive.
 
-    Frames that still run are left. So are the errors whose `id` is in `but_not`, and their causes.
+    Frames that still run are left alone, and so are errors whose `id` is in `but_not`, with their
+    causes.
     """
     seen = set(but_not)
     errors: list[BaseException | None] = [error]
@@ -20,11 +21,11 @@ def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
             seen.add(id(raised))
             traceback.clear_frames(raised.__traceback__)
             errors += [raised.__cause__, raised.__context__]
-    gc.collect()  # the models that the frames held are reference cycles
+    gc.collect()  # models that the frames held have reference cycles
 
 
 def raised_in(error: BaseException) -> str:
-    """Return the top-level package of the code that raised an error: "transformers"."""
+    """Return the top-level package, such as "transformers", of the code that raised an error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
@@ -32,7 +33,7 @@ def raised_in(error: BaseException) -> str:
 def is_own_bug(error: BaseException) -> bool:
     """Return True for an error that is a bug of this package.
 
-    Code that turns other packages' errors into a message about a file must not hide it.
+    Such an error must be raised, not reported as a fault of a file or a model.
     """
     kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
     return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"

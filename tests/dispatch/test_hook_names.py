@@ -75,7 +75,7 @@ def test_activations_that_are_not_cached_are_named_with_why(
     ("names_filter", "says"),
     [
         ([MISSPELT, "hook_embed"], SENTENCE),
-        (["resid_post", "hook_embed"], "did you mean 'blocks.0.hook_resid_post', or that"),
+        (["resid_post", "hook_embed"], "did you mean 'blocks.0.hook_resid_post', or an"),
         (["blocks.80.hook_resid_post", "hook_embed"], "; the model has blocks 0 to"),
         (lambda name: name == MISSPELT, "names_filter selects no hook point"),
     ],

@@ -89,7 +89,7 @@ def test_view_shares_weights_but_no_modules(model, machine):
         assert [name for name, _ in seen] == [name for name, _ in own]
         assert all(one is other for (_, one), (_, other) in zip(seen, own))
     assert list(view.state_dict()) == list(model.state_dict())
-    for name in ("cfg", "placement", "tokenizer"):
+    for name in ("cfg", "placement"):
         assert getattr(view, name) is getattr(model, name)
 
 
@@ -259,6 +259,7 @@ def change_everything(view):
     block.mlp._modules["extra"] = nn.Linear(2, 2)
     for module in view.blocks[2].mlp.modules():
         module._parameters.clear()
+    view.blocks[3].hook_resid_post.probe = nn.Identity()
     del view.hook_dict["blocks.0.hook_resid_pre"]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import threading
+import time
 import traceback
 import weakref
 from functools import partial
@@ -156,9 +157,6 @@ def test_runs_in_flight_of_a_model_with_dropout_are_refused(load, batches):
 ATTRIBUTES = {
     "training": lambda view: setattr(view.blocks[1].attn, "training", 1),
     "put_in": lambda view: setattr(view.blocks[1].mlp, "put_in", torch.ones(1)),
-    "a parameter, buffer or module": lambda view: setattr(
-        view.blocks[1].hook_resid_post, "probe", torch.nn.Identity()
-    ),
 }
 
 
@@ -527,3 +525,22 @@ def test_tokenizer_settings_of_one_run_reach_no_other(model):
 
     assert torch.equal(tokens, expected)
     assert (model.cfg.default_prepend_bos, model.tokenizer.padding_side) == before
+
+
+def test_runs_in_flight_encode_texts_one_at_a_time(model, monkeypatch):
+    """A call sets the padding of the Rust tokenizer, which all copies share."""
+    kind, encoding = type(model.tokenizer), threading.Lock()
+    name = "_batch_encode_plus" if hasattr(kind, "_batch_encode_plus") else "_encode_plus"
+    encode = getattr(kind, name)
+
+    def alone(*args, **kwargs):
+        assert encoding.acquire(blocking=False)
+        time.sleep(0.02)
+        encoding.release()
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(kind, name, alone)
+    texts = ["t1", "t2 t3"]
+    calls = [lambda view: view.tokenizer(texts), lambda view: view.to_tokens(texts)]
+    runs = [call for call in calls for _ in range(3)]
+    list(pipeline_map(model, lambda view, call: call(view), runs, 3))

@@ -216,6 +216,7 @@ OPERATIONS = {
         x[None], x[None], x[None], (x[0] @ x[0].mT > 0) | torch.eye(6, device=x.device).bool()
     ),
     "cross_entropy": lambda x: F.cross_entropy(x[0], x[0].argmax(-1)),
+    "kl_div": lambda x: F.kl_div(x @ x.mT, x @ x.mT, log_target=True),
     "linear": lambda x: F.linear(x, x[0], x[0, :, 0]),
     "silu": F.silu,
     "joined": lambda x: torch.cat([x, x.bfloat16()]),

@@ -184,6 +184,23 @@ def test_encoder_and_decoder_are_spread_and_folded(machine, tokenizer, tokens, t
     assert_agrees(logits, expected, home)
 
 
+def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tokens, tmp_path):
+    """T5's biases of positions are in the first block of its encoder and decoder."""
+    sizes = {"vocab_size": D_VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4}
+    config = transformers.T5Config(**sizes, num_layers=3, decoder_start_token_id=0)
+    hf_model = transformers.T5ForConditionalGeneration(config).eval()
+    randomize(hf_model)
+    directory = str(save_checkpoint(hf_model, tokenizer, tmp_path))
+    bridge = TransformerBridge.boot_transformers(directory, n_devices=2)
+    assert tl_devicefix.check(bridge)
+    with torch.no_grad():
+        decoder_tokens = torch.zeros(2, 3, dtype=torch.long)
+        expected = hf_model(tokens, decoder_input_ids=decoder_tokens).logits
+        home = machine.devices[0]
+        logits = bridge(tokens.to(home), decoder_input_ids=decoder_tokens.to(home))
+    assert_agrees(logits, expected, home)
+
+
 def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
     path = shutil.copytree(checkpoints("llama"), tmp_path / "copy")
     file = path / "model.safetensors"

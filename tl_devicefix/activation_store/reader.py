@@ -115,8 +115,8 @@ class SavedActivations:
     def cache(self, examples: Examples, model: Model | None = None) -> ActivationCache:
         """Return an ActivationCache of an example (without a batch axis), or of several.
 
-        An entry is read from disk each time that you ask for it. Methods that need several entries
-        read all of them.
+        An entry is read from disk each time that you ask for it. A method that combines entries
+        reads each of those; `to`, `items` and `values` read all.
 
         Args:
             examples: an example's number, a slice, or a list of numbers.
@@ -128,7 +128,7 @@ class SavedActivations:
             example.
 
         Raises:
-            ValueError: if `token_mask` has left tokens out, or the model has other shapes.
+            ValueError: if `token_mask` has left tokens out, or `n_layers` or `d_model` differ.
             IndexError: if there is no such example.
             TypeError: if `examples` is not a number, slice or list of numbers.
         """
@@ -152,11 +152,11 @@ class SavedActivations:
                     )
             placement = placement_of(model)
             home = placement.home if placement else next(model.parameters()).device
-        self.tokens.numbers(examples)  # raises if invalid
-        # A CacheAtHome calls the partials, so that whoever reads it gets tensors.
+        numbers = self.tokens.numbers(examples)  # raises if invalid
+        # CacheAtHome calls a partial at each read.
         reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
         cache_model: Any = _NoModel() if model is None else model
-        has_batch_dim = not isinstance(examples, int)
+        has_batch_dim = not isinstance(numbers, int)
         return ActivationCache(CacheAtHome(home).of(reads), cache_model, has_batch_dim)
 
     def activations(
@@ -180,8 +180,8 @@ class SavedActivations:
             epochs: the number of epochs; None for batches without end.
 
         Returns:
-            An iterator of tensors `[batch_size, ...]`. A row is a token. For attention patterns
-            and scores, and without a token axis (`transform`), it is an example.
+            An iterator of tensors `[batch_size, ...]`. A row is a token; it is an example for
+            attention patterns and scores, or if `transform` removed the token axis.
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape

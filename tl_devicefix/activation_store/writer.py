@@ -152,7 +152,7 @@ class Writer:
                 self._write_shard()
 
     def _write_shard(self, is_last: bool = False) -> None:
-        if self._has_ended:  # interrupted in a batch of several shards: stop after one
+        if self._has_ended:  # `close` was interrupted: write no more shards of this batch
             raise InterruptedError
         file, start = shard_name(len(self.index.shards)), self.index.n_examples
         stop = start + self._n_examples

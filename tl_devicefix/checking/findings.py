@@ -79,15 +79,19 @@ def _attached_modules(model: Model) -> dict[nn.Module, str]:
 def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
     """Yield the tensors of a model, without those of attached modules, which users place."""
     placement = placement_of(model)
+    # A Bridge's component within another one has no place of its own: see `layout_of`.
+    components = getattr(model, "real_components", {}) if placement is not None else {}
+    nested = {name for name, (_, part) in components.items() if isinstance(part, nn.Module)}
+    nested -= placement.device_map.keys() if placement is not None else set()
     for path, module in named_modules(model):
-        if module in attached:
+        if module in attached or path.partition(".")[0] in nested:
             continue
         for name, value, is_weight in held_tensors(module):
             if placement is None:
                 device = resolve(model.cfg.device)
             else:
                 device = placement.device_for(join_path(path, name), is_weight)
-                if is_elsewhere(device):  # weights elsewhere say that they are at home
+                if is_elsewhere(device):  # a TensorElsewhere's `device` is home
                     device = placement.home
             yield PlacedTensor(path, name, module, value, is_weight, device)
 
@@ -122,9 +126,10 @@ def device_findings(model: Model) -> Iterator[Finding]:
         devices = list_names(sorted({printed(tensor.value.device) for tensor in misplaced}))
         planned, by = misplaced[0].planned, "cfg.device"
         fix = f'{expression(path)}.to("{planned}")'
-        if placement_of(model) is not None:
+        if (placement := placement_of(model)) is not None:
             by = "the placement"
-            if planned == CPU:  # .to(...) would move the buffers too
+            # .to(...) would move an offloaded block's weights and buffers to one device
+            if CPU in (planned, placement.device_for(path, is_weight=True)):
                 fix = "tl_devicefix.check(model, repair=True)"
         message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
         yield Finding("device", name, message, fix)
@@ -179,7 +184,7 @@ def hook_findings(model: Model) -> Iterator[Finding]:
         if names := ", ".join(_name_of_handle(h) for h in handles if not h.is_permanent):
             message = f"{path} still has a hook ({names})"
             yield Finding("hooks", path, message, "model.reset_hooks()")
-        # TransformerLens registers its own hooks with PyTorch, too.
+        # PyTorch's dicts also have a hook point's hooks, which were handled above.
         own = {handle.hook.id for handle in handles}
         for attribute in HOOKS:
             kind = attribute.strip("_s").replace("pre_", "pre-").replace("_", " ")

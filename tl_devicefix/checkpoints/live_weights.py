@@ -1,10 +1,8 @@
-"""The weights of a live Hugging Face model, without adapters, quantisation or offloading.
+"""The values of a live Hugging Face model's weights, as plain tensors.
 
-For each module:
-
-- weights that accelerate offloaded are read from the CPU or the disk;
-- weights that bitsandbytes packed are dequantised;
-- active PEFT adapters are merged in float32 or wider.
+- Weights that accelerate offloaded are read from the CPU or the disk.
+- Weights that bitsandbytes packed are dequantised.
+- Active PEFT adapters are merged in float32 or wider.
 
 One module is copied at a time, and the given model is never changed. peft and bitsandbytes are
 optional, so we recognise their classes by name without importing them.
@@ -93,7 +91,7 @@ def active_version(module: nn.Module) -> nn.Module:
 
 
 def merge_adapters(layer: Any) -> nn.Module:
-    """Merge the active adapters of a copied layer, and return its base layer."""
+    """Merge a copied layer's active adapters, or unmerge disabled ones; return its base layer."""
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
         return layer.get_base_layer().to("meta")  # there are no values to merge
     layer.__class__ = _unquantised_adapter_class(type(layer))
@@ -157,10 +155,10 @@ def copy_with(
 
 
 class LiveWeights:
-    """A model, read as if it had no adapters, no quantisation and no offloading.
+    """Reads a model's weights with active adapters merged, dequantised, from where they lie.
 
     Attributes:
-        model: the model to convert: the given one, without its PEFT wrappers.
+        model: the given model without its PEFT wrappers, to convert.
         needs_reading: True if some weights are offloaded, quantised or have adapters to merge.
     """
 
@@ -174,9 +172,10 @@ class LiveWeights:
         ) or any(parameter.is_meta for parameter in self.model.parameters())
 
     def values(self, module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a parameter or buffer, reading offloaded ones.
+        """Return the values of a parameter or buffer, even if it is offloaded.
 
-        Copy the result before editing: it may be the model's own. Without values, it is on meta.
+        Copy the result before editing: it may be the model's own. It is on meta if there are no
+        values.
         """
         if not tensor.is_meta:
             return tensor
@@ -208,7 +207,7 @@ class LiveWeights:
         new = self._floating(module, device)
         if getattr(new, "source_cls", None) != Conv1D:
             return new
-        # bitsandbytes replaces a Conv1D with a linear layer, whose weight is transposed.
+        # transformers replaces a Conv1D with bitsandbytes' linear layer: its weight is transposed.
         with torch.device("meta"):
             conv = Conv1D(new.out_features, new.in_features)
         conv.weight, conv.bias = nn.Parameter(new.weight.T.contiguous(), False), new.bias
@@ -273,7 +272,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _offloaded_tensors(model: nn.Module) -> dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]]:
-    """Return accelerate's map of tensors for each offloaded module, and its prefix in the map."""
+    """Return accelerate's map of tensors for each offloaded module, and the module's prefix."""
     stored: dict[nn.Module, tuple[Mapping[str, torch.Tensor], str]] = {}
     for module in model.modules():
         outer: Any = getattr(module, "_hf_hook", None)
@@ -292,7 +291,7 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 def _refuse_packed(model: nn.Module) -> None:
-    """Refuse packed weights of an unknown format."""
+    """Refuse quantised weights, except bitsandbytes'."""
     settings: Any = getattr(getattr(model, "config", None), "quantization_config", None)
     settings = settings if isinstance(settings, dict) else getattr(settings, "__dict__", {})
     method = settings.get("quant_method", "bitsandbytes")

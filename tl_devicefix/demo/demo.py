@@ -54,7 +54,7 @@ def run_demo(n_devices: int) -> bool:
 
 
 def load_checkpoint(n_devices: int, device: torch.device | None = None) -> Any:
-    """Load the shipped checkpoint, folded: as a HookedTransformer, or a Bridge if there is none."""
+    """Load the shipped checkpoint, folded: as a HookedTransformer, from 4.0 on as a Bridge."""
     where: dict[str, Any] = {"n_devices": n_devices, "device": device}
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
@@ -84,7 +84,7 @@ def devices_for(n_devices: int) -> Iterator[str]:
         yield f"Using {n_devices} device(s) of {len(hosts) + 1} hosts."
         return
     n_real = device_count(accelerator.type)
-    is_simulated = accelerator.type == DEVICE_TYPE  # the load raises if there are too few
+    is_simulated = accelerator.type == DEVICE_TYPE  # within `simulate`; a load raises if too few
     if n_devices == 1 or is_simulated or (accelerator.type != "cpu" and n_real >= n_devices):
         yield f"Using {n_devices} {accelerator.type} device(s)."
         return

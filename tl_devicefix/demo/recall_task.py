@@ -4,8 +4,8 @@ A prompt states some facts, one sentence each, and then asks for one of them aga
 
     Alice likes green . Bob likes red . Carol likes blue . Bob likes
 
-The next word is ``red``. Who likes what is drawn anew for every prompt, so the answer is in the
-context only: a model has to look it up with its attention heads.
+The next word is ``red``. Each prompt pairs names and objects at random, so the answer is only in
+its context: a model has to look it up with its attention heads.
 
 ``training/train_recall.py`` makes the training sentences of the checkpoint from the same words.
 """
@@ -57,7 +57,7 @@ class RecallPrompt:
 
 
 def recall_prompts(n: int, seed: int, n_facts: int) -> list[RecallPrompt]:
-    """Draw `n` prompts that each state `n_facts` facts, the same ones for the same arguments."""
+    """Draw `n` prompts of `n_facts` facts each; equal arguments give equal prompts."""
     rng = random.Random(seed)
     return [sample_prompt(rng, n_facts) for _ in range(n)]
 

@@ -35,7 +35,7 @@ from tl_devicefix.simulation import simulate
 # 18 MB of float32; odd, so that the last vector access is partial.
 _COPY_ELEMENTS = 4_500_003
 _SMALL = 1023
-# The size of matrices, and how many products of them keep a stream busy for long enough.
+# The size of a matrix, and how many products of it keep a stream busy for long enough.
 _BUSY = 4096, 20
 _TRIED_DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float64, torch.complex64),
@@ -47,21 +47,24 @@ _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devi
 
 
 def run_selfcheck(device_type: str | None = None) -> bool:
-    """Check copies between all devices, and the demo's parity on 1 to n of them.
+    """Check copies, gradients between streams, and the demo's parity on up to 8 devices at a time.
 
-    By default, these are the devices that TransformerLens would choose. Returns True if all agree.
+    By default, the devices are those that TransformerLens would choose. Returns True if all is ok.
     """
     print(f"Python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
     accelerator = default_device() if device_type is None else resolve(device_type)
     if accelerator.type == "cpu":
-        print(f"\nno accelerator here: checking the CPU, and {_SIMULATED} simulated devices")
+        print(
+            f"\nchecking the CPU and {_SIMULATED} simulated devices (for an accelerator, pass "
+            "--device)"
+        )
         checks = [_check_parity(1, accelerator)]
         with simulate(_SIMULATED) as machine:
             home = machine.devices[0]
             checks += [_check_parity(n, home) for n in range(2, _SIMULATED + 1)]
         return _verdict(
-            checks, "The package works here; no accelerator was found, so no copies were tested."
+            checks, "The package works here; copies between accelerators were not tested."
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
@@ -85,9 +88,12 @@ def _check_copy(source: torch.device, target: torch.device) -> bool:
     large, numbers = torch.randn(_COPY_ELEMENTS), torch.arange(_SMALL)
     # torch has other code to copy non-contiguous, empty and 0-dimensional tensors.
     views = [numbers.view(33, 31).T, numbers[:0], numbers[7]]
+    dtypes = set(_TRIED_DTYPES)
+    if "mps" in (source.type, target.type):
+        dtypes.remove(torch.float64)  # which MPS lacks
     wrong = sum(
         int((sent.to(source).to(target).cpu() != sent).sum())
-        for sent in (large, *(numbers.to(dtype) for dtype in _TRIED_DTYPES), *views)
+        for sent in (large, *map(numbers.to, dtypes), *views)
     )
     print(f"copy {source} -> {target}: " + ("ok" if wrong == 0 else f"{wrong} elements WRONG"))
     return wrong == 0
@@ -109,7 +115,7 @@ def _check_streams(device: torch.device) -> bool:
         for _ in range(products):
             torch.mm(matrix, matrix, out=product)
 
-    def write(gradient: torch.Tensor) -> None:  # on the main stream, to free memory
+    def write(gradient: torch.Tensor) -> None:  # on the main stream, into freed memory
         written.extend(torch.zeros_like(weight) for _ in range(4))
 
     read_last = x * 3

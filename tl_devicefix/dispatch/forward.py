@@ -37,8 +37,8 @@ def align(
 ) -> None:
     """Make a model run across the devices of `placement`, replacing any earlier alignment.
 
-    A model in one memory gets no hooks. The outputs of components for whose names `brings_home` is
-    True come home. Without `is_own`, users' modules get no `PinnedModule`.
+    A model in one memory gets no hooks. A component's output comes home if `brings_home(name)` is
+    True. Without `is_own`, users' modules get no `PinnedModule`.
     """
     unalign(model)
     if len(placement.memories) > 1:
@@ -65,7 +65,7 @@ def run_forward(original: Callable[..., T], self: Model, *args: object, **kwargs
 
     The caller has entered `one_forward`.
     """
-    # A hook would not do: `generate` and `run_with_hooks` call `forward` directly.
+    # A torch hook would be skipped: `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
     with noting_unlike(), pausing_modes(self):

@@ -31,7 +31,7 @@ def add_hook(
     """
     try:
         return original(self, name, *args, **kwargs)
-    except (KeyError, AttributeError) as error:  # which of them depends on the model's class
+    except (KeyError, AttributeError) as error:
         if _is_hook_point(self, name):
             raise
         cls = UnknownName if isinstance(error, KeyError) else AttributeError
@@ -44,10 +44,15 @@ def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: obje
     """Wrap `hooks`: check the names, and suggest one for an unknown name.
 
     Raises:
-        KeyError: if the model has no hook point of that name. TransformerLens 3's Bridge ignores
-            such a hook, so there it only warns.
-        TypeError: for a list of anything but pairs.
+        KeyError: if the model has no hook point of that name. For TransformerLens 3's Bridge,
+            which ignores such a hook, this is a warning.
+        TypeError: if an item of a list is not a pair.
     """
+    _check_hooks(self, args, kwargs)
+    return original(self, *args, **kwargs)
+
+
+def _check_hooks(model: Model, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     given = [kwargs.get("fwd_hooks"), kwargs.get("bwd_hooks"), *args[:2]]
     lists = [some for some in given if isinstance(some, list | tuple | dict)]
     for item in (item for some in lists for item in some):
@@ -57,18 +62,18 @@ def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: obje
                 "[(name, function)]"
             )
         name = item[0]
-        modules = vars(self).get("mod_dict", {})  # HookedTransformer itself refuses modules
-        if not _is_hook_point(self, name) and name not in modules:
+        modules = vars(model).get("mod_dict", {})  # a HookedTransformer's; `hooks` rejects modules
+        if not _is_hook_point(model, name) and name not in modules:
             if modules or installed().major > 3:
-                raise UnknownName(_sentence(self, name))
-            warnings.warn(f"a hook does not run: {_sentence(self, name)}", stacklevel=3)
-    return original(self, *args, **kwargs)
+                raise UnknownName(_sentence(model, name))
+            warnings.warn(f"a hook does not run: {_sentence(model, name)}", stacklevel=4)
 
 
 @patches("TransformerBridge", takes="self input fwd_hooks bwd_hooks", why=_WHY)
 def run_with_hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap `run_with_hooks`: names are checked as in `hooks`."""
-    return hooks(lambda *_, **__: original(self, *args, **kwargs), self, *args[1:], **kwargs)
+    _check_hooks(self, args[1:], kwargs)
+    return original(self, *args, **kwargs)
 
 
 def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
@@ -83,7 +88,7 @@ def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
     """Warn about a `names_filter` function that selected nothing."""
     if callable(names_filter) and not selected:
         warnings.warn(
-            "names_filter selects no hook point, so the cache is empty: names are in "
+            "names_filter selects no hook point that ran, so the cache is empty: names are in "
             "model.hook_dict",
             stacklevel=4,
         )
@@ -91,7 +96,7 @@ def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
 
 def why_not_cached(model: Model, name: str) -> str:
     """Say why an activation is not in a cache of a model."""
-    has_model = hasattr(model, "hook_dict")  # a cache that is read from disk may have none
+    has_model = hasattr(model, "hook_dict")  # a cache loaded from disk may have no model
     if has_model and not _is_hook_point(model, name):
         return _sentence(model, name)
     setting = _REQUIRED_SETTINGS.get(name.rpartition(".")[2])
@@ -107,7 +112,7 @@ _REQUIRED_SETTINGS = {
     "hook_mlp_in": "use_hook_mlp_in",
     **dict.fromkeys(("hook_q_input", "hook_k_input", "hook_v_input"), "use_split_qkv_input"),
 }
-"""Hook point -> the setting in the config without which it is not called."""
+"""Hook point -> the setting that turns it on."""
 
 
 def _is_hook_point(model: Model, name: object) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from tl_devicefix.types import Model
 
 WRAPPED = "_original_component"
-"""Under this name, a Bridge's component holds the Hugging Face module that it wraps."""
+"""The attribute of a Bridge's component that is the Hugging Face module it wraps."""
 
 
 def expression(path: str) -> str:
@@ -42,7 +42,7 @@ def list_names(names: Sequence[str]) -> str:
 
 def by_shortest_name(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return the modules that `is_one` accepts, by their shortest names."""
-    # A Bridge's modules have several names, and the shortest is not the first.
+    # A Bridge's module may have several names, and the shortest is not always the first.
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_one(module):
@@ -53,9 +53,9 @@ def by_shortest_name(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> d
 def named_modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
     """Yield names and modules like `model.named_modules()`.
 
-    A Bridge's components are also among the Hugging Face model's modules. They get their own names
-    ("blocks.3.attn.q"), and a wrapped module gets its component's name. The other modules of the
-    Hugging Face model come last ("original_model.model").
+    A Bridge's component gets its own name ("blocks.3.attn.q"), although it is also in the Hugging
+    Face model, and the module that it wraps gets the same name. Other modules of the Hugging Face
+    model come last ("original_model.model").
     """
     hf_model = getattr(model, "original_model", None)
     if hf_model is None:
@@ -71,7 +71,7 @@ def named_modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _as_known(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """Return a path without the steps into wrapped modules, unless that name is taken."""
+    """Return a path without `_original_component`, unless another module has that name."""
     component_path = path.removesuffix(f".{WRAPPED}")
     short = component_path.replace(f".{WRAPPED}", "")
     return path if short != component_path and short in modules else short

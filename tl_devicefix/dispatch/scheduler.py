@@ -1,7 +1,7 @@
 """Runs in flight: a run holds the device that it computes on, and queues for the next one.
 
-Each run is a thread (except a sweep's: see `RunAhead`). When its residual stream moves to another
-device, the run
+Each run has a thread. (Most sweeps have none: see `RunAhead`.) When its residual stream moves to
+another device, the run
 
 1. releases its device,
 2. waits until the copies have arrived, and
@@ -16,7 +16,6 @@ Runs 0, 1, 2 and 3 on two devices:
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.prefetch import drop_prefetched
 from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.elsewhere import is_elsewhere
@@ -40,7 +38,7 @@ T = TypeVar("T")
 
 
 MAX_WAIT = 1.0
-"""Seconds that a run waits, at most, for `DeviceQueue.python_turn`."""
+"""The most seconds that a run waits for `DeviceQueue.python_turn`."""
 
 
 class Abandoned(BaseException):
@@ -51,14 +49,14 @@ class DeviceQueue:
     """Gives each device to one run at a time: the waiting run with the lowest number.
 
     Attributes:
-        python_turn: the lock of the run that executes Python. torch releases the GIL at each
-            operation, and threads that switch there take twice as long as threads that first run
-            all blocks of a device.
+        python_turn: the lock that a run holds while it holds a device of this host. torch releases
+            the GIL at each operation; if threads switch there, runs take twice as long as if each
+            first runs all blocks of a device.
     """
 
     def __init__(self) -> None:
         self.python_turn = threading.Lock()
-        # The condition's lock guards the attributes below; `check` alone reads `_is_over` without.
+        # The condition's lock guards the attributes below; only `check` does without it.
         self._changed = threading.Condition()
         self._holders: dict[torch.device, Run] = {}
         self._waiting: dict[torch.device, list[Run]] = defaultdict(list)
@@ -121,7 +119,7 @@ class Run:
     """One run of a `pipeline_map`, in the thread that runs it.
 
     Attributes:
-        device: the device that it holds, if any.
+        device: the device that the run holds, if any.
     """
 
     def __init__(self, number: int, queue: DeviceQueue, streams: Streams) -> None:
@@ -132,8 +130,8 @@ class Run:
         self._has_turn = False
         # (source, copy) pairs. A source has to live until its copy has arrived.
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        # Tensor -> its version when it was last sent. The host waits for each copy, so that
-        # version has been computed.
+        # Tensor -> its version when it was last sent. The host has waited for that copy, so the
+        # device has computed that version.
         self._versions_sent = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
@@ -210,7 +208,7 @@ class Run:
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:
-        """On leaving a `with` block, hold the device that the run held before it, or none."""
+        """On leaving a `with` block, hold the same device as on entering it, or none."""
         before = self.device
         try:
             yield
@@ -224,9 +222,8 @@ class Run:
 class RunAhead:
     """A run that the host launches without waiting for it: devices compute it later, in order.
 
-    The residual stream returns to the first device for the final norm. On the computing stream,
-    its copy would wait for the other devices, and the next run for the copy. So the end of each
-    run has a separate stream:
+    The residual stream returns to the first device for the final norm. If that device's computing
+    stream waited for the copy, the next run could not begin. So each run ends on its own stream:
 
         home, computing stream    run 0   run 1   run 2   run 3
         cuda:1                            run 0   run 1   run 2   run 3
@@ -255,8 +252,8 @@ class RunAhead:
     def begin(self, module: nn.Module, residual: torch.Tensor) -> None:
         """Call `return_home` if one of the last modules gets its input from another device.
 
-        Hooks there rule this out: they may free tensors of the computing stream, which would reuse
-        their memory too early.
+        If those modules have hooks, the run stays on the computing stream: a hook may free tensors
+        of that stream, whose memory would be reused too early.
         """
         comes_home = module in self._last_modules and residual.device != self._home
         if comes_home and not any(point._forward_hooks for point in self._points):
@@ -300,10 +297,10 @@ class RunAhead:
 
 
 class _Context(NamedTuple):
-    """The run of a thread, and the hook points that it may not use or has hooked.
+    """A thread's run, what the run may not use, and the hook points that it has hooked.
 
     Attributes:
-        run: the run in flight; None outside of runs, and if they run one after the other.
+        run: the run in flight; None outside of runs, and in runs that do not overlap.
         ahead: the run that this thread launches ahead; None outside of one, and in its hooks.
         refused: the models and hook points that the run may not use: it was given a view of them.
         hooked: the hook points that were hooked within `removing_hooks`, each with the handles
@@ -414,25 +411,3 @@ def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return `Run.moving_to` of this thread's run; outside of runs, an empty context."""
     run = current_run()
     return contextlib.nullcontext() if run is None else run.moving_to(device)
-
-
-# It is reentrant: `to_str_tokens` calls `to_tokens`.
-_tokenizer_lock = threading.RLock()
-_ONE_AT_A_TIME = "runs in flight call the tokenizer one at a time"
-
-
-@patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
-@patches("HookedTransformer", "to_string", takes="self tokens", why=_ONE_AT_A_TIME)
-@patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
-def lock_tokenizer(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
-    """Wrap a method that calls the tokenizer, which all runs share."""
-    # A call sets the tokenizer's padding side, and reads it later.
-    with contextlib.nullcontext() if current_run() is None else _tokenizer_lock:
-        return original(self, *args, **kwargs)
-
-
-def take_own_tokenizer(view: Model) -> None:
-    """Give a run's view a copy of the tokenizer, whose padding side a method is about to set."""
-    # A shallow copy is enough: the padding side is passed to the Rust tokenizer at each call.
-    if current_run() is not None and view.tokenizer is not None:
-        view.tokenizer = copy.copy(view.tokenizer)

@@ -44,8 +44,8 @@ def cached_for_forward(
 ) -> Made:
     """Return a value that is computed from some tensors once per forward.
 
-    It is computed again if one of the tensors was modified in place, or on another stream, which
-    would not wait for the first one.
+    Each stream computes its own: it would not wait for another's. The value is computed again if
+    one of the tensors was modified in place, except inference tensors, which do not count that.
 
     Args:
         of: the tensors.
@@ -61,14 +61,11 @@ def cached_for_forward(
 
 
 def _stream_of(device: torch.device) -> Hashable:
-    """Return this thread's stream; None for a device without streams."""
-    if device.type == "cpu":
-        return None
+    """Return this thread's current stream on a device; None if it has no streams."""
     streams = module_with_streams(device)
     return None if streams is None else streams.current_stream(device)
 
 
 def state_of(tensor: torch.Tensor | None) -> tuple[int, int | None] | None:
     """Return a tensor's id and version; None for no tensor."""
-    # Inference tensors have no version counter.
     return None if tensor is None else (id(tensor), version_of(tensor))

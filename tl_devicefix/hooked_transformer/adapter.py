@@ -1,6 +1,6 @@
 """The adapter of HookedTransformer: see `tl_devicefix.adapters`.
 
-Importing it registers the patches of its package.
+Importing this module registers the patches of `hooked_transformer/`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch.views import View
-from tl_devicefix.hooked_transformer import (  # noqa: F401  # they have patches
+from tl_devicefix.hooked_transformer import (  # noqa: F401  # these register patches
     config,
     forward,
     fused,

@@ -14,17 +14,23 @@ from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 from transformers import PreTrainedTokenizerBase
 
-from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, known_config, read_config, torch_dtype
+from tl_devicefix.checkpoints.hub import (
+    HUB_ARGUMENTS,
+    hub_arguments,
+    known_config,
+    read_config,
+    torch_dtype,
+)
 from tl_devicefix.fusing.kv_cache import drop_room
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import Options, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
-from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments
+from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments, has_own_format
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
-from tl_devicefix.twin import OnMismatch
+from tl_devicefix.twin import OnMismatch, chosen_action
 
 HookedConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
 
@@ -37,7 +43,7 @@ class HookedGeneration:
         self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
         # Otherwise TransformerLens would make a mask with the tokenizer.
         self._mask = torch.ones_like(self._tokens)
-        # TransformerLens 3 renamed it.
+        # TransformerLens 3 renamed the class.
         in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
         kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
         self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
@@ -47,7 +53,7 @@ class HookedGeneration:
         self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
 
     def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as after this many tokens."""
+        """Make the KV cache as long as if this many tokens had been run."""
         for entry in self._kv_cache.entries:
             for name in ("past_keys", "past_values"):
                 cached = getattr(entry, name)
@@ -97,27 +103,32 @@ class HookedBlueprint:
             values = _empty_as_loaded(name, parameter.data, cfg.original_architecture, device)
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(values)
-        place(model, placement)  # moves the buffers, and makes it run there
+        place(model, placement)  # moves the buffers, and registers the forward hooks
         return model
 
     def check_numbers(self, on_mismatch: OnMismatch | None) -> None:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
             return  # a HookedTransformerConfig has no counterpart in transformers
+        name = official_name(self.name)
+        if chosen_action(on_mismatch) == "ignore" or has_own_format(name):
+            return
         arguments = bind_arguments(HookedTransformer, (self.name,), {})
         steps = applicable_steps(self._cfg, {**arguments, **self._options})
-        hf_config = known_config(official_name(self.name)) or read_config(self.name)
+        trusted = {"trust_remote_code": self._cfg.trust_remote_code}
+        hub = hub_arguments(self._options)
+        hf_config = known_config(name) or read_config(name, **trusted, **hub)
         check_hooked_numbers(hf_config, self._cfg, steps, on_mismatch)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return the most bytes that loading needs beyond the weights: two slices in float32."""
+        """Return the most bytes that a load needs on a device beyond the weights: two slices."""
         return working_room(placement, self.dtype)
 
     generation = HookedGeneration
 
 
 def option_names(config_or_model_name: HookedConfigOrName) -> Sequence[str]:
-    """Return the options on which a named model's config depends."""
+    """Return the arguments of `from_pretrained` that planning takes for a named model."""
     if not isinstance(config_or_model_name, str | os.PathLike):
         return ()
     takes = inspect.signature(get_pretrained_model_config).parameters
@@ -159,10 +170,10 @@ _OF_LINEAR = {
     "W_O": (2, 0, 1),
     **dict.fromkeys(("W_in", "W_gate", "W_out", "W_U"), (1, 0)),
 }
-"""Parameter -> its dimensions, slowest first, if the checkpoint has an nn.Linear."""
+"""Parameter -> its dimensions in memory order, outermost first, if it was an nn.Linear."""
 
 _OF_CONV1D = {**dict.fromkeys(("W_Q", "W_K", "W_V"), (1, 0, 2)), "W_U": (1, 0)}
-"""The same for transformers' Conv1D, whose weight is transposed."""
+"""The same for parameters from transformers' Conv1D, whose weight is transposed."""
 
 
 def _empty_as_loaded(

@@ -60,7 +60,7 @@ def component_sizes(cfg: HookedTransformerConfig) -> tuple[ComponentSize, ...]:
 
 
 def attention_kind(cfg: HookedTransformerConfig, layer: int) -> str | None:
-    """Return a block's kind of attention ("global", "local"); blocks differ in nothing else."""
+    """Return "global" or "local", the only difference between blocks; None if all are global."""
     return cfg.attn_types[layer] if cfg.attn_types else None
 
 
@@ -82,7 +82,7 @@ def empty_component(name: str, cfg: HookedTransformerConfig) -> nn.Module:
 
 
 def is_own(model: HookedTransformer, path: str, module: nn.Module) -> bool:
-    """Return True if TransformerLens itself has a module of this class there."""
+    """Return True if TransformerLens's own module at `path` is of the same class."""
     component = component_of(path)
     try:
         own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])

@@ -56,9 +56,10 @@ def model_config(
     Args:
         model_name: a name that TransformerLens lists, a local checkpoint directory, or the name of
             another checkpoint on the hub.
-        prefer_known: use the config in known_configs.json if there is one, and fetch nothing. This
-            is for planning: a load always reads the checkpoint's own config.
-        hf_model: a live model to load under this name. Its config is used.
+        prefer_known: if known_configs.json has this model's config, use that and fetch nothing.
+            This is for planning: a load always reads the checkpoint's own config.
+        hf_model: a live model to load under this name. Its config is used, except for names
+            whose sizes are in TransformerLens's code, such as Llama 2's.
         kwargs: as for `transformer_lens.loading_from_pretrained.get_pretrained_model_config`.
 
     Raises:
@@ -98,7 +99,7 @@ def _config_of_live(hf_model: nn.Module) -> PretrainedConfig:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised
     name = class_in_transformers(model).__name__
-    # A base class names no head: keep the config's, if any.
+    # The name of a base class, such as LlamaModel, is no architecture: keep the config's, if any.
     if not config.architectures or re.search(r"For[A-Z]|LMHead", name):
         config.architectures = [name]
     return config
@@ -146,8 +147,8 @@ def _config_by_name(
             f"{name!r} holds a {architecture}: load it with {_OTHER_CLASSES[architecture]}"
         )
     if architecture == "GemmaForCausalLM" and cfg.act_fn == "gelu":
-        cfg.act_fn = "gelu_pytorch_tanh"  # wrongly exact in TransformerLens 3
-    if architecture == "Gemma2ForCausalLM":  # wrongly global first before 3.8
+        cfg.act_fn = "gelu_pytorch_tanh"  # TransformerLens 3 has the exact GELU
+    if architecture == "Gemma2ForCausalLM":  # TransformerLens before 3.8 has "global" first
         cfg.attn_types = [("local", "global")[layer % 2] for layer in range(cfg.n_layers)]
     return cfg
 
@@ -199,7 +200,7 @@ def _config_of_directory(
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
-    # Use the hub's name: code that comes with the checkpoint is not in the directory yet.
+    # Read by the hub's name: the directory has no code of the checkpoint yet, only config.json.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)
@@ -251,7 +252,7 @@ def _config_for_transformer_lens(
     *args: object,
     **kwargs: object,
 ) -> PretrainedConfig:
-    """Replace `AutoConfig.from_pretrained`; add the names that TransformerLens reads."""
+    """Replace `AutoConfig.from_pretrained`; add the fields that TransformerLens reads."""
     if token is not None:
         kwargs["token"] = token
     hf_config = hf_config or as_saved(original(*args, **kwargs))
@@ -379,7 +380,7 @@ def _gemma_rope(hf_config: PretrainedConfig) -> Options:
 
 
 def _rope(hf_config: PretrainedConfig) -> Options:
-    """Return the rotary settings; for unlisted names, TransformerLens uses a default base."""
+    """Return the rotary settings; TransformerLens has a default base for unlisted models."""
     # transformers 5 keeps all in rope_parameters, 4 in rope_theta and rope_scaling.
     rope = getattr(hf_config, "rope_parameters", None) or {}
     rope = {**(getattr(hf_config, "rope_scaling", None) or {}), **rope}

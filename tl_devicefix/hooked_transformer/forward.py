@@ -10,7 +10,7 @@ import torch
 from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch import forward as running
-from tl_devicefix.dispatch.scheduler import current_run, take_own_tokenizer
+from tl_devicefix.dispatch.scheduler import current_run
 from tl_devicefix.fusing.kv_cache import prompts
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_by, remember
@@ -42,7 +42,7 @@ def forward(original: Original, self: HookedTransformer, *args: Any, **kwargs: A
 def simple_attn_linear(
     original: Callable[..., torch.Tensor], input: torch.Tensor, w: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
-    """Move the input to the weights; TransformerLens's function moves the weights instead."""
+    """Move the input to the weights' device; TransformerLens moves the weights instead."""
     return original(input.to(w.device), w, b)
 
 
@@ -71,7 +71,7 @@ def generate_one_by_one(
 ) -> object:
     """Wrap `HookedTransformer.generate`, and generate texts of unequal length one by one.
 
-    Tokens, which you padded yourself, go to TransformerLens's own method.
+    A tensor of tokens, already padded, goes to TransformerLens's own method.
     """
     # TransformerLens 2 and 3.0 drop the padding mask, so only the longest text would be right.
     if isinstance(input, list) and kwargs.get("return_type", "input") in ("input", "str"):
@@ -90,25 +90,22 @@ def generate_one_by_one(
     until="3",
 )
 def override_defaults(original: Original, self: LocallyOverridenDefaults) -> object:
-    """Wrap `LocallyOverridenDefaults.__enter__`, which changes a model's config and tokenizer.
+    """Wrap `LocallyOverridenDefaults.__enter__`, which changes a model's config while it lasts.
 
-    A run in flight changes copies: other runs read the model's own at the same time.
+    A run in flight changes a copy: other runs read the model's own at the same time.
     """
-    model, overrides = self.model, self.overrides
-    if current_run() is not None:
-        if _differs(overrides.get("padding_side"), getattr(model.tokenizer, "padding_side", None)):
-            take_own_tokenizer(model)
-        if _differs(overrides.get("prepend_bos"), model.cfg.default_prepend_bos):
-            placement = placement_by(model.cfg)
-            model.cfg = copy.copy(model.cfg)
-            if placement is not None:  # it is looked up by config, which is new
-                remember(model.cfg, placement)
-    return original(self)
-
-
-def _differs(value: object, default: object) -> bool:
+    model, prepend_bos = self.model, self.overrides.get("prepend_bos")
     # A missing argument is None, or some other string in TransformerLens 2.
-    return value in (True, False, "left", "right") and value != default
+    if (
+        current_run() is not None
+        and prepend_bos in (True, False)
+        and prepend_bos != model.cfg.default_prepend_bos
+    ):
+        placement = placement_by(model.cfg)
+        model.cfg = copy.copy(model.cfg)
+        if placement is not None:  # it is looked up by config, which is new
+            remember(model.cfg, placement)
+    return original(self)
 
 
 @patches(
@@ -123,8 +120,8 @@ def remove_all_hook_fns(
     level: int | None = None,
 ) -> None:
     """Replace `HookedRootModule.remove_all_hook_fns`, and skip hook points without hooks."""
-    # TransformerLens visits all of them after each `run_with_hooks` and `run_with_cache`. The first
-    # is always visited: its `remove_hooks` checks the direction.
+    # TransformerLens visits all hook points after each `run_with_hooks` and `run_with_cache`.
+    # Always visit the first: its `remove_hooks` checks the direction.
     points = list(self.hook_points())
     for point in points[:1] + [each for each in points if each.fwd_hooks or each.bwd_hooks]:
         point.remove_hooks(direction, including_permanent, level)

@@ -248,7 +248,7 @@ def _check_numbers(
     hf_kwargs: Options,
 ) -> str | None:
     """Check a tiny model of the same config, and return the warning, if any."""
-    if chosen_action(on_mismatch) == "ignore" or _has_own_format(model_name):
+    if chosen_action(on_mismatch) == "ignore" or has_own_format(model_name):
         return None
     if arguments["hf_model"] is None:
         trusted = {"trust_remote_code": cfg.trust_remote_code}
@@ -267,7 +267,7 @@ def _check_numbers(
     return check_hooked_numbers(model.config, cfg, steps, on_mismatch, hf_class)
 
 
-def _has_own_format(model_name: str) -> bool:
+def has_own_format(model_name: str) -> bool:
     """Return True for a checkpoint in HookedTransformer's format, not in transformers'."""
     own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # the owners that TransformerLens goes by
     return is_listed(model_name) and model_name.startswith(own)
@@ -282,7 +282,7 @@ def _open_source(
 ) -> Source:
     if hf_model is not None:
         return HuggingFaceSource(hf_model, cfg)
-    if _has_own_format(model_name):
+    if has_own_format(model_name):
         # Read in float32 at least: rounding comes once, after folding.
         hf_kwargs = {**hf_kwargs, "dtype": torch.promote_types(dtype, torch.float32)}
         return StateDictSource(tl_loading.get_pretrained_state_dict(model_name, cfg, **hf_kwargs))

@@ -67,12 +67,12 @@ class ScaledRotary:
     """Computes rotary tables with transformers' module, for `calculate_sin_cos_rotary`.
 
     Attributes:
-        longest: the most tokens that one table serves; with LongRoPE and dynamic scaling, longer
-            texts have other frequencies at each position. None for other scalings.
+        longest: the most tokens that one table serves. With LongRoPE and dynamic scaling, a longer
+            text has other frequencies at all positions; with other scalings, this is None.
     """
 
     def __init__(self, module: Any, kind: str | None) -> None:
-        # Make a new module on the CPU: the model's may be anywhere, and running changes it.
+        # Make a new module on the CPU: the model's may be anywhere, and its forward changes it.
         with torch.device("cpu"):
             self._module = type(module)(module.config)
         by_layer_type = "layer_type" in inspect.signature(module.forward).parameters
@@ -102,6 +102,6 @@ class ScaledRotary:
             like = torch.empty(1, dtype=torch.promote_types(dtype, torch.float32))
             positions = torch.arange(n_ctx)[None]  # [1, n_ctx]
         tables = self._module(like, positions, **self._layer_type)  # [1, n_ctx, rotary_dim] each
-        # gpt-oss's tables have one column for both halves.
+        # gpt-oss's tables have half the columns, which apply to both halves of a head.
         cos, sin = (t[0].repeat(1, rotary_dim // t.shape[-1]).to(dtype) for t in tables)
         return sin, cos

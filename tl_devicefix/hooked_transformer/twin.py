@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +21,16 @@ from tl_devicefix.hooked_transformer.processing import (
     load_component,
     processing_units,
 )
+from tl_devicefix.monkeypatch.versions import has_bridge
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers, is_right
 from tl_devicefix.weight_processing import Steps
+
+_STEPS = (
+    *("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"),
+    "refactor_factored_attn_matrices",
+)
+"""Arguments of `from_pretrained` that each turn one step off."""
 
 
 def check_hooked_numbers(
@@ -48,14 +56,19 @@ def check_hooked_numbers(
         ValueError: with `on_mismatch="refuse"`, in place of the warning.
     """
 
-    def run(steps: Steps = steps) -> float:
+    def run(cfg: HookedTransformerConfig = cfg, steps: Steps = steps) -> float:
         return difference(hf_config, cfg, steps, hf_class)
 
     def advice() -> str:
-        for step in fields(steps):  # any one may be at fault
-            without = functools.partial(run, steps=replace(steps, **{step.name: False}))
-            if getattr(steps, step.name) and is_right(without):
-                return f"pass {step.name}=False"
+        unfolded = copy.copy(cfg)  # as `from_pretrained(fold_ln=False)` has it: with norms' weights
+        unfolded.normalization_type = (cfg.normalization_type or "").removesuffix("Pre") or None
+        for name in _STEPS:  # any one may be at fault
+            without = replace(steps, **{name: False})
+            of = unfolded if name == "fold_ln" else cfg
+            if (of, without) != (cfg, steps) and is_right(functools.partial(run, of, without)):
+                return f"pass {name}=False"
+        if not has_bridge():
+            return "use a newer TransformerLens"
         return "load it as a TransformerBridge, which runs transformers' own code"
 
     called = f"{cfg.model_name} as a HookedTransformer"

@@ -73,7 +73,7 @@ def _apply_table(table: Sequence[Patch]) -> None:
 
 def _rename(functions: Mapping[_Function, _Function]) -> None:
     """Replace functions in all modules that have imported them, or a partial of one."""
-    for module in [*sys.modules.values()]:
+    for module in [*sys.modules.values()] if functions else ():  # there are some 5000
         for name, value in [*getattr(module, "__dict__", {}).items()]:
             function = value.func if type(value) is partial else value
             if type(function) is not FunctionType or function not in functions:

@@ -29,8 +29,7 @@ class Patch:
     """The function that takes its place.
 
     If its first parameter is `original`, it gets the installed function before the arguments. A
-    replacement of a module's function always has that parameter. One of a classmethod also gets the
-    class.
+    module function's replacement always has it. A classmethod's gets the class instead.
     """
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""
@@ -49,13 +48,13 @@ class Patch:
 
     @property
     def is_of_installed(self) -> bool:
-        """True if the installed version of TransformerLens has the target."""
+        """True if the installed TransformerLens is one of the versions `since` to `until`."""
         last = Version(self.until).release
         return Version(self.since) <= installed() and installed().release[: len(last)] <= last
 
 
 _VERSIONS = {"HookedTransformer": ("2.16.1", "3"), "TransformerBridge": ("3.9", "4")}
-"""Class of models -> the first and the last TransformerLens version that has it."""
+"""Model class -> the first and the last supported TransformerLens version that has it."""
 _patches: dict[tuple[str, str], Patch] = {}
 
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
@@ -96,24 +95,24 @@ def patches(
 
 
 def registered() -> tuple[Patch, ...]:
-    """Return the patches of all imported modules for the installed version, by class and name."""
+    """Return imported modules' patches for the installed version, sorted by class and name."""
     applicable = (patch for patch in _patches.values() if patch.is_of_installed)
     return tuple(sorted(applicable, key=lambda patch: (patch.owner or "~", patch.name)))
 
 
 LIBRARIES = ("torch", "transformers", "transformer_lens", "accelerate")
-"""Packages whose modules, hooks and code are not the user's, beside this one."""
+"""The packages, besides this one, whose modules, hooks and code are not the user's."""
 
 
 def owner_of(item: object) -> str:
     """Return the name of the module that defines a function, a class, or an instance's class.
 
-    A wrapper counts as what it wraps if it is a library's or this package's.
+    A wrapper that a library or this package made counts as what it wraps.
     """
     while True:
         # functools.wraps() sets a function's __module__ to the wrapped one's, so read its globals.
         scope = getattr(item, "__globals__", None)
-        name = scope.get("__name__") if isinstance(scope, dict) else None  # a class's is no dict
+        name = scope.get("__name__") if isinstance(scope, dict) else None  # FunctionType's is not
         owner: str = name or getattr(item, "__module__", None) or type(item).__module__
         wrapped = getattr(item, "__wrapped__", None)
         if wrapped is None or owner.partition(".")[0] not in ("tl_devicefix", *LIBRARIES):
@@ -151,10 +150,10 @@ _OF_BRIDGE = (
 
 def named(name: str) -> Any:
     """Return the class or function of this name in the patched modules; None if none has it."""
-    # In versions with a Bridge, importing `utils` warns.
+    # In versions with a Bridge, importing `transformer_lens.utils` warns.
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
-            # TransformerLens 4 raises ImportError for names that it has dropped.
+            # Not getattr: TransformerLens 4 raises ImportError for names that it has dropped.
             attribute = vars(importlib.import_module(module_name)).get(name)
             if attribute is not None and not inspect.ismodule(attribute):
                 return attribute

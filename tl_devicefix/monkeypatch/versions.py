@@ -16,7 +16,7 @@ class UnsupportedTransformerLens(ImportError):
     """Raised if the installed TransformerLens cannot be patched; the message says why."""
 
 
-@cache  # each load asks, and it is read from a file
+@cache  # each load calls this, and the version is read from a file
 def installed() -> Version:
     """Return the version of TransformerLens."""
     return Version(importlib.metadata.version("transformer_lens"))

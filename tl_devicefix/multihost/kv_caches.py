@@ -1,8 +1,8 @@
 """A block's part of a KV cache, an *entry*: its tensors stay with the worker until home reads them.
 
-1. Home sends an `EntryState`: keys and values, or the names of unread ones that the worker keeps.
-2. The worker builds an entry, and the block appends to it.
-3. The worker keeps the new tensors under a new number; home's entry gets `RemoteTensor`s for it.
+1. Home sends an `EntryState` with keys and values; for those that only the worker has, with names.
+2. The worker builds an entry from it, and the block appends to that entry.
+3. The worker keeps the new tensors under a new number; home's entry gets `RemoteTensor`s for them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ _SENT_TYPES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, tor
 
 
 def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
-    """Return a layer's entry of transformers' cache; None if it does not grow by appending."""
+    """Return a layer's entry of transformers' cache; None if the entry cannot be sent.
+
+    Only entries that grow by appending can be sent: a linear attention's state cannot.
+    """
     # Require the exact class: subclasses store keys and values elsewhere, or quantised.
     if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
         return None
-    if index == len(cache.layers):  # transformers makes a layer when it is first used
+    if index == len(cache.layers):  # transformers adds a layer on first use
         if not cache.layer_class_to_replicate:
             return None
         cache.layers.append(cache.layer_class_to_replicate())
@@ -55,5 +58,5 @@ def as_cache(entry: CacheEntry, index: int) -> cache_utils.Cache:
     """Return a transformers cache that holds one layer's entry."""
     cache = cache_utils.DynamicCache()
     # Earlier layers are None: a layer reads its own entry only, by its index.
-    cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # it has no type for None
+    cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # typed without None
     return cache

@@ -413,7 +413,8 @@ class _Step:
         entry = layer_of_cache(argument, self.record.index) if is_in_cache else argument
         if entry is None:
             raise self.record.refusal(
-                f"a {type(argument).__name__} is used: only a DynamicCache can be sent"
+                f"a {type(argument).__name__} is used: only a DynamicCache can be sent, and only "
+                "layers of it that grow by appending"
             )
         self._entry, self._grown = entry, RemoteHandle(self.record.remote.host)
         attributes = {name: self._part(value) for name, value in attributes_of(entry).items()}

@@ -6,10 +6,10 @@ While one block computes, the next one's weights are copied, so a device holds t
     is copied    block 1 ->   block 2 ->   block 3 ->
     is there     0, 1         1, 2         2, 3
 
-`OffloadedForward` puts copies in the place of a block's parameters before its forward, and the
-parameters back after it, also after an error. `OffloadedPart` does so for a part of a block that is
-called by itself, such as to recompute it in backward. `Prefetch` knows the order in which one
-forward runs its blocks. A hook that runs a block or starts another forward needs further copies.
+`OffloadedForward` replaces a block's parameters with copies before its forward, and restores them
+after it, even after an error. `OffloadedPart` does so for a part of a block that is called by
+itself, such as to recompute it in backward. `Prefetch` knows the order in which one forward runs
+its blocks. A hook that runs another block or forward needs memory for further copies.
 
 Runs of a `pipeline_map` share no copies. A run drops its prefetched copy when it releases the
 device, so a device normally holds two blocks. A run that waits inside a block, e.g. for a hook's
@@ -68,7 +68,7 @@ class OffloadedForward(Around):
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.module = block
         self.device = device
-        # Running calls: there are several if a hook or another thread calls the block too.
+        # How many calls are running: several if a hook or another thread calls the block too.
         self._calls = 0
         self._copy: BlockCopy | None = None
 
@@ -84,7 +84,7 @@ class OffloadedForward(Around):
                 self._swap_out()
 
     def places(self) -> Iterator[Place]:
-        """Yield each parameter in host memory, also those that device copies replace now."""
+        """Yield each parameter in host memory, including those that copies replace at present."""
         weights = self._copy.weights if self._copy else ()
         return _places(self.module, {id(one.weight): one.host for one in weights})
 
@@ -99,8 +99,8 @@ class OffloadedForward(Around):
             if self._calls and self._copy is not None:  # another call is running
                 self._copy.share()
             else:
-                # Assign first: if `swap_in` is interrupted, the next call's `places` finds the
-                # host parameters in it.
+                # Assign before `swap_in`: if that is interrupted, the next call's `places` finds
+                # the host parameters in `_copy`.
                 self._copy = prefetch.take(self)
                 self._copy.swap_in()
             self._calls += 1
@@ -124,7 +124,7 @@ def _places(
 
 
 class OffloadedPart(Around):
-    """Puts a part's weights on the device when it is called outside its offloaded block."""
+    """Puts a part's weights on the device if the part is called while its block does not run."""
 
     def __init__(self, block: OffloadedForward) -> None:
         self.block = block
@@ -183,12 +183,12 @@ class Prefetch:
     def take(self, block: OffloadedForward) -> BlockCopy:
         """Return the copy of a block that runs now, and start to copy the next block."""
         device, queue = block.device, self._to_run.get(block.device, deque())
-        if block in queue:  # it is not, if a hook runs it again
+        if block in queue:  # not if a hook runs the block again
             while queue.popleft() is not block:  # a forward may skip blocks
                 pass
         copy = self._prefetched.pop(device, None)
         if copy is not None and not copy.is_current(block.places()):
-            # A hook has changed the weights since, or this is not the prefetched block.
+            # A hook changed the weights after they were copied, or this is another block.
             copy.drop()
             copy = None
         if copy is None:

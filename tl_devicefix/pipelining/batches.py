@@ -56,7 +56,7 @@ class Batch:
     Args:
         tokens: the prompts, the same for every run.
         runs: the hooks of each run.
-        arguments: the forward's, the same for every run; see `check_repeatable`.
+        arguments: of the forward, the same for every run; `check_repeatable` has accepted them.
     """
 
     def __init__(self, tokens: Tokens, runs: Sequence[Hooks], arguments: dict[str, Any]) -> None:
@@ -81,9 +81,9 @@ class Batch:
         }
 
     def run(self, model: Model) -> list[Any]:
-        """Run them in one forward of a model or view, and return each run's result."""
+        """Run all runs in one forward of a model or view, and return the result of each."""
         results = _HookResults()
-        # A Bridge's norm ignores an edit in place, unless another hook returns a new tensor.
+        # A Bridge's norm ignores in-place edits, unless a hook of some run returns a tensor.
         uneditable = _OF_NORMS if hasattr(model, "original_model") else ()
         rows_of_runs = [
             _RunRows(number, self._rows, self._n_runs, results, uneditable)
@@ -132,13 +132,13 @@ class Batch:
 
 
 class _HookResults:
-    """The results of a batch's hooks at a hook point.
+    """The activation at a hook point, as a batch's hooks have left it so far.
 
     Attributes:
-        source: the activation as the model has it. Other parts may read it too, so in-place
-            edits of a run go into it, until one of its hooks returns another tensor.
-        activation: a copy of it with the rows of all runs, once a hook has returned a tensor.
-        returned: what each run's hooks returned last.
+        source: the activation that the model passed in. The model may read it elsewhere too, so a
+            run's hooks edit it in place, until one of them returns a tensor.
+        activation: a copy of `source` with all runs' results; None until a hook returns a tensor.
+        returned: run -> the last tensor that a hook of the run returned.
     """
 
     source: torch.Tensor
@@ -147,7 +147,7 @@ class _HookResults:
     _point: str | None = None
 
     def begin(self, activation: torch.Tensor, point: str | None) -> None:
-        """Take an activation, unless it is the copy that an earlier hook returned at this point."""
+        """Start with this activation, unless it is the copy that an earlier hook returned here."""
         if activation is not self.activation or point != self._point:
             self.source, self.activation, self._point = activation, None, point
             self.returned = {}
@@ -170,7 +170,7 @@ class _RunRows:
         """Call a hook of the run with its rows `[batch, ...]` of `[run * batch, ...]`."""
         shape = tuple(getattr(activation, "shape", ()))
         is_of_expert = ".experts." in f"{hook.name}."
-        # The number of an expert's rows may match by chance.
+        # An expert's rows are the tokens routed to it: their number may match by chance.
         if is_of_expert or shape[:1] != (self._total,):
             what = f"a tensor {list(shape)}" if shape else f"a {type(activation).__name__}"
             what = "rows of experts" if is_of_expert else f"{what} instead of {self._total} rows"

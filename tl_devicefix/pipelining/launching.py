@@ -32,7 +32,8 @@ Result = TypeVar("Result")
 def may_launch_ahead(model: Model, home: torch.device) -> bool:
     """Return True if `home` has streams, no run is in flight, and the user's only code is hooks.
 
-    A run has its own stream, so memory that other user code frees could be reused too early.
+    A run ends on its own stream. A tensor that other user code frees there may be of home's main
+    stream, which would reuse its memory too early.
     """
     if module_with_streams(home) is None or current_run() is not None:
         return False
@@ -76,7 +77,7 @@ def launch_all(
             # Do not bind the result: a name would keep it alive during the next run.
             yield _join_result(*launched.popleft())
     finally:
-        for each in runs_ahead:  # also of runs that failed, or were not fetched
+        for each in runs_ahead:  # also after errors, and if results were not fetched
             each.join()
     if errors:
         raise errors.pop()
@@ -105,7 +106,7 @@ def _join_result(result: Result, ahead: RunAhead) -> Result:
 def _loss(
     loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, *args: object, **kwargs: object
 ) -> torch.Tensor:
-    """Call `loss_fn` on the current stream, which may not be the tokens' stream."""
+    """Call `loss_fn`; tokens and masks keep their memory until the current stream has read them."""
     stream = torch.get_device_module(logits.device.type).current_stream(logits.device)
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.device == logits.device:

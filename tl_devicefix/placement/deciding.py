@@ -46,7 +46,7 @@ DeviceMap = str | int | torch.device | Mapping[str, DeviceLike]
 STRATEGIES = ("auto", "balanced", "sequential")
 
 _FILLED = 0.9
-"""Share of the free memory to fill if blocks are offloaded and the user sets no limit.
+"""Share of the free memory to fill if blocks are offloaded and the user sets no lower limit.
 
 The rest is for activations.
 """
@@ -119,9 +119,9 @@ def decide(
     counts = spread(sizes, rooms)
     on_each = [Share(count) for count in counts]
     if may_offload and not fits(sizes, counts, rooms):
-        # Fill only a share of what is free, unless the user set a limit.
+        # Fill only a share of what is free, or all of a limit that the user set below that.
         to_fill = [
-            room if room is None or device in (limits or {}) else int(_FILLED * room)
+            room if room is None or room == (limits or {}).get(device) else int(_FILLED * room)
             for device, room in zip(devices, rooms)
         ]
         on_each = shares(sizes, to_fill)

@@ -1,7 +1,7 @@
-"""Devices that no tensor of this process can be on: the seam between placing and `multihost/`.
+"""Devices of other processes: what placing knows of `multihost/`.
 
-Blocks may be placed on them: another process runs those blocks for this one. Here, such a device
-is one of torch's meta devices with an index, and a tensor there is a `TensorElsewhere`.
+Blocks may be placed on such a device, and its process runs them. No tensor of this process can be
+there. Here, the device is a meta device with an index, and a `TensorElsewhere` stands for a tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _Value = TypeVar("_Value")
 
 
 def elsewhere(number: int) -> torch.device:
-    """Return the stand-in for a device elsewhere, by its number among these."""
-    # torch takes any index of meta; the device of an ordinary meta tensor has none.
+    """Return the meta device that stands for a device elsewhere, by its number among those."""
+    # torch accepts any index for meta; an ordinary meta tensor's device has none.
     return torch.device("meta", number)
 
 
@@ -26,19 +26,19 @@ def is_elsewhere(device: torch.device) -> bool:
 
 
 class Elsewhere:
-    """Names and memory of devices elsewhere. This class knows of none; a subclass may.
+    """The devices elsewhere, their names and free memory. This base class has none.
 
     Attributes:
-        devices: all devices by the numbers that users give, this process's first; empty if none is
-            elsewhere.
-        listed: the same as a text for messages.
+        devices: all devices, in the order in which users number them: this process's first. Empty
+            if none is elsewhere.
+        listed: the devices as a text for messages.
     """
 
     devices: Sequence[torch.device] = ()
     listed = ""
 
     def find(self, name: str) -> torch.device:
-        """Return the device of a name with a slash, such as "node-b/cuda:1".
+        """Return the device that has a name with a slash, such as "node-b/cuda:1".
 
         Raises:
             ValueError: if there is none.
@@ -58,11 +58,11 @@ class Elsewhere:
 
 
 NOBODY = Elsewhere()
-"""Knows of no devices elsewhere."""
+"""The record for a process without other hosts."""
 
 
 class TensorElsewhere(torch.Tensor):
-    """A tensor whose values this process gets when it reads them."""
+    """A tensor whose values are in another process, until `read` fetches them."""
 
     def read(self) -> torch.Tensor:
         """Return the values, as a plain tensor of this process."""

@@ -15,7 +15,7 @@ from tl_devicefix.placement.placement import Placement
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
-# Keys are ids: two placements may be equal. The oldest comes first.
+# Keyed by id, since two placements may be equal; oldest first.
 _in_use: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 
@@ -35,7 +35,7 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: if there is no such device. If you gave an index, at the first read.
+        ValueError: if there is no such device; for an index, at the first read.
 
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
@@ -68,7 +68,7 @@ def use(placement: Placement) -> None:
 
 
 def devices_in_use(beside: torch.device | None = None) -> frozenset[torch.device]:
-    """Return the devices of all placed models, offloaded blocks' too, and of `gather_on`.
+    """Return the devices of all placed models (and of their weights), and of `gather_on`.
 
     Args:
         beside: count only models that use this device.

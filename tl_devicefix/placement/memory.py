@@ -1,4 +1,4 @@
-"""Sizes of memory: parsed and printed, limits of devices, and out-of-memory errors."""
+"""Parse and print sizes of memory, and limit devices' memory; recognise out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
 
 MaxMemory = Mapping[DeviceLike, int | str] | int | str
 """Device (or its index) -> most bytes to use there, as accelerate writes it: {0: "20GiB"}; or one
-size for each device."""
+size that applies to every device."""
 
 Limits = Mapping[torch.device, int]
-"""The same, with each device as a `torch.device`, and sizes in bytes."""
+"""A `MaxMemory` with each device as a `torch.device`, and sizes in bytes."""
 
 _PREFIXES, _MAX_BYTES = " KMGT", 2**60
 
@@ -24,7 +24,7 @@ _PREFIXES, _MAX_BYTES = " KMGT", 2**60
 def by_device(
     max_memory: MaxMemory | Limits | None, home: torch.device, devices: Sequence[torch.device] = ()
 ) -> Limits | None:
-    """Resolve the devices in `max_memory`, and its sizes to bytes; one size applies to each."""
+    """Resolve the devices in `max_memory`, and parse its sizes; one size is for all `devices`."""
     if max_memory is None:
         return None
     if isinstance(max_memory, int | str):
@@ -51,15 +51,17 @@ def _parse_limit(limit: int | str, called: str) -> int:
 
 
 def capacity(device: torch.device, limits: Limits | None) -> int | None:
-    """Return the bytes to use on `device`: the smaller of its free memory and the user's limit."""
+    """Return the bytes to use on `device`, the smaller of its free memory and the user's limit.
+
+    None if neither is known.
+    """
     free, allowed = free_memory(device), (limits or {}).get(device)
     return allowed if free is None else free if allowed is None else min(allowed, free)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an allocation failed."""
-    # Check the message too: torch raises a plain RuntimeError on the CPU, and if host memory cannot
-    # be pinned.
+    # Check the message too: on the CPU, and for pinned memory, torch raises a plain RuntimeError.
     phrases = ("can't allocate memory", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in phrases)
 
@@ -74,7 +76,7 @@ def parse_bytes(size: int | str, called: str = "memory") -> int:
             power = _PREFIXES.index(match[2][0].upper()) if match else 0
             n_bytes = float(match[1]) * base**power if match else -1
         if match and match[2].endswith("b") and "i" not in match[2].lower():
-            n_bytes = -1  # accelerate reads "Gb" as bits, but its writer means bytes
+            n_bytes = -1  # accelerate reads "Gb" as bits, but users mean bytes
     if not 0 <= n_bytes <= _MAX_BYTES:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
@@ -92,10 +94,10 @@ def gib(size: float) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Lay rows out as lines, each column as wide as its widest cell.
+    """Format rows as lines, with each column as wide as its widest cell.
 
     Args:
-        rows: the cells of each row, the heads first.
+        rows: the cells of each row; the first row has the headings.
         align: "<" or ">" for each column; the last one also applies to all further columns.
 
     >>> print(format_table([("device", "held"), ("cuda:0", "9.00 GiB")], "<>"))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import site
 import sysconfig
+import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -82,8 +85,8 @@ class DryRun:
     """Each device's weights, its peak during the job, and the module at the peak."""
     transfers: Transfers
     """Every copy between devices, in order. Printing them shows a line for each pair."""
-    result: Any  # whatever the user's `run` returns
-    """The result of the job."""
+    result: Any
+    """The value that `run` returned; None after an error."""
     error: BaseException | None = None
     """The error that stopped it: operands on several devices, out of memory, or the job's own."""
     stopped_at: str | None = None
@@ -133,18 +136,18 @@ def dry_run(
         config_or_model_name: as for `plan`: a name, a local checkpoint directory, or a config.
         run: your function of the model, as you write it for a loaded one: a forward,
             `run_with_cache`, `generate`, a `sweep`, hooks, a backward, an optimizer's step.
-        n_devices: how many devices to split the model across. If you leave it out, there are as
-            many as the other arguments name, and those that `max_memory` names are used.
+        n_devices: how many devices to split the model across; by default the devices that
+            `max_memory` names, or else as many as the other arguments name.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
         max_memory: as for `plan`.
-        dtype: of the weights; by default float32, as for loading.
+        dtype: of the weights; by default float32, or a HookedTransformerConfig's own.
         memory: the memory of each device: one size for all ("80GiB"), or one for each.
-        tokenizer: for a `run` that passes text; without one, it must pass tokens.
-        cls: HookedTransformer or a subclass of it, or TransformerBridge, which is the default for
-            a transformers config, and with TransformerLens 4. `run` gets a Bridge as it is booted,
-            and may call `enable_compatibility_mode()`, to see how much memory that needs.
-        fuse_blocks: have blocks run as one function each, which builds no pattern unless
-            a hook sees it, see `tl_devicefix.fuse_blocks`. Assumes no padding.
+        tokenizer: a loaded tokenizer, if `run` passes text. A local directory brings its own.
+        cls: HookedTransformer (the default), a subclass of it, or TransformerBridge (the default
+            for a transformers config, and with TransformerLens 4). A Bridge is not in compatibility
+            mode: `run` may call `enable_compatibility_mode()`, whose memory then counts.
+        fuse_blocks: run each block as one function, which builds no pattern unless a hook sees it;
+            see `tl_devicefix.fuse_blocks`. Assumes no padding.
         on_mismatch: what to do if a load would not give transformers' numbers: "warn", "refuse" or
             "ignore", as for `from_pretrained`.
         options: arguments of `from_pretrained` that change the config: `fold_ln`, `first_n_layers`,
@@ -154,7 +157,7 @@ def dry_run(
         The outcome. If `run` failed, its `error` and `stopped_at` say why and where.
 
     Raises:
-        ValueError: if the model does not fit, or the arguments do not fit together.
+        ValueError: if the model does not fit, or the arguments contradict each other.
         TypeError: for an unknown argument; the message suggests a similar one.
     """
     if not callable(run):
@@ -171,8 +174,8 @@ def dry_run(
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(on_mismatch)
-    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # `run` may change it
-    at_least = len(memory) if isinstance(memory, list | tuple) else 1  # one size for each
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restore it after `run`
+    at_least = len(memory) if isinstance(memory, list | tuple) else 1  # one size per device
     request = device_request(n_devices, device_map, max_memory, at_least)
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
         devices = request.spread, None, request.device_map, request.max_memory
@@ -197,10 +200,11 @@ def record_run(
         machine.reset_peak_memory_stats(index)
     machine.reset_transfers()
     at_peak = dict.fromkeys(devices, "the weights")
-    running: list[str] = []  # innermost last
+    running: Running = defaultdict(list)
 
     def note_peak(index: int) -> None:
-        at_peak[index] = running[-1] if running else "outside the model"
+        names = running[threading.get_ident()]
+        at_peak[index] = names[-1] if names else "outside the model"
 
     result, error, stopped_at = None, None, None
     machine.on_peak = note_peak
@@ -232,38 +236,45 @@ def record_run(
     )
 
 
+Running: TypeAlias = "dict[int, list[str]]"
+"""Thread -> the names of the components that run in it, innermost last."""
+
+
 @contextlib.contextmanager
-def _noting_what_runs(model: Model, placement: Placement, running: list[str]) -> Iterator[None]:
-    """Keep `running` as the names of the components that run, innermost last."""
+def _noting_what_runs(model: Model, placement: Placement, running: Running) -> Iterator[None]:
+    """Note in `running` which components run."""
     # Only components are hooked: hooks on modules within them would keep more memory alive.
 
     def entering(name: str) -> Callable[..., None]:
-        # Use a lambda: a partial would be taken for a user's hook.
-        return lambda *_: running.append(name)
+        # Use a lambda: `is_of_user` takes a partial for a user's hook.
+        return lambda *_: running[threading.get_ident()].append(name)
 
     def leave(*_: object) -> None:
-        running.pop()
+        running[threading.get_ident()].pop()
 
     with contextlib.ExitStack() as stack:
         for component, module in placement.modules_of(model):
             before = entering(component.name)
             stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            # Call it after errors too: a caught one would leave the component in `running`.
+            # Call `leave` after errors too: `run` may catch one and go on.
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
-_LIBRARY_DIRS = (*map(sysconfig.get_path, ("purelib", "stdlib")), str(Path(__file__).parents[1]))
+_LIBRARY_DIRS = (
+    *map(sysconfig.get_path, ("purelib", "platlib", "stdlib")),
+    *(site.getusersitepackages(), str(Path(__file__).parents[1])),
+)
 
 
 def _where(error: BaseException, model: Model) -> str:
     """Return the last line of the user's code that an error passed, and the module that ran."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    while error.__cause__ is not None:  # a hook's error is raised from torch's
+    while error.__cause__ is not None:  # an error in a hook is raised again, from torch's
         error = error.__cause__
         frames += traceback.walk_tb(error.__traceback__)
     lines = [frame for frame in frames if not frame[0].f_code.co_filename.startswith(_LIBRARY_DIRS)]
-    frame, number = (lines or frames)[-1]  # a library's, if the user's code has no frame
+    frame, number = (lines or frames)[-1]  # a library's line if none is the user's
     line = linecache.getline(frame.f_code.co_filename, number).strip()
     names = {module: name for name, module in named_modules(model) if name}
     # A module runs if one of its methods has a frame in the traceback.

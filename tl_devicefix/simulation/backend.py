@@ -45,7 +45,7 @@ class DeviceModule:
         machine.current.index = machine.index_of(device)
 
     def synchronize(self, device: DeviceLike | None = None) -> None:
-        """Check that the device exists; every operation is done once it returns."""
+        """Check only that the device exists: operations are synchronous."""
         active_machine().index_of(device)
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class _Hooks(getattr(_acc, "PrivateUse1Hooks", object)):  # type: ignore[misc]
 
 
 class _Guard(getattr(_acc, "DeviceGuard", object)):  # type: ignore[misc]
-    # Use a C function: Ctrl-C in a Python function that the guard calls would end the process.
+    # torch's C++ calls `type_`. Use a C function: Ctrl-C in a Python one would end the process.
     type_ = staticmethod(functools.partial(getattr, torch._C._autograd.DeviceType, "PrivateUse1"))
 
 
@@ -105,7 +105,7 @@ def register() -> None:
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     for operation in _WITH_KERNELS:
         library.impl(operation, functools.partial(_make, operation), "PrivateUse1")
-    # "_" stands for all operations without a kernel above or, in autocast, a cast below.
+    # Its fallbacks run operations without a kernel above and, in autocast, without a cast below.
     everything_else = torch.library.Library("_", "IMPL")
     everything_else.fallback(_make, "PrivateUse1")
     for name in (*_IN_LOWER_PRECISION, *_IN_FLOAT32, *_IN_THE_WIDEST):
@@ -140,7 +140,7 @@ def _allocate(
 
 
 def _make(func: Operation, *args: object, **kwargs: Any) -> object:
-    """Run an operation that C++ calls, or a factory without a kernel, such as `tril_indices`."""
+    """Run an operation that C++ code calls, or a factory without a kernel (`tril_indices`)."""
     device = kwargs.get("device")
     if device is None or device.type != DEVICE_TYPE:
         return run(func, args, kwargs)
@@ -178,13 +178,16 @@ def _attention(
     )[0]
 
 
-# Autocast's lists for the CPU, so that the numbers are the CPU's.
+# Operations that models use, from autocast's lists for the CPU. Others are not cast.
 
 _IN_LOWER_PRECISION = (
     *("addbmm", "addmm", "baddbmm", "bmm", "linear", "matmul", "mm"),
     *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
 )
-_IN_FLOAT32 = ("cross_entropy_loss", "mse_loss", "nll_loss")
+_IN_FLOAT32 = (
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy_loss", "nll_loss"),
+    *("kl_div", "huber_loss", "l1_loss", "mse_loss", "smooth_l1_loss", "cdist", "prod"),
+)
 _IN_THE_WIDEST = ("cat", "stack")
 _AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 

@@ -43,9 +43,12 @@ class MetaExecutor(CpuExecutor):
     data_device = torch.device("meta")
 
     def run(self, func: Operation, args: Args, kwargs: Kwargs, device: int | None) -> Any:
-        """Return a result of the right shape; values that the host reads are 0."""
+        """Return a result of the right shape; the host reads zeros.
+
+        A copy into a float tensor of the host leaves it as it was.
+        """
         if func is aten.copy_.default and args[1].is_meta and device is None:
-            # Zero integers: they may be indices. Unwritten floats take no memory.
+            # Zero integers, which may be indices. A new tensor that is not written takes no memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
         try:
             result = func(*args, **kwargs)

@@ -71,7 +71,7 @@ class Allocation:
         self.nbytes = 0
 
     def __del__(self) -> None:
-        # Only queue it: this may run in any thread at any moment. `Machine._settle` subtracts it.
+        # Only queue the bytes: this may run in any thread at any moment. `_settle` subtracts them.
         self.machine._freed.append((self.device.index, self.nbytes))
 
 
@@ -91,9 +91,9 @@ class Machine:
     Attributes:
         devices (list[torch.device]): the devices, in order.
         transfers (Transfers): every copy between two simulated devices, or between the CPU and one
-            of them, since the start or the last `reset_transfers`. ``item()`` and CPU tensors used
-            as indices do not count. Printing it shows one line for each pair of devices;
-            ``transfers.by_pair()`` returns the same as a dict.
+            of them, since the start or the last `reset_transfers`. ``item()``, ``tolist()``,
+            printing, and CPU tensors used as indices do not count. Printing the list shows one line
+            for each pair of devices; ``transfers.by_pair()`` returns the same as a dict.
         is_open (bool): False once the ``with`` block is left.
     """
 
@@ -186,7 +186,8 @@ class Machine:
         Raises:
             torch.OutOfMemoryError: if a storage that is new or has grown does not fit.
         """
-        # Keep it on the storage, which views share and whose Python object torch keeps alive.
+        # Keep the allocation on the storage's Python object: views share it, and it lives as long
+        # as the storage.
         storage = tensor.untyped_storage()
         allocation: Allocation = vars(storage).get(_ALLOCATION) or Allocation(self, device)
         growth = storage.nbytes() - allocation.nbytes  # negative after `storage.resize_(0)`
@@ -243,11 +244,11 @@ def active_machine() -> Machine:
 
 @contextmanager
 def entered(machine: Machine) -> Iterator[Machine]:
-    """Make a machine the active one in a `with` block; later, its tensors can only be read."""
+    """Make a machine the active one in a `with` block; afterwards, its tensors can only be read."""
     global _active
     outer, _active = _active, machine
     try:
-        # A mask without values selects everything. torch adds `patch` to its config at import.
+        # A mask without values selects everything. (mypy: torch adds `patch` at import.)
         with meta_config.patch(  # type: ignore[attr-defined]
             meta_nonzero_assume_all_nonzero=not machine.has_values
         ):

@@ -46,7 +46,7 @@ def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> Non
 
 
 def _replace_accelerates_hooks(bridge: TransformerBridge, placement: Placement) -> None:
-    """Carry inputs to the Hugging Face model's other modules, too; remove accelerate's hooks."""
+    """Remove accelerate's hooks; modules outside of all components get a `CarryTo` instead."""
     hf_model = bridge.original_model
     known = {m for _, component in placement.modules_of(bridge) for m in component.modules()}
     for module in hf_model.modules():
@@ -77,7 +77,7 @@ def to(
 
     As in TransformerLens, a Bridge on several devices stays there, with a warning. One that has
     offloaded blocks and runs on one device moves entirely, and is no longer offloaded. A number
-    means a device of home's type.
+    is an index of home's device type, or of the accelerator's if home is the CPU.
 
     Raises:
         ValueError: if there is no device of that number.
@@ -121,7 +121,7 @@ def place_bridge(bridge: TransformerBridge, placement: Placement) -> None:
         placement: the plan; of offloaded blocks, only the buffers move to the device.
     """
     hf_model = bridge.original_model
-    # Otherwise TransformerLens and transformers assume that accelerate offloads it.
+    # With a map, TransformerLens and transformers assume that accelerate offloads the model.
     vars(hf_model).pop("hf_device_map", None)
     move_components(bridge, placement, rest=hf_model)
     settle_bridge(bridge, placement)
@@ -152,7 +152,7 @@ def view_of(bridge: TransformerBridge) -> View[TransformerBridge]:
 
 def _register_attention(bridge: TransformerBridge, builder: ViewBuilder) -> None:
     """Let TransformerLens 3 find the components of the view's attention layers."""
-    # It looks up in this registry whose hooks to call after the rotary embedding.
+    # The registry maps the id of transformers' attention to the component with the rotary hooks.
     registry = getattr(position_embeddings_attention, "_ATTENTION_BRIDGE_REGISTRY", None)
     if registry is None:
         return

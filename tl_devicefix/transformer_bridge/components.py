@@ -32,7 +32,7 @@ from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.weight_processing import Weights
 
 REST = "rest"
-"""The component of modules that the adapter has no name for; it is at home."""
+"""The component for modules that the adapter does not name; it is on home."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Layout:
         return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
 
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
-        """Convert a placement to accelerate's `device_map`; no path lies within another."""
+        """Convert a placement to accelerate's `device_map`, in which no path contains another."""
         placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}
         return dict(_cover("", hf_model, placed, str(placement.home)))
 
@@ -93,7 +93,7 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
     """Find the layout of a Hugging Face model, on meta or real, that no Bridge wraps yet.
 
     Raises:
-        ValueError: if its modules are not where the adapter expects them, as with some task heads.
+        ValueError: if its blocks are not where the adapter expects them, as with some task heads.
     """
     paths: dict[str, str] = {}
     for name, component in adapter.get_component_mapping().items():
@@ -110,8 +110,12 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
                 f"{type(adapter).__name__} has its {name}: split it with a device_map of its "
                 "modules"
             ) from error
-        indices = [index for index, _ in enumerate(blocks.children())]
-        paths |= {f"{name}.{index}": f"{component.name}.{index}" for index in indices}
+        for index, _ in enumerate(blocks.children()):
+            paths[f"{name}.{index}"] = f"{component.name}.{index}"
+    # A component within another one, such as T5's position biases in its first block, is on the
+    # device of that.
+    outer = tuple(f"{path}." for path in paths.values())
+    paths = {name: path for name, path in paths.items() if not path.startswith(outer)}
     first = {name: path for name, path in paths.items() if name == "embed"}
     return Layout({**first, **paths})  # home is the first component's device
 
@@ -156,7 +160,7 @@ class Unit:
 
 
 def units(bridge: TransformerBridge) -> list[Unit]:
-    """Return a Bridge's units: embeddings and others, each block, the unembedding last."""
+    """Return a unit for each component of a Bridge; ln_final is in the unembedding's, the last."""
     found: dict[str, Unit] = {}
     unit_by_component: dict[str, Unit] = {}
     for name, component in bridge_components(bridge):
@@ -168,7 +172,7 @@ def units(bridge: TransformerBridge) -> list[Unit]:
         ends = range(len(parts) - 1, 0, -1)
         splits = ((".".join(parts[:end]), ".".join(parts[end:])) for end in ends)
         place = next((split for split in splits if split[0] in unit_by_component), None)
-        if place is not None:  # others belong to no component of the Bridge
+        if place is not None:  # some weights belong to no component
             unit_by_component[place[0]].weights[name] = tensor
             unit_by_component[place[0]].places[name] = place
     return sorted(found.values(), key=lambda unit: unit.name == "unembed")
@@ -185,7 +189,7 @@ def bridge_components(bridge: TransformerBridge) -> Iterator[tuple[str, nn.Modul
 
 
 def _in_bridge(name: str, bridge: TransformerBridge) -> str:
-    """Return a weight's name in the Bridge; some adapters keep Hugging Face's prefix."""
+    """Return a weight's name in the Bridge; some state dicts have Hugging Face's prefixes."""
     for component, (path, _) in bridge.real_components.items():
         if path and path != component and name.startswith(f"{path}."):
             return f"{component}.{name[len(path) + 1 :]}"

@@ -16,7 +16,6 @@ from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
-from tl_devicefix.dispatch.scheduler import refuse_in_run, take_own_tokenizer
 from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
@@ -71,21 +70,6 @@ def _takes_cache(bridge: TransformerBridge) -> bool:
 def _is_of_tokens(mask: object) -> bool:
     """Return True for a mask of tokens, which says nothing about pairs of tokens."""
     return mask.dim() <= 2 if isinstance(mask, torch.Tensor) else not isinstance(mask, Mapping)
-
-
-@patches(
-    "TransformerBridge",
-    *("generate", "generate_stream"),
-    takes="self input",
-    why="runs in flight do not change what others read",
-)
-def with_own_tokenizer(
-    original: Callable[..., _Result], self: TransformerBridge, *args: object, **kwargs: object
-) -> _Result:
-    """Wrap a method of a Bridge that changes the tokenizer's padding side while it runs."""
-    refuse_in_run(self)
-    take_own_tokenizer(self)
-    return original(self, *args, **kwargs)
 
 
 @patches(

@@ -114,7 +114,7 @@ class FusedWrapper(Fused):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Call transformers' own layer, or TransformerLens's forward if there are hooks inside."""
-        # In a block that a user calls, wrappers make the mask and positions; the layer has none.
+        # If a user calls a block, its wrappers make the mask and positions that the layer lacks.
         if not this_forward().is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
@@ -128,7 +128,7 @@ class FusedWrapper(Fused):
 def _drop_pattern(block: nn.Module) -> None:
     """Drop the pattern of the last forward, which a layer without wrappers never replaces.
 
-    If it is part of an autograd graph, the block cannot be deep-copied.
+    With a pattern that is part of an autograd graph, the block could not be deep-copied.
     """
     attention = block._modules.get("attn")
     if getattr(attention, "_pattern", None) is not None:
@@ -156,7 +156,8 @@ def bound_of(wrapper: nn.Module) -> BoundWrapper:
 def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     """Return the config for which transformers may make masks for SDPA; None for eager masks.
 
-    Every block has to accept them, even in TransformerLens's forward, and no hook may see one.
+    Every block has to accept masks for SDPA, even in TransformerLens's forward, and no hook may
+    see one.
     """
     config = None
     for block in getattr(bridge, "blocks", ()):
@@ -165,7 +166,7 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
             if bound.config is None or bound.shows_mask():
                 return None
             config = config or bound.config
-        elif not hasattr(class_of(block), "is_remote"):  # its host reads SENT_FACTS
+        elif not hasattr(class_of(block), "is_remote"):  # a remote block's host reads SENT_FACTS
             return None
     return config
 
@@ -182,8 +183,8 @@ class BoundWrapper:
     Attributes:
         layer: the module without wrappers; None if it may not run.
         why: the reason why it may not run; None if it may.
-        config: the config for which transformers makes masks, if attention can read masks for
-            SDPA; None otherwise.
+        config: the attention's transformers config, if TransformerLens's own attention can read
+            masks for SDPA; None otherwise.
     """
 
     layer: Any = None
@@ -211,7 +212,7 @@ class BoundWrapper:
             self.why = str(reason)
 
     def is_current(self, attributes: dict[str, object]) -> bool:
-        """Return True if nothing was replaced since this object was created."""
+        """Return True if no module was replaced since, and the training mode is the same."""
         return self._training is attributes["training"] and self._listeners.is_current()
 
     def may_run(self, ignore: str = "") -> bool:
@@ -256,11 +257,12 @@ class BoundWrapper:
             NotPlain: if transformers' attention computes something other than the Bridge's.
         """
         wrappers: list[Any] = [module for module in block.modules() if is_wrapper(module)]
+        wrappers = [it for it in wrappers if it.original_component is not None]
         by_sdpa = [it for it in wrappers if why_no_sdpa(it.original_component) is None]
         if by_sdpa and all(map(reads_masks_of_sdpa, by_sdpa)):
             self.config = by_sdpa[0].original_component.config
         if not by_sdpa and any(weight.dtype == torch.float64 for weight in block.parameters()):
-            # The lowest float64 becomes -inf in float32, and a fully masked row gives NaN.
+            # A mask's lowest float64 becomes -inf in float32: a fully masked row gives NaN.
             raise NotPlain("transformers' eager attention has a softmax in float32")
         for attention in (wrapper.original_component for wrapper in wrappers):
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:

@@ -43,7 +43,7 @@ class Conventions:
 
 @dataclass(frozen=True)
 class Steps:
-    """The processing steps to apply; the fields are `from_pretrained`'s arguments."""
+    """The processing steps to apply; all fields but the last are `from_pretrained`'s arguments."""
 
     fold_ln: bool = False
     center_writing_weights: bool = False
@@ -54,7 +54,10 @@ class Steps:
     """True if b_O is centred again after the value biases; `applicable` decides it."""
 
     def applicable(self, cfg: Config, conventions: Conventions) -> Steps:
-        """Return these steps without those that do not apply to this config. Call it once."""
+        """Return these steps without those that do not apply to this config.
+
+        Call it once, on the steps as requested: `recenter_b_O` depends on them.
+        """
         recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = self
         if steps.fold_value_biases and has_sinks(cfg):
@@ -94,7 +97,7 @@ class Steps:
 
 
 def has_sinks(cfg: Config) -> bool:
-    """Return True if attention of a HookedTransformer has sinks: TransformerLens 3.9 has them."""
+    """Return True if attention has sinks; a config before TransformerLens 3.9 has no such field."""
     return bool(getattr(cfg, "use_attention_sinks", False))
 
 
@@ -104,7 +107,7 @@ def uses_layer_norm(cfg: Config) -> bool:
 
 
 def check_refactorable(cfg: Config, is_grouped: bool, beside: str | None) -> None:
-    """Check that `refactor_factored_attn_matrices` can be done.
+    """Raise a ValueError if `refactor_factored_attn_matrices` cannot be applied.
 
     Args:
         cfg: the model's config.
@@ -140,12 +143,12 @@ def process_component(
 
     Args:
         name: "embed", "pos_embed", "blocks.3" or "unembed", which includes ln_final.
-        weights: private tensors on one device, in the dtype to work in. A block's names are those
-            within the block ("attn.W_Q"), others are whole ("unembed.W_U").
+        weights: working copies on one device, in the dtype to fold in. In a block, names are
+            relative to the block ("attn.W_Q"); elsewhere they are full ("unembed.W_U").
         cfg: the HookedTransformerConfig.
         steps: the applicable steps (`Steps.applicable`).
         conventions: those of the installed TransformerLens.
-        vocabulary_means: the unembedding's, if `weights` has only a part of the vocabulary.
+        vocabulary_means: means over the whole vocabulary, if `weights` has only a part of it.
     """
     layer_norm = uses_layer_norm(cfg)
     fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
