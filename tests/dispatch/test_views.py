@@ -259,7 +259,6 @@ def change_everything(view):
     block.mlp._modules["extra"] = nn.Linear(2, 2)
     for module in view.blocks[2].mlp.modules():
         module._parameters.clear()
-    view.blocks[3].hook_resid_post.probe = nn.Identity()
     del view.hook_dict["blocks.0.hook_resid_pre"]
 
 

@@ -177,6 +177,7 @@ def load(checkpoints, **elsewhere):
     return HookedTransformer.from_pretrained(str(checkpoints("llama")), device_map=device_map)
 
 
+@pytest.mark.full("it starts another worker, which takes ten seconds")
 def test_workers_that_do_not_start_in_time_end(cluster, leaving):
     started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
     with pytest.raises(RuntimeError, match=started_none):
@@ -245,6 +246,7 @@ def test_the_example_runs_and_its_worker_ends_with_it(cluster):
     assert eventually(lambda: not process.is_running())
 
 
+@pytest.mark.full("it starts another worker, which takes ten seconds")
 def test_suspended_worker_ends_and_a_new_one_can_join(worker, cluster, checkpoints, monkeypatch):
     is_told = asking(worker)
     (process,) = cluster.other.workers()

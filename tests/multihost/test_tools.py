@@ -80,7 +80,10 @@ def assert_equal(run, alone, spread, tokens):
         torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), ("gpt2", mapped)])
+GPT2 = pytest.param("gpt2", mapped, marks=pytest.mark.full("Llama's runs are mapped, too"))
+
+
+@pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), GPT2])
 def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, tokens):
     assert_equal(run, alone(kind), spread(kind), tokens)
 

@@ -63,7 +63,7 @@ def uncounted(monkeypatch):
 
 @pytest.fixture
 def deep(model_class, tokenizer, tmp_path):
-    """`deep(30, **options)`: a model of 30 blocks."""
+    """`deep(18, **options)`: a model of 18 blocks."""
 
     def load(n_layers, **options):
         config = HF_CONFIGS["llama"]()
@@ -88,9 +88,9 @@ def edit(activation, hook):
     return activation * 2
 
 
-def test_one_more_run_costs_as_many_calls_at_6_and_30_blocks(machine, deep, tokens, uncounted):
+def test_one_more_run_costs_as_many_calls_at_6_and_18_blocks(machine, deep, tokens, uncounted):
     of_runs = []
-    for n_layers in (6, 30):
+    for n_layers in (6, 18):
         model = deep(n_layers, n_devices=2)
         if not of_runs:
             uncounted(type(model), "forward")

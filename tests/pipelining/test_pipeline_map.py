@@ -157,6 +157,9 @@ def test_runs_in_flight_of_a_model_with_dropout_are_refused(load, batches):
 ATTRIBUTES = {
     "training": lambda view: setattr(view.blocks[1].attn, "training", 1),
     "put_in": lambda view: setattr(view.blocks[1].mlp, "put_in", torch.ones(1)),
+    "a parameter, buffer or module": lambda view: setattr(
+        view.blocks[1].hook_resid_post, "probe", torch.nn.Identity()
+    ),
 }
 
 
@@ -261,7 +264,7 @@ HOLDING = {
 
 
 def test_runs_of_a_model_that_a_function_holds_go_in_a_loop(load, batches):
-    model = load("llama")
+    model, batches = load("llama"), batches[:2]
     for name, hold in HOLDING.items():
         handle = hold(model)
         expected = [model(batch) for batch in batches]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal
 from hf_models import padded
+from parameters import in_turn
 from runs_of_users import looped
 
 import tl_devicefix
@@ -29,26 +30,25 @@ def one_patch_each(home):
         yield [(f"{part}.hook_{'scale' if part == 'ln_final' else 'resid_pre'}", patch)]
 
 
+ARGUMENTS = {
+    "tokens": lambda tokens: (tokens.cpu(), {}),
+    "text": lambda tokens: ("w5 w6 w7", {"return_type": "both"}),
+    "a mask": lambda tokens: (tokens, {"attention_mask": padded(tokens), "stop_at_layer": 3}),
+}
+
+
 @pytest.mark.parametrize(
-    ("where", "sizes"),
-    [
-        ({"n_devices": 3}, (1, 3)),
-        ({"device_map": OFFLOADED}, (1,)),
-        ({"device_map": ENDS_AT_HOME}, (1,)),
-    ],
+    ("where", "arguments"),
+    in_turn([{"n_devices": 3}, {"device_map": OFFLOADED}, {"device_map": ENDS_AT_HOME}], ARGUMENTS),
 )
-def test_a_sweep_on_async_devices_equals_a_loop(where, sizes, machine, load, tokens):
+def test_a_sweep_on_async_devices_equals_a_loop(where, arguments, machine, load, tokens):
     model, home = load("llama", **where), machine.devices[0]
-    for given, arguments in (
-        (tokens, {}),
-        ("w5 w6 w7", {"return_type": "both"}),
-        (tokens.to(home), {"attention_mask": padded(tokens.to(home)), "stop_at_layer": 3}),
-    ):
-        expected = looped(model, given, one_patch_each(home), **arguments)
-        for size in sizes:
-            runs = one_patch_each(home)
-            actual = tl_devicefix.sweep(model, given, runs, batch_size=size, **arguments)
-            assert_agrees(list(actual), expected, home, tolerance=0 if size == 1 else 1e-5)
+    given, arguments = ARGUMENTS[arguments](tokens.to(home))
+    expected = looped(model, given, one_patch_each(home), **arguments)
+    for size in (1, 3) if "n_devices" in where else (1,):
+        runs = one_patch_each(home)
+        actual = tl_devicefix.sweep(model, given, runs, batch_size=size, **arguments)
+        assert_agrees(list(actual), expected, home, tolerance=0 if size == 1 else 1e-5)
 
 
 def test_a_hook_runs_the_model_in_a_run_that_is_launched_ahead(machine, load, tokens):
@@ -146,7 +146,10 @@ def took(machine, sim, run):
     return HOST.ends - start
 
 
-@pytest.mark.parametrize("arguments", [{"return_type": "loss"}, {"stop_at_layer": 4}])
+STOPS = pytest.param({"stop_at_layer": 4}, marks=pytest.mark.full("with a loss runs, too"))
+
+
+@pytest.mark.parametrize("arguments", [{"return_type": "loss"}, STOPS])
 def test_runs_of_a_sweep_overlap_on_the_devices(arguments, machine, sim, shared, tokens):
     """At best, 6 runs take 6 + 3 - 1 stages of three devices; a loop takes 6 * 3."""
     model = shared("llama", 3)

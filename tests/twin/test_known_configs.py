@@ -82,8 +82,14 @@ def kind_of(name):
     return known_fields()[name]["model_type"]
 
 
-@pytest.mark.bridge(in_3=True)
-@pytest.mark.parametrize("compatibility", [None, {}], ids=["as booted", "compatibility mode"])
+@pytest.mark.bridge
+@pytest.mark.parametrize(
+    "compatibility",
+    [
+        pytest.param(None, id="as booted", marks=pytest.mark.full("the same, less folding")),
+        pytest.param({}, id="compatibility mode"),
+    ],
+)
 def test_twins_of_known_models_as_TransformerBridge(compatibility):
     from tl_devicefix.transformer_bridge.twin import difference
 

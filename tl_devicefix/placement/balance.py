@@ -66,17 +66,26 @@ def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> 
     divisors = [float(largest if room is None else room) or 1.0 for room in rooms]
     prefix = list(itertools.accumulate(blocks, initial=0))
 
+    def fullness(position: int, start: int, end: int) -> float:
+        held = prefix[end] - prefix[start] + (shared if end > start else 0)
+        return (held + (0 if position else at_home)) / divisors[position]
+
+    # With equal numbers of blocks, the fullest device is this full: no device need be fuller.
+    ends = [len(blocks) * n // n_used for n in range(n_used + 1)]
+    enough = max(map(fullness, range(n_used), ends, ends[1:]))
+    smallest = max(min(blocks, default=1), 1)
+    at_most = [int(enough * divisor) // smallest + 1 for divisor in divisors]
+
     def extend(
         fullest: tuple[float, ...], position: int, start: int, end: int, best: tuple[float, ...]
     ) -> tuple[float, ...] | None:
-        held = prefix[end] - prefix[start] + (shared if end > start else 0)
-        full = (held + (0 if position else at_home)) / divisors[position]
+        full = fullness(position, start, end)
         if best and max(full, *fullest[:1]) > best[0]:
             return None  # before sorting: most splits end here
         return tuple(sorted((*fullest, full), reverse=True))
 
     nothing: tuple[float, ...] = ()
-    counts = _best_ranges(len(blocks), n_used, nothing, extend, at_least)
+    counts = _best_ranges(len(blocks), n_used, nothing, extend, at_least, at_most)
     return [*(counts or []), *[0] * (len(rooms) - n_used)]
 
 
@@ -86,6 +95,7 @@ def _best_ranges(
     nothing: _Cost,
     extend: Callable[[_Cost, int, int, int, _Cost | tuple[()]], _Cost | None],
     at_least: int = 0,
+    at_most: Sequence[int] | None = None,
 ) -> list[int] | None:
     """Find the cheapest number of blocks of each device, by dynamic programming.
 
@@ -97,6 +107,7 @@ def _best_ranges(
             the block after its last, and the best cost so far of getting there, () at first.
             Returns the cost with this device, or None if that is impossible or not better.
         at_least: blocks that each device must have.
+        at_most: blocks that each may have.
 
     Returns:
         The counts; None if none are possible.
@@ -107,7 +118,8 @@ def _best_ranges(
         reached: dict[int, tuple[_Cost, list[int]]] = {}
         last = n_blocks - at_least * (n_devices - 1 - position)
         for start, (before, counts) in best.items():
-            for end in range(min(start + at_least, n_blocks), last + 1):
+            longest = last if at_most is None else min(last, start + at_most[position])
+            for end in range(min(start + at_least, n_blocks), longest + 1):
                 lowest = reached[end][0] if end in reached else ()
                 cost = extend(before, position, start, end, lowest)
                 # `<`, not `<=`: the first of a tie has the fewest blocks before `start`, so the
